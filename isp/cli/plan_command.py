@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_nproc, add_planning, positive
 from isp.cli.progress import show_progress
-
-if TYPE_CHECKING:
-    from isp.planner import Candidate
 
 __all__ = ["add_calibrate", "add_layouts"]
 
@@ -37,7 +33,7 @@ def add_layouts(parser: argparse.ArgumentParser) -> Run:
 def _run_layouts(args: argparse.Namespace) -> int:
     """Print the layouts of a configuration, the fastest first."""
     from isp.config import load_config
-    from isp.planner import as_json, as_text, evaluate, load_fabric, rows_of, search
+    from isp.planner import as_json, as_text, load_fabric, search
     from isp.report import require_packages, write_page
 
     if args.html is not None:
@@ -45,22 +41,13 @@ def _run_layouts(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     fabric = load_fabric(args.fabric)
     fabric.check(args.world)
-    on_cpu = fabric.device.kind == "cpu"
-    rows = args.batch or rows_of(config, args.world)
-    own: Candidate | str
-    try:
-        own = evaluate(config, args.world, fabric, rows=rows, on_cpu=on_cpu)
-    except ValueError as error:
-        own = str(error)
-    found = search(config, args.world, fabric, rows=rows, on_cpu=on_cpu, progress=show_progress)
-    show, sizes = as_json if args.json else as_text, {"world_size": args.world, "rows": rows}
-    print(show(found, own, fabric, **sizes, top=args.top))
+    found = search(config, args.world, fabric, rows=args.batch, progress=show_progress)
+    print((as_json if args.json else as_text)(found, args.top))
     if args.html is not None:
         from isp.report.layouts import layouts_page
 
         command = shlex.join(["isp", *args.words])
-        page = layouts_page(found, own, fabric, **sizes, top=args.top, command=command)
-        write_page(page, args.html)
+        write_page(layouts_page(found, args.top, command=command), args.html)
     return 0 if found.fitting else 1
 
 

@@ -2,7 +2,7 @@
 
 from isp.planner.fabric import Fabric, load_fabric
 from isp.planner.report import as_json, as_text
-from isp.planner.search import Candidate, Found, evaluate, rows_of, search
+from isp.planner.search import Candidate, Found, evaluate, search
 
 __all__ = [
     "Candidate",
@@ -12,6 +12,5 @@ __all__ = [
     "as_text",
     "evaluate",
     "load_fabric",
-    "rows_of",
     "search",
 ]

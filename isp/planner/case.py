@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from isp.comm.tag import Purpose, Tag, Transfer
 from isp.config import JobConfig
 from isp.config.models import language_model
 from isp.models.model import TracedModel
@@ -110,8 +111,8 @@ class PlanCase:
         return self.mode.facts.gathers_weights and self.topology.weight > 1
 
     @property
-    def stays(self) -> bool:
-        """Whether weights are gathered once a step, and stay."""
+    def keeps_gathered(self) -> bool:
+        """Whether weights are gathered once a step, and kept."""
         return self.gathers_weights and not self.parallel.weight.reshard_after_forward
 
     @property
@@ -153,6 +154,21 @@ class PlanCase:
         return PipelineOrder(self.parallel.pipeline)
 
     @property
+    def between_stages(self) -> Transfer:
+        """The transfer of a micro-batch to the next stage, whose gradient comes back."""
+        hidden = self.language_model.hidden_size
+        sent = self.rows * self.tokens_between * hidden * self.item_bytes
+        return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
+
+    def neighbours(self, rank: int) -> list[tuple[bool, bool]]:
+        """For each chunk of a pipeline's `rank`, whether others have the stages around it."""
+        own, last = self.order.stages_of(rank), self.order.num_stages - 1
+        return [
+            (stage > 0 and stage - 1 not in own, stage < last and stage + 1 not in own)
+            for stage in own
+        ]
+
+    @property
     def few_micro_batches(self) -> int:
         """So many micro-batches that a step of more repeats itself, [Note: Long steps]."""
         pipeline = self.parallel.pipeline
@@ -172,18 +188,8 @@ class PlanCase:
 
     def size(self, axis: Axis) -> int:
         """Ranks in a group of `axis`; `Topology.size` without listing them."""
-        t = self.topology
-        sizes = {
-            Axis.WORLD: t.world_size,
-            Axis.STAGE: t.stage,
-            Axis.PIPELINE: t.pipeline,
-            Axis.EMBEDDING: min(2, t.pipeline),
-            Axis.TENSOR: t.tensor,
-            Axis.HEAD: t.head,
-            Axis.CONTEXT: t.context,
-            Axis.DATA: t.data,
-            Axis.WEIGHT: t.weight,
-            Axis.WEIGHT_DATA: t.weight_data,
-            Axis.ZERO1: t.zero1,
-        }
-        return sizes[axis]
+        if axis is Axis.EMBEDDING:
+            return min(2, self.topology.pipeline)
+        name = "world_size" if axis is Axis.WORLD else axis.value  # as the topology has them
+        size: int = getattr(self.topology, name)
+        return size

@@ -139,6 +139,11 @@ class Fabric:
     """By what share of its compute a step grows whenever the number of nodes doubles: all ranks
     wait for the slowest."""
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks compute on CPU."""
+        return self.device.kind == "cpu"
+
     def check(self, world_size: int) -> None:
         """Raise ConfigError if this machine cannot have so many ranks."""
         if world_size > self.devices_per_node and self.between is None:

@@ -1,8 +1,8 @@
 """The memory ladder: options that save memory, in the order of their cost, and what each gives.
 
-The longest rows of each step are found by rehearsals, with the options of all steps before it but
-those that shorten rows. Where weights, gradients and states alone are too much, the options that
-take states off the device come first.
+The longest sequences of each step are found by rehearsals, with the options of all steps before
+it but those that shorten them. Where weights, gradients and states alone are too much, the options
+that take states off the device come first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MemoryOption(NamedTuple):
     name: str
     keys: Keys
     of_states: bool = False
-    """Whether it saves what does not grow with rows."""
+    """Whether it saves what does not grow with sequences."""
 
 
 WITHOUT: Keys = {
@@ -78,7 +78,7 @@ class LadderStep(NamedTuple):
     growth: Growth
     """At that length."""
     taken: bool
-    """Whether rows are as long with it as without, or longer: else later ones go without it."""
+    """Whether sequences are as long with it as without: else later ones go without it."""
 
 
 def climb(planned: Planned, budget: Budget, *, progress: Show = silent) -> list[LadderStep]:
@@ -87,7 +87,7 @@ def climb(planned: Planned, budget: Budget, *, progress: Show = silent) -> list[
     steps: list[LadderStep] = []
     reached = 0
     options = [MemoryOption("no option", {}), *_ordered(planned, budget)]
-    for option in progress(options, "longest rows with each step of the memory ladder"):
+    for option in progress(options, "longest sequences with each step of the memory ladder"):
         more = {**keys, **option.keys}
         try:
             there = replace(planned, config=with_keys(planned.config, more))

@@ -1,9 +1,8 @@
-"""How a layout's memory grows with the length of its rows, and the longest row that fits.
+"""How a layout's memory grows with the length of sequences, and the longest that fits.
 
-Most owners are affine in the tokens of a row, so two lengths give a fixed part and one for each
-token; what is larger at one length than at another may be another moment of the step. The longest
-row is looked for by those lines and found by rehearsals of it and of the next one, which does not
-fit.
+Most owners are affine in the tokens, so two lengths give a fixed part and one for each token; what
+is larger at one length than at another may be another moment of the step. The longest sequence is
+looked for by those lines and found by rehearsals of it and of the next, which does not fit.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any, NamedTuple
 from isp.config import ConfigError, JobConfig
 from isp.planner.case import PlanCase
 from isp.planner.fabric import Fabric
-from isp.planner.memory import Memory, moments
+from isp.planner.memory import Memory, busiest, moments, peak
 
 __all__ = ["Budget", "Growth", "Longest", "Planned", "Show", "silent"]
 
 GRAIN = 1024
-"""Tokens: rows of other multiples than of this, or of the layout's own, are not looked at."""
+"""Tokens: only multiples of this, and of the layout's own, are looked at."""
 
 
 Show = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -64,7 +63,7 @@ class Growth(NamedTuple):
     per_token: Memory
     """Its bytes are no whole numbers."""
     seq_len: int
-    """Tokens of the rows at which the moment is the largest."""
+    """Tokens of the sequences at which the moment is the largest."""
     tokens: int
     """Those of them that a rank holds, between the linears."""
     memory: Memory
@@ -72,12 +71,12 @@ class Growth(NamedTuple):
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest row that fits, and why the next does not."""
+    """The longest sequence that fits, and why the next does not."""
 
     seq_len: int
     """0: none fits."""
     memory: Memory
-    """Of the shortest row that was tried if none fits."""
+    """Of the shortest that was tried if none fits."""
     next_len: int
     beyond: Memory | str
     """Memory of the next one, or why there is none."""
@@ -85,7 +84,7 @@ class Longest:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A configuration as it is, with rows of any length."""
+    """A configuration as it is, with sequences of any length."""
 
     config: JobConfig
     world_size: int
@@ -97,7 +96,7 @@ class Planned:
         return math.lcm(GRAIN, self.config.parallel.tensor.size)
 
     def case(self, seq_len: int) -> PlanCase:
-        """The case of rows of `seq_len` tokens.  Raises ConfigError if there are none."""
+        """The case of sequences of `seq_len` tokens.  Raises ConfigError if there are none."""
         try:
             longer = replace(self.config, data=replace(self.config.data, seq_len=seq_len))
             longer.check_folder_model()
@@ -106,49 +105,42 @@ class Planned:
         return PlanCase.of(longer, self.world_size, on_cpu=self.on_cpu)
 
     def peak(self, seq_len: int) -> Memory:
-        """The memory of the rank that takes most, at its most; of the host the most of all."""
-        case = self.case(seq_len)
-        found = [m for rank in self._ranks(case) for m in moments(case, rank)]
-        return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
-
-    def _ranks(self, case: PlanCase) -> list[int]:
-        """The first stages keep most micro-batches, the last has the logits."""
-        topology = case.topology
-        last = topology.pipeline - 1
-        stages = {0, min(1, last), last}
-        return sorted(stage * topology.stage + case.most_keys for stage in stages)
+        """The memory of sequences of `seq_len` tokens."""
+        return peak(self.case(seq_len))
 
     def growth(self, seq_len: int) -> Growth:
-        """The lines through the largest moment of rows of `seq_len` and of half as many tokens.
+        """The lines through the largest moment of `seq_len` tokens and of half as many.
 
-        Of longer rows if half are too few to try. Raises ConfigError if those are refused.
+        Of more if half are too few to try. Raises ConfigError if those are refused.
         """
         longer = max(2 * self.unit, seq_len)
         shorter = longer // 2 // self.unit * self.unit
         try:
             case = self.case(longer)
         except ConfigError as error:
-            raise ConfigError(f"rows of {longer:,} tokens, to see memory grow: {error}") from error
-        rank, peak = max(
-            ((rank, m) for rank in self._ranks(case) for m in moments(case, rank)),
+            raise ConfigError(
+                f"sequences of {longer:,} tokens, to see memory grow: {error}"
+            ) from error
+        rank, most = max(
+            ((rank, m) for rank in busiest(case) for m in moments(case, rank)),
             key=lambda pair: pair[1].total,
         )
-        below = next(m for m in moments(self.case(shorter), rank) if m.moment == peak.moment)
-        tokens = _tokens(case)
-        step = tokens - _tokens(self.case(shorter))
-        names = (*peak.by_owner(), "host")
-        slopes: Any = {n: (getattr(peak, n) - getattr(below, n)) / step for n in names}
-        fixed: Any = {n: getattr(peak, n) - slopes[n] * tokens for n in names}
-        return Growth(Memory(**fixed), Memory(**slopes), longer, tokens, peak)
+        few = self.case(shorter)
+        below = next(m for m in moments(few, rank) if m.moment == most.moment)
+        tokens, less = (c.rows * c.tokens_between for c in (case, few))
+        names = (*most.by_owner(), "host")
+        slopes: Any = {n: (getattr(most, n) - getattr(below, n)) / (tokens - less) for n in names}
+        fixed: Any = {n: getattr(most, n) - slopes[n] * tokens for n in names}
+        return Growth(Memory(**fixed), Memory(**slopes), longer, tokens, most)
 
     def longest(self, budget: Budget) -> Longest:
-        """The longest row that `budget` has memory for.
+        """The longest sequence that `budget` has memory for.
 
         Raises ConfigError if the shortest that is tried is refused.
         """
         low = self._try(1, budget)
         if isinstance(low.found, str):
-            raise ConfigError(f"rows of {self.unit:,} tokens, the shortest tried: {low.found}")
+            raise ConfigError(f"sequences of {self.unit:,} tokens, the shortest tried: {low.found}")
         if low.excess > 0:
             return Longest(0, low.found, self.unit, low.found)
         high = self._try(max(2, self.config.data.seq_len // self.unit), budget)
@@ -193,8 +185,3 @@ def _between(low: _Tried, high: _Tried, *, halve: bool) -> int:
         share = low.excess / (low.excess - high.excess)
     guess = low.units + int(share * (high.units - low.units))
     return min(max(guess, low.units + 1), high.units - 1)
-
-
-def _tokens(case: PlanCase) -> int:
-    """Those of a micro-batch that a rank holds between the linears."""
-    return case.rows * case.tokens_between

@@ -1,4 +1,4 @@
-"""What `isp plan` says of a layout's memory, its longest row and the ladder: text, or JSON."""
+"""What `isp plan` says of a layout's memory, its longest sequence and the ladder: text, or JSON."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from isp.planner.generation import GenerationPlan
 from isp.planner.ladder import LadderStep, changes
 from isp.planner.lengths import Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
+from isp.planner.report import largest, model_of
 from isp.profile.table import aligned
 
 __all__ = ["MemoryPlan", "lengths_as_json", "lengths_as_text"]
@@ -37,7 +38,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether there is a row that fits: the configuration's, or any, if it was asked for."""
+        """Whether there is a length that fits: the configuration's, or any, if it was asked for."""
         if self.longest is not None:
             return self.longest.seq_len > 0
         return self.budget.excess(self.memory) <= 0
@@ -106,18 +107,15 @@ def _sizes(memory: Memory) -> dict[str, int]:
 
 
 def _head(plan: MemoryPlan) -> str:
-    config, budget = plan.planned.config, plan.budget
-    case = plan.planned.case(config.data.seq_len)
-    topology, model = case.topology, config.model
-    name = f"{model.hf or model.preset}, " if model.hf or model.preset else ""
+    budget, case = plan.budget, plan.planned.case(plan.planned.config.data.seq_len)
+    t = case.topology
     host = "" if budget.host is None else f", {_gib(budget.host)} GiB of its host's"
     lines = {
-        "": f"{_ranks(topology.world_size)}  {plan.fabric.name}",
-        "model": f"{name}{case.language_model.num_parameters:,} parameters,"
-        f" {config.training.dtype}",
-        "layout": f"{topology.mode}  tensor {topology.tensor}  weight {topology.weight}"
-        f"  pipeline {topology.pipeline}  zero1 {topology.zero1}",
-        "context": f"{topology.context} ranks, {plan.exchange}" if plan.exchange else "",
+        "": f"{_ranks(t.world_size)}  {plan.fabric.name}",
+        "model": model_of(case),
+        "layout": f"{t.mode}  tensor {t.tensor}  weight {t.weight}  pipeline {t.pipeline}"
+        f"  zero1 {t.zero1}",
+        "context": f"{t.context} ranks, {plan.exchange}" if plan.exchange else "",
         "scans": scans(case),
         "memory": f"{_gib(budget.device)} GiB of a rank for tensors{host}",
     }
@@ -170,7 +168,7 @@ def _end(plan: MemoryPlan, longest: Longest) -> str:
     beyond = longest.beyond
     why = beyond if isinstance(beyond, str) else _too_much(beyond, plan)
     if not longest.seq_len:
-        return f"no row of {longest.next_len:,} tokens fits: {why}"
+        return f"no sequence of {longest.next_len:,} tokens fits: {why}"
     return f"longest data.seq_len: {longest.seq_len:,}\n  {longest.next_len:,} do not fit: {why}"
 
 
@@ -179,13 +177,11 @@ def _too_much(memory: Memory, plan: MemoryPlan) -> str:
         copies = ", with the copies that checkpoint.async_mode=disabled does without"
         found = copies if plan.planned.config.checkpoint.copies_state else ""
         return f"{_gib(memory.host)} GiB in the memory of the host{found}"
-    owners = sorted(memory.by_owner().items(), key=lambda item: -item[1])[:3]
-    most = ", ".join(f"{name} {_gib(size)}" for name, size in owners)
-    return f"{_gib(memory.total)} GiB at {memory.moment}: {most}"
+    return largest(memory)
 
 
 def _ladder(plan: MemoryPlan) -> str:
-    head = ("with", "fixed GiB", "KiB a token", "longest row", "GiB", "host GiB", "ends with")
+    head = ("with", "fixed GiB", "KiB a token", "longest sequence", "GiB", "host GiB", "ends with")
     rows = [head]
     for step in plan.steps:
         length, there = step.longest.seq_len, step.longest.memory
@@ -213,7 +209,7 @@ def _reason(beyond: Memory | str, budget: Budget) -> str:
 
 
 def _advice(plan: MemoryPlan, longest: Longest) -> str:
-    """The keys with which the configuration's rows fit, if it needs any, and of the longest."""
+    """The keys with which the configuration fits, if it needs any, and of the longest."""
     config, seq_len = plan.planned.config, plan.planned.config.data.seq_len
     fits, lines, enough = plan.budget.excess(plan.memory) <= 0, [], None
     if not fits:
@@ -228,7 +224,7 @@ def _advice(plan: MemoryPlan, longest: Longest) -> str:
     if not fits and enough is None:
         lines.append(
             f"data.seq_len={seq_len} fits with none of them: use more ranks (--world), over which"
-            f" parallel.tensor.size shares a row and parallel.weight.size the weights"
+            f" parallel.tensor.size shares a sequence and parallel.weight.size the weights"
         )
     return "\n".join(lines)
 

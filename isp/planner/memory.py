@@ -29,7 +29,6 @@ from isp.optim import Zero1Optimizer
 from isp.optim.buckets import pads_little
 from isp.parallel.partition import chunk_range
 from isp.planner.case import Coordinates, PlanCase
-from isp.planner.counts import between_stages, neighbours_of
 from isp.planner.declared import local_parameters, shape_of, trained_parameters
 from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductions
 from isp.planner.rank import DryRank, Heard
@@ -38,7 +37,7 @@ from isp.planner.rehearsal import records_of, rehearsal
 from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import ActionKind, Block
 
-__all__ = ["Memory", "memory", "moments", "states"]
+__all__ = ["Memory", "busiest", "memory", "moments", "peak", "states"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +91,18 @@ def states(case: PlanCase, place: Coordinates) -> Memory:
         optimizer=0 if on_host else kept,
         host=copies + (kept if on_host else 0),
     )
+
+
+def peak(case: PlanCase) -> Memory:
+    """The memory of the rank that takes most, at its most; of the host the most of all."""
+    found = [m for rank in busiest(case) for m in moments(case, rank)]
+    return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
+
+
+def busiest(case: PlanCase) -> list[int]:
+    """Ranks one of which takes most: first stages keep most micro-batches, the last has logits."""
+    stage, last = case.topology.stage, case.topology.pipeline - 1
+    return sorted(rank * stage + case.most_keys for rank in {0, min(1, last), last})
 
 
 def memory(case: PlanCase, rank: int) -> Memory:
@@ -173,7 +184,7 @@ def _backward(
         yield moment("the loss", kept, flights[own.head.name].before, in_loss)
     kept = _sum(own.saved)  # the input that comes back is rehearsed
     of_blocks = records_of(case, place, own.layers)
-    found, taken = _found_again(own.layers), between_stages(case).sent_bytes
+    found, taken = _found_again(own.layers), case.between_stages.sent_bytes
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
         record = of_blocks[block.name]
@@ -298,9 +309,9 @@ def _between_stages(case: PlanCase, place: Coordinates) -> int:
 
     That gradient is there until the chunk's backward ends.
     """
-    ends = neighbours_of(case, place.stage)
+    ends = case.neighbours(place.stage)
     count = sum(map(sum, ends)) + any(behind for _, behind in ends)
-    return count * between_stages(case).sent_bytes
+    return count * case.between_stages.sent_bytes
 
 
 def _update(case: PlanCase, place: Coordinates) -> int:

@@ -110,7 +110,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
     if times:
         end = whole(end, timeline(order, few + period, cost, send=send).end)
         longer_walks = _walks(case, fabric, few + period)
-    if case.stays:
+    if case.keeps_gathered:
         end += sum(map(_first_beyond_typical, walks))
     pairs = list(zip(walks, longer_walks, strict=True))
     work = max(whole(short.working, longer.working) for short, longer in pairs)

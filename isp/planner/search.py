@@ -12,7 +12,7 @@ from operator import attrgetter
 from isp.comm.host import TO_HOST
 from isp.comm.tag import Purpose, Tag, Transfer
 from isp.config import JobConfig
-from isp.parallel import ContextExchange, Mode, Sequence2DConfig, Topology
+from isp.parallel import ContextExchange, Mode, Sequence2DConfig
 from isp.parallel.config import PipelineSchedule
 from isp.parallel.partition import divisors
 from isp.parallel.phase import Phase
@@ -22,13 +22,13 @@ from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.exchange import with_exchange
 from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget, Show, silent
-from isp.planner.memory import Memory, memory
+from isp.planner.memory import Memory, peak
 from isp.planner.predict import Prediction, predict
 from isp.planner.record import BlockRecord, Compute, Launch, Reach
 from isp.planner.rehearsal import record_of_kind
 from isp.weights.trace import Block
 
-__all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
+__all__ = ["Candidate", "Found", "evaluate", "search"]
 
 RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
 """`model.checkpoint` and `model.checkpoint_keeps_attention`, the cheapest first."""
@@ -36,9 +36,9 @@ WALKED = 24
 """Layouts whose time is predicted, besides the best of each mode by the estimate."""
 WALKED_OF_MODE = 4
 TRIED_TO_STAY = 4
-"""Layouts, the fastest, that are tried with weights that stay."""
+"""Layouts, the fastest, that are tried with weights that are kept gathered."""
 STAYS_BELOW = 0.99
-"""Share of a step's time, below which weights that stay are worth their memory."""
+"""Share of a step's time, below which weights kept gathered are worth their memory."""
 
 
 @dataclass(frozen=True)
@@ -52,69 +52,56 @@ class Candidate:
     prediction: Prediction | None = None
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """The distinction from others."""
-        p, m, d = self.config.parallel, self.config.model, self.config.data
-        t = self.case.topology
-        return (
-            *(t.mode, t.tensor, t.weight, t.pipeline, t.zero1, p.pipeline.schedule),
-            *(t.context, t.head_first, self.case.stays),
-            *(d.micro_bsz, d.num_micro_batches, m.checkpoint, m.checkpoint_keeps_attention),
-        )
-
-    @property
     def seconds(self) -> float:
         """The predicted time of a step; 0 where none was."""
         return self.prediction.step if self.prediction is not None else 0.0
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """The key shared with others that differ in weight and zero1 alone."""
-        topology = self.case.topology
-        sizes = topology.tensor, topology.context, topology.head_first, topology.pipeline
-        return topology.mode, *sizes, self.config.data.micro_bsz, self.case.stays
-
-    @property
     def overrides(self) -> list[str]:
-        """The words of a command line that ask for it."""
+        """The words of a command line that ask for it, by which layouts are told apart."""
         parallel, model, data = self.config.parallel, self.config.model, self.config.data
-        words = {
-            "parallel.tensor.mode": parallel.tensor.mode.value,
-            "parallel.tensor.size": parallel.tensor.size,
-            "parallel.weight.size": parallel.weight.size,
-            "parallel.weight.reshard_after_forward": str(
-                parallel.weight.reshard_after_forward
-            ).lower(),
-            "parallel.pipeline.size": parallel.pipeline.size,
-            "parallel.zero1.size": parallel.zero1.size,
-            "data.micro_bsz": data.micro_bsz,
-            "data.micro_num": data.num_micro_batches,
-            "model.checkpoint": model.checkpoint,
-            "model.checkpoint_keeps_attention": str(model.checkpoint_keeps_attention).lower(),
+        t = self.case.topology
+        words: dict[str, object] = {
+            "parallel.tensor.mode": t.mode,
+            "parallel.tensor.size": t.tensor,
         }
+        if t.mode.facts.gathers_weights:
+            words["parallel.weight.size"] = t.weight
+            words["parallel.weight.reshard_after_forward"] = not self.case.keeps_gathered
+        words["parallel.pipeline.size"] = t.pipeline
+        words["parallel.zero1.size"] = t.zero1
+        words["data.micro_bsz"] = data.micro_bsz
+        words["data.micro_num"] = data.num_micro_batches
+        words["model.checkpoint"] = model.checkpoint
+        if model.checkpoint:
+            words["model.checkpoint_keeps_attention"] = model.checkpoint_keeps_attention
         if self.config.training.global_batch_size is not None:
             words["training.global_batch_size"] = self.config.training.global_batch_size
-        if not parallel.tensor.mode.facts.gathers_weights:
-            del words["parallel.weight.size"]
-            del words["parallel.weight.reshard_after_forward"]
-        elif (two := parallel.sequence_2D).enable:
-            place = "parallel.sequence_2D.device_placement_strategy.head_first"
+        if t.mode.facts.slices_batch and parallel.sequence_2D.enable:
+            two = "parallel.sequence_2D"
             words |= {
-                "parallel.sequence_2D.enable": "true",
-                "parallel.sequence_2D.head_size": parallel.head_size,
-                "parallel.sequence_2D.context_size": parallel.context_size,
-                "parallel.sequence_2D.exchange": two.exchange.value,
-                place: str(two.device_placement_strategy.head_first).lower(),
+                f"{two}.enable": True,
+                f"{two}.head_size": t.head,
+                f"{two}.context_size": t.context,
+                f"{two}.exchange": parallel.sequence_2D.exchange,
+                f"{two}.device_placement_strategy.head_first": t.head_first,
             }
-        if not model.checkpoint:
-            del words["model.checkpoint_keeps_attention"]
-        return [f"--{key} {value}" for key, value in words.items()]
+        return [
+            f"--{key} {str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in words.items()
+        ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Found:
     """A search's result."""
 
+    world_size: int
+    rows: int
+    """Sequences of a step."""
+    fabric: Fabric
+    own: Candidate | str
+    """The configuration as it is, or why that is no layout."""
     fitting: tuple[Candidate, ...]
     """Those whose time was predicted, the fastest first."""
     num_fitting: int
@@ -124,24 +111,19 @@ class Found:
     refused: tuple[str, ...]
     """Reasons why sizes are no layout."""
 
-
-def rows_of(config: JobConfig, world_size: int) -> int:
-    """Sequences in the global batch that `config` asks for."""
-    parallel, data, whole = config.parallel, config.data, config.training.global_batch_size
-    replicas = max(1, world_size // (parallel.tensor.size * parallel.pipeline.size))
-    return whole or data.micro_bsz * data.num_micro_batches * replicas
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether there is memory for it."""
+        return Budget.of(self.fabric, self.world_size).excess(candidate.memory) <= 0
 
 
-def evaluate(
-    config: JobConfig, world_size: int, fabric: Fabric, *, rows: int, on_cpu: bool
-) -> Candidate:
+def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int) -> Candidate:
     """Evaluate `config` as it is, but for a global batch of `rows`.
 
     Raises ValueError if its sizes do not fit, or the batch cannot be cut so.
     """
     data = config.topology(world_size).data
     config = _with_batch(config, rows, data, config.data.micro_bsz)
-    candidate = _candidate(config, world_size, on_cpu=on_cpu)
+    candidate = _candidate(config, world_size, fabric)
     return replace(candidate, prediction=predict(candidate.case, fabric))
 
 
@@ -150,54 +132,69 @@ def search(
     world_size: int,
     fabric: Fabric,
     *,
-    rows: int,
-    on_cpu: bool,
+    rows: int | None = None,
     progress: Show = silent,
 ) -> Found:
     """Layouts of `config` with `rows` sequences a step, on `world_size` ranks.
 
-    Mode, tensor, heads x context, weight, pipeline, zero1, micro-batch and recomputation vary; the
-    rest is that of `config`. Of layouts that differ in recomputation alone the one that recomputes
-    least is kept. Of the fastest whose weights travel also what is faster if they stay, and fits.
+    None: as many as `config` asks for. Mode, tensor, heads x context, weight, pipeline, zero1,
+    micro-batch and recomputation vary; the rest is that of `config`. Of layouts that differ in
+    recomputation alone the one that recomputes least is kept. Of the fastest whose weights travel
+    also what is faster if they are kept gathered, and fits.
     """
+    if rows is None:
+        parallel, data = config.parallel, config.data
+        replicas = max(1, world_size // (parallel.tensor.size * parallel.pipeline.size))
+        rows = config.training.global_batch_size
+        rows = rows or data.micro_bsz * data.num_micro_batches * replicas
+    own: Candidate | str
+    try:
+        own = evaluate(config, world_size, fabric, rows=rows)
+    except ValueError as error:
+        own = str(error)
     fitting: list[Candidate] = []
     smallest: dict[tuple[Mode, int], Candidate] = {}
     refused: dict[str, None] = {}
-    fits: set[tuple[Mode, int]] = set()
     budget = Budget.of(fabric, world_size)
     layouts = list(_layouts(config, world_size, fabric, rows, refused))
     for layout in progress(layouts, "memory of layouts"):
-        found = _least_recomputed(layout, world_size, fabric, on_cpu=on_cpu)
+        found = _least_recomputed(layout, world_size, fabric, budget)
         if _may_ring(found) and budget.excess(found.memory) > 0:
             layout = with_exchange(layout, ContextExchange.RING)
-            found = _least_recomputed(layout, world_size, fabric, on_cpu=on_cpu)
+            found = _least_recomputed(layout, world_size, fabric, budget)
         group = found.case.mode, found.case.topology.tensor
         if budget.excess(found.memory) <= 0:
             fitting.append(found)
-            fits.add(group)
         elif group not in smallest or found.memory.total < smallest[group].memory.total:
             smallest[group] = found
     promising = progress(_promising(fitting, fabric), "time of layouts that fit")
     predicted = [replace(c, prediction=predict(c.case, fabric)) for c in promising]
     predicted.sort(key=attrgetter("seconds"))
-    num_fitting = len(fitting)
+    kept = []
     for candidate in [c for c in predicted if c.case.gathers_weights][:TRIED_TO_STAY]:
-        stays = _with_weights_that_stay(candidate, on_cpu=on_cpu)
-        if budget.excess(stays.memory) <= 0:
-            stays = replace(stays, prediction=predict(stays.case, fabric))
-            if stays.seconds < STAYS_BELOW * candidate.seconds:
-                predicted.append(stays)
-                num_fitting += 1
-    predicted.sort(key=attrgetter("seconds"))
-    too_large = [candidate for group, candidate in smallest.items() if group not in fits]
-    return Found(tuple(predicted), num_fitting, tuple(too_large), tuple(refused))
+        there = _with_weights_kept(candidate, fabric)
+        if budget.excess(there.memory) <= 0:
+            there = replace(there, prediction=predict(there.case, fabric))
+            if there.seconds < STAYS_BELOW * candidate.seconds:
+                kept.append(there)
+    fits = {(c.case.mode, c.case.topology.tensor) for c in fitting}
+    return Found(
+        world_size=world_size,
+        rows=rows,
+        fabric=fabric,
+        own=own,
+        fitting=tuple(sorted(predicted + kept, key=attrgetter("seconds"))),
+        num_fitting=len(fitting) + len(kept),
+        too_large=tuple(c for group, c in smallest.items() if group not in fits),
+        refused=tuple(refused),
+    )
 
 
-def _with_weights_that_stay(candidate: Candidate, *, on_cpu: bool) -> Candidate:
+def _with_weights_kept(candidate: Candidate, fabric: Fabric) -> Candidate:
     parallel, world_size = candidate.config.parallel, candidate.case.topology.world_size
     weight = replace(parallel.weight, reshard_after_forward=False)
     config = replace(candidate.config, parallel=replace(parallel, weight=weight))
-    return _candidate(config, world_size, on_cpu=on_cpu)
+    return _candidate(config, world_size, fabric)
 
 
 def _may_ring(candidate: Candidate) -> bool:
@@ -269,25 +266,21 @@ def _with_sizes(
     pipeline: int,
     zero1: int,
 ) -> JobConfig:
-    parallel = config.parallel
-    stages = replace(
-        parallel.pipeline, size=pipeline, schedule=PipelineSchedule.ONE_F_ONE_B, num_chunks=1
-    )
-    if pipeline == parallel.pipeline.size:
-        stages = parallel.pipeline
+    parallel, stages = config.parallel, config.parallel.pipeline
+    if pipeline != stages.size:
+        schedule = PipelineSchedule.ONE_F_ONE_B
+        stages = replace(stages, size=pipeline, schedule=schedule, num_chunks=1)
     micro_num = max(config.data.num_micro_batches, 2 * pipeline * stages.num_chunks)
-    return replace(
-        config,
-        data=replace(config.data, micro_num=-(-micro_num // pipeline) * pipeline),
-        parallel=replace(
-            parallel,
-            tensor=replace(parallel.tensor, size=tensor, mode=mode),
-            sequence_2D=two,
-            weight=replace(parallel.weight, size=weight, reshard_after_forward=True),
-            pipeline=stages,
-            zero1=replace(parallel.zero1, size=zero1),
-        ),
+    parallel = replace(
+        parallel,
+        tensor=replace(parallel.tensor, size=tensor, mode=mode),
+        sequence_2D=two,
+        weight=replace(parallel.weight, size=weight, reshard_after_forward=True),
+        pipeline=stages,
+        zero1=replace(parallel.zero1, size=zero1),
     )
+    data = replace(config.data, micro_num=-(-micro_num // pipeline) * pipeline)
+    return replace(config, data=data, parallel=parallel)
 
 
 def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobConfig:
@@ -306,37 +299,35 @@ def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobC
 
 
 def _least_recomputed(
-    config: JobConfig, world_size: int, fabric: Fabric, *, on_cpu: bool
+    config: JobConfig, world_size: int, fabric: Fabric, budget: Budget
 ) -> Candidate:
     """The layout with as little recomputation as fits; with all of it if none does."""
 
     def with_recompute(fraction: float, keeps: bool) -> Candidate:
+        old, splits = config.model, config.parallel.tensor.mode.facts.splits_sequence
+        parts = old.checkpoint_distribute_activations and fraction > 0 and not splits
         model = replace(
-            config.model,
+            old,
             checkpoint=fraction,
             checkpoint_keeps_attention=keeps,
-            checkpoint_distribute_activations=config.model.checkpoint_distribute_activations
-            and fraction > 0
-            and not config.parallel.tensor.mode.facts.splits_sequence,
-            checkpoint_offload=config.model.checkpoint_offload and fraction > 0,
-            checkpoint_segment=0 if keeps or not fraction else config.model.checkpoint_segment,
+            checkpoint_distribute_activations=parts,
+            checkpoint_offload=old.checkpoint_offload and fraction > 0,
+            checkpoint_segment=0 if keeps or not fraction else old.checkpoint_segment,
         )
-        return _candidate(replace(config, model=model), world_size, on_cpu=on_cpu)
+        return _candidate(replace(config, model=model), world_size, fabric)
 
-    room = fabric.device.usable_bytes
+    def fits(candidate: Candidate) -> bool:
+        return budget.excess(candidate.memory) <= 0
+
     least, most = with_recompute(*RECOMPUTE[0]), with_recompute(*RECOMPUTE[-1])
-    if least.memory.total <= room or most.memory.total > room:
-        return least if least.memory.total <= room else most
-    between = (with_recompute(*choice) for choice in RECOMPUTE[1:-1])
-    return next((c for c in between if c.memory.total <= room), most)
+    if fits(least) or not fits(most):
+        return least if fits(least) else most
+    return next(filter(fits, (with_recompute(*choice) for choice in RECOMPUTE[1:-1])), most)
 
 
-def _candidate(config: JobConfig, world_size: int, *, on_cpu: bool) -> Candidate:
-    case = PlanCase.of(config, world_size, on_cpu=on_cpu)
-    stage, last = case.topology.stage, case.topology.pipeline - 1
-    # the first stages keep most micro-batches, the last has the logits
-    ranks = sorted(rank * stage + case.most_keys for rank in {0, min(1, last), last})
-    return Candidate(config, case, max((memory(case, r) for r in ranks), key=lambda m: m.total))
+def _candidate(config: JobConfig, world_size: int, fabric: Fabric) -> Candidate:
+    case = PlanCase.of(config, world_size, on_cpu=fabric.on_cpu)
+    return Candidate(config, case, peak(case))
 
 
 # -- which are worth a closer look -----------------------------------------------------------
@@ -405,7 +396,7 @@ def _weight_seconds(case: PlanCase, fabric: Fabric, kind: BlockKind) -> float:
 
 def _gradient_seconds(case: PlanCase, fabric: Fabric) -> float:
     """Seconds of the sum over replicas, and of the weights' way back."""
-    topology: Topology = case.topology
+    topology = case.topology
     if topology.weight_data == 1:
         return 0.0
     own = case.language_model.num_parameters / topology.weight / topology.pipeline

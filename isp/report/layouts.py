@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from isp.planner import Candidate, Fabric, Found, as_text
+from isp.planner import Candidate, Found, as_text
 from isp.planner.lengths_report import MemoryPlan, lengths_as_text
 from isp.planner.memory import Memory
 from isp.planner.report import (
@@ -40,62 +40,51 @@ _MEMORY = {
     "loss": Look(Color.ORANGE),
     "work": Look(Color.GREY),
 }
-_LENGTH = {"fits": Look(Color.BLUE)}
 
 
-def layouts_page(
-    found: Found,
-    own: Candidate | str,
-    fabric: Fabric,
-    *,
-    world_size: int,
-    rows: int,
-    top: int,
-    command: str,
-) -> Page:
-    """The page of a search for layouts; `own` as in `isp.planner.as_text`."""
-    title = f"Layouts for {world_size:,} ranks"
-    if not found.fitting:
-        text = as_text(found, own, fabric, world_size=world_size, rows=rows, top=top)
-        section = Section(title="What was tried", listing=text)
-        return Page(
-            name="layouts",
-            title=title,
-            lead="No layout fits.",
-            sections=(section,),
-            command=command,
-        )
-    shown = shown_of(found, own, fabric, top)
-    mine = own.key if isinstance(own, Candidate) else None
-    cells = [row_of(c, "*" if c.key == mine else "", world_size) for c in shown]
-    numbered = [(f"{place}{row[0]}", *row[1:]) for place, row in enumerate(cells, start=1)]
-    names = [" ".join(row[:3]) for row in numbered]
+def layouts_page(found: Found, top: int, *, command: str) -> Page:
+    """The page of a search for layouts."""
+    shown, title = shown_of(found, top), f"Layouts for {found.world_size:,} ranks"
+    if not shown:
+        section = Section(title="What was tried", listing=as_text(found, top))
+        lead = "No layout fits."
+        return Page(name="layouts", title=title, lead=lead, sections=(section,), command=command)
+    own = found.own if isinstance(found.own, str) else found.own.overrides
+    marks = (f"{n}{'*' if c.overrides == own else ''}" for n, c in enumerate(shown, start=1))
+    rows = [row_of(c, mark, found.world_size) for c, mark in zip(shown, marks, strict=True)]
+    named = {" ".join(row[:3]): c for row, c in zip(rows, shown, strict=True)}
+    best, verdict = shown[0], verdict_of(found)
+    t, prediction = best.case.topology, best.prediction
+    assert prediction is not None
     return Page(
         name="layouts",
         title=title,
-        lead=_lead(shown[0]),
-        points=(f"Machine: {fabric.title}.", _sentence(verdict_of(own, found, fabric))),
+        lead=f"Fastest: {t.mode} with tensor {t.tensor}, weight {t.weight} and pipeline"
+        f" {t.pipeline}, {time_of(prediction.step)} a step,"
+        f" {prediction.exposed / prediction.step:.0%} of it exposed, in"
+        f" {size_of(best.memory.total)} of a rank.",
+        points=(f"Machine: {found.fabric.title}.", f"{verdict[0].upper()}{verdict[1:]}."),
         sections=(
             Section(
                 title="The fastest layouts",
                 texts=(
-                    f"{len(shown)} of the {found.num_fitting:,} layouts that fit, for {rows:,}"
-                    f" sequences a step: the fastest, the fastest of each mode, and the"
-                    f" configuration itself (*) if it fits.",
+                    f"{len(shown)} of the {found.num_fitting:,} layouts that fit, for"
+                    f" {found.rows:,} sequences a step: the fastest, the fastest of each mode, and"
+                    f" the configuration itself (*) if it fits.",
                     LEGEND.replace("\n", " "),
                 ),
-                table=Table([COLUMNS, *numbered], text_columns=2),
+                table=Table([COLUMNS, *rows], text_columns=2),
                 pictures=(
-                    _step_picture(names, shown),
+                    _step_picture(named),
                     _memory_picture(
                         "The memory of the rank that takes most, by part, at the moment of its"
                         " maximum. The names are those of the table: place, mode and tensor size.",
-                        {n: c.memory for n, c in zip(names, shown, strict=True)},
-                        room=fabric.device.usable_bytes,
+                        {name: c.memory for name, c in named.items()},
+                        room=found.fabric.device.usable_bytes,
                     ),
                 ),
             ),
-            Section(title="The fastest in detail", listing=details_of(shown[0])),
+            Section(title="The fastest in detail", listing=details_of(best)),
         ),
         command=command,
     )
@@ -104,45 +93,28 @@ def layouts_page(
 def plan_page(plan: MemoryPlan, *, command: str) -> Page:
     """The page of what `isp plan` found."""
     config, room = plan.planned.config, plan.budget.device
-    fitting = {step.option: step.longest.seq_len for step in plan.steps if step.longest.seq_len}
+    fitting = {step.option: step.longest for step in plan.steps if step.longest.seq_len}
     memories = {f"as it is, {config.data.seq_len:,} tokens": plan.memory}
-    for step in plan.steps:
-        if step.longest.seq_len:
-            memories[f"{step.option}, {step.longest.seq_len:,}"] = step.longest.memory
+    memories |= {f"{name}, {of.seq_len:,}": of.memory for name, of in fitting.items()}
     caption = "The memory of the rank that takes most, by part"
     if fitting:
         caption += (
             ": of the configuration, and of the longest sequences that fit with each way to save"
-            " memory"
+            " memory and all above it that help"
         )
-    pictures = [_memory_picture(f"{caption}.", memories, room=room)]
-    if fitting:
-        pictures.append(_length_picture(fitting))
     return Page(
         name="plan",
         title=f"Memory of {config.job.name} on {plan.planned.world_size:,} ranks",
         points=(f"Machine: {plan.fabric.title}.",),
         lead=_plan_lead(plan),
         sections=(
-            Section(title="Memory by part", pictures=tuple(pictures)),
+            Section(
+                title="Memory by part",
+                pictures=(_memory_picture(f"{caption}.", memories, room=room),),
+            ),
             Section(title="In numbers", listing=lengths_as_text(plan)),
         ),
         command=command,
-    )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _lead(best: Candidate) -> str:
-    topology, prediction = best.case.topology, best.prediction
-    assert prediction is not None
-    return (
-        f"Fastest: {topology.mode} with tensor {topology.tensor}, weight {topology.weight} and"
-        f" pipeline {topology.pipeline}, {time_of(prediction.step)} a step,"
-        f" {prediction.exposed / prediction.step:.0%} of it exposed, in"
-        f" {size_of(best.memory.total)} of a rank."
     )
 
 
@@ -156,9 +128,9 @@ def _plan_lead(plan: MemoryPlan) -> str:
     return f"{length:,} tokens {verb}: {size_of(used)} of {size_of(room)} {whose}."
 
 
-def _step_picture(names: Sequence[str], shown: Sequence[Candidate]) -> Picture:
+def _step_picture(shown: Mapping[str, Candidate]) -> Picture:
     stacks = []
-    for name, candidate in zip(names, shown, strict=True):
+    for name, candidate in shown.items():
         times = candidate.prediction
         assert times is not None
         compute = times.step - times.exposed - times.bubble
@@ -196,16 +168,3 @@ def _memory_picture(caption: str, memories: Mapping[str, Memory], *, room: int) 
         return figure
 
     return Picture("memory", caption, "Bars of the memory of a rank, by part", draw)
-
-
-def _length_picture(longest: Mapping[str, int]) -> Picture:
-    stacks = [Stack(name, {"fits": length}, f"{length:,}") for name, length in longest.items()]
-    return Picture(
-        name="lengths",
-        caption="The longest sequence that fits, with each way to save memory and all above it that"
-        " help.",
-        alt="Bars of the longest sequence that fits",
-        draw=lambda: draw_stacks(
-            stacks, _LENGTH, xlabel="tokens of a sequence", text="{:,.0f}".format
-        )[0],
-    )

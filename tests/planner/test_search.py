@@ -12,7 +12,7 @@ import pytest
 
 from isp.cli.program import main
 from isp.config import JobConfig, load_config
-from isp.planner import as_text, evaluate, load_fabric, rows_of, search
+from isp.planner import Candidate, as_text, evaluate, load_fabric, search
 from isp.planner.case import PlanCase
 from isp.planner.fabric import HostSpec
 
@@ -40,10 +40,10 @@ def _config(file: str, *overrides: str) -> JobConfig:
 def test_the_best_layout_fits_and_is_not_slower_than_the_given_one(file: str) -> None:
     """Catches a ranking that is upside down, another batch, or one that forgets the memory."""
     config, fabric = _config(file), load_fabric("h100x8_ib400")
-    rows = rows_of(config, 8)
+    found = search(config, 8, fabric)
+    own, rows = found.own, found.rows
     assert rows == 2 * 4
-    found = search(config, 8, fabric, rows=rows, on_cpu=False)
-    own = evaluate(config, 8, fabric, rows=rows, on_cpu=False)
+    assert isinstance(own, Candidate)
     steps = [c.prediction.step for c in found.fitting if c.prediction is not None]
     assert steps == sorted(steps)
     assert own.prediction is not None
@@ -63,10 +63,10 @@ def test_weights_stay_where_that_is_faster(file: str) -> None:
     config, fast = _config(file, "--data.seq_len", "1024"), load_fabric("h100x8_ib400")
     slow = replace(fast, inside=replace(fast.inside, gb_per_second=20))
     for fabric, stay in ((fast, False), (slow, True)):
-        found = search(config, 2, fabric, rows=16, on_cpu=False)
+        found = search(config, 2, fabric, rows=16)
         fastest = next(c for c in found.fitting if c.case.gathers_weights)
         assert fastest.config.parallel.weight.reshard_after_forward is not stay
-        assert ("2, stay" in as_text(found, fastest, fabric, world_size=2, rows=16, top=9)) is stay
+        assert ("2, kept" in as_text(replace(found, own=fastest), 9)) is stay
 
 
 def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,12 +119,11 @@ def test_states_that_a_host_has_no_room_for_do_not_fit(file: str) -> None:
     """Catches layouts that fit a device because the host is taken for endless."""
     config = _config(file, "--optimizer.offload_states", "true", "--data.seq_len", "1024")
     fabric = load_fabric("h200")
-    assert search(config, 4, fabric, rows=16, on_cpu=False).num_fitting > 0
+    assert search(config, 4, fabric, rows=16).num_fitting > 0
     little = replace(fabric, host=HostSpec(memory_gib=0.01))
-    found = search(config, 4, little, rows=16, on_cpu=False)
+    found = search(config, 4, little, rows=16)
     assert not found.fitting
-    own = evaluate(config, 4, little, rows=16, on_cpu=False)
-    assert "MiB of the host" in as_text(found, own, little, world_size=4, rows=16, top=1)
+    assert "MiB of the host" in as_text(found, 1)
 
 
 def test_the_configuration_is_compared_at_the_same_batch(
@@ -132,9 +131,9 @@ def test_the_configuration_is_compared_at_the_same_batch(
 ) -> None:
     """Catches a row whose step has other sequences, and keys of another layout than the first."""
     whole = _config(file, "--training.global_batch_size=16", "--data.micro_num=null")
-    assert rows_of(whole, 4) == 16
+    assert search(whole, 2, load_fabric("cpu")).rows == 16
     for rows in (16, 4):
-        own = evaluate(whole, 4, load_fabric("cpu"), rows=rows, on_cpu=True)
+        own = evaluate(whole, 4, load_fabric("cpu"), rows=rows)
         assert own.case.micro_num == rows // 2
         assert f"--training.global_batch_size {rows}" in own.overrides
     words = ["layouts", file, "--world", "4", "--batch"]
@@ -147,9 +146,9 @@ def test_the_configuration_is_compared_at_the_same_batch(
     assert re.search(r"as it is: 9 sequences a step cannot be shared", capsys.readouterr().out)
 
     config, fabric = _config(file), load_fabric("h100x8_ib400")
-    found = search(config, 2, fabric, rows=16, on_cpu=False)
+    found = search(config, 2, fabric, rows=16)
     fastest, second = found.fitting[:2]
-    said = as_text(replace(found, fitting=(second,)), fastest, fabric, world_size=2, rows=16, top=1)
+    said = as_text(replace(found, fitting=(second,), own=fastest), 1)
     keys = said.split("the first one\n")[1].split("\n\n")[0]
     assert [line.strip() for line in keys.splitlines()] == fastest.overrides
 
@@ -188,6 +187,6 @@ def test_1024_ranks_are_searched_in_seconds(file: str) -> None:
     """Catches a search whose cost grows with the number of ranks or micro-batches."""
     config = _config(file, "--model.num_layers", "8", "--data.seq_len", "131072")
     began = time.process_time()
-    found = search(config, 1024, load_fabric("h100x8_ib400"), rows=1024, on_cpu=False)
+    found = search(config, 1024, load_fabric("h100x8_ib400"), rows=1024)
     assert time.process_time() - began < 40
     assert found.num_fitting > 50

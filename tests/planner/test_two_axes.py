@@ -9,7 +9,7 @@ import pytest
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.parallel import Axis, ContextExchange
-from isp.planner import load_fabric, rows_of, search
+from isp.planner import Candidate, load_fabric, search
 from isp.planner.case import PlanCase
 from isp.planner.exchange import choose_exchange
 from isp.planner.lengths import Planned
@@ -23,6 +23,7 @@ data: {source: python-stdlib, seq_len: 65536, micro_num: 1}
 parallel: {tensor: {size: 8}, weight: {size: 8}, sequence_2D: {enable: true}}
 training: {dtype: bfloat16}
 """
+TWO = ["--parallel.sequence_2D.head_size 2", "--parallel.sequence_2D.context_size 4"]
 EXCHANGE = "--parallel.sequence_2D.exchange="
 
 
@@ -63,7 +64,9 @@ def test_the_choice_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_layouts_are_searched_over_heads_x_context(file: str) -> None:
     """Catches cuts that are not tried, that cannot be asked for again, or leave a rank no head."""
     config, fabric = load_config(file), load_fabric("h100x8_ib400")
-    found = search(config, 8, fabric, rows=rows_of(config, 8), on_cpu=False)
+    found = search(config, 8, fabric)
+    assert isinstance(found.own, Candidate)
+    assert found.own.overrides[-4:-2] == TWO
     isp = [c for c in found.fitting if c.case.mode == "isp"]
     assert len({(c.case.topology.head, c.case.topology.context) for c in isp}) > 3
     for candidate in isp:
