@@ -37,18 +37,12 @@ class Costs:
         """Seconds of what precedes the product of a use of a block in forward.
 
         Passes over memory, and with the first use of a layer the gaps between its kernels.
-        Raises ValueError if the model does not say what passes there.
         """
-        use = block.uses[number]
-        if use.passes is None:
-            raise ValueError(
-                f"the time of {use.name} in {block.name} cannot be planned: its DeclaredUse"
-                f" does not say what `passes` over memory before it"
-            )
-        case = self.case
-        numbers = case.tokens_between * use.passes
+        passes = block.uses[number].passes
+        assert passes is not None, "a traced model says them"
+        numbers = self.case.tokens_between * passes
         gaps = self.device.layer_us * 1e-6 if number == 0 and len(block.uses) > 1 else 0.0
-        return self._over_memory(case.rows * numbers * case.item_bytes) + gaps
+        return self._over_memory(self.case.rows * numbers * self.case.item_bytes) + gaps
 
     @cached_property
     def update(self) -> float:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 from isp.parallel import ParallelConfig
 from isp.parallel.config import Prefetch
 from isp.planner.case import Coordinates, PlanCase
-from isp.planner.counts import gradients_of
 from isp.planner.declared import bare, local_parameters, shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import records_of
@@ -41,7 +40,7 @@ def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
     if case.gathers_weights or receives:
         blocks = _blocks(case, place)[::-1]
         records = records_of(case, place, blocks)
-        order = tuple((b.name, tuple(gradients_of(b, records[b.name]))) for b in blocks)
+        order = tuple((b.name, tuple(records[b.name].gradients(b))) for b in blocks)
         alike = replace(case, micro_num=1)
         if case.gathers_weights:
             few = min(case.micro_num, 4)  # as good as many

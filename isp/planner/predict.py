@@ -9,7 +9,6 @@ from statistics import median
 from isp.pipeline.order import timeline
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
-from isp.planner.counts import between_stages
 from isp.planner.declared import kinds_of, shape_of
 from isp.planner.fabric import Fabric
 from isp.planner.record import BlockRecord, Compute, Read, Work
@@ -100,7 +99,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
             return halves[stage]
         return costs[stage, kind] - (halves[stage] if kind is ActionKind.BACKWARD else 0.0)
 
-    send = fabric.seconds(case, between_stages(case))
+    send = fabric.seconds(case, case.between_stages)
     end, times = timeline(order, few, cost, send=send).end, (case.micro_num - few) / period
 
     def whole(short: float, longer: float) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isp.comm.tag import Purpose, Transfer
 from isp.parallel.phase import Phase
 from isp.weights.declare import DeclaredBlock, WeightHolder
+from isp.weights.trace import Block
 
 __all__ = [
     "Event",
@@ -111,6 +112,14 @@ class BlockRecord(NamedTuple):
         """The same of a recomputed block whose input is not kept, nor brought back."""
         forward, backward = (tuple(e for e in record if not _is_of_input(e)) for record in self[:2])
         return BlockRecord(forward, backward, Saved(), self.work)
+
+    def gradients(self, block: Block) -> Iterator[str]:
+        """The parameters whose gradients the backward of a block gives, in order."""
+        for event in self.backward:
+            if isinstance(event, Gradient):
+                name = block.uses[event.use].bias if event.is_bias else block.uses[event.use].weight
+                assert name is not None
+                yield name
 
     @property
     def again(self) -> Iterator[Event]:

@@ -23,7 +23,7 @@ from isp.planner.declared import shape_of
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, Reach, Read
-from isp.planner.rehearsal import records_of
+from isp.planner.rehearsal import records_of, rehearsal
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
 
@@ -42,6 +42,8 @@ class Walked:
     """The waiting part of it."""
     busy: float
     """Of all transfers, one after the other."""
+    sent: Counter[Transfer]
+    """All of them but those between stages."""
 
     @property
     def working(self) -> float:
@@ -115,6 +117,7 @@ class Walk:
         self.records = records_of(case, self.place, chain(*self.chunks))
         self.overlap = case.parallel.weight.overlap
         self._wires = {axis: self.fabric.wire(case, axis) for axis in Axis}
+        self.sent = Counter[Transfer]()
         self._seconds: dict[tuple[str, str, int], float] = {}
         self._gathers: dict[Act, list[Transfer]] = {}
         self._number = self._launched = 0
@@ -124,6 +127,8 @@ class Walk:
         """Place of backward, if what passes over memory there is still to be done."""
         self._fetched: set[Hashable] = set()
         """The inputs that have set off from the host, by action and block."""
+        self._latest: dict[int, int] = {}
+        """The micro-batch that went forward last, by chunk."""
         self._last = self._travels = False
         """Whether no later backward goes through this chunk; whether buckets may travel."""
         uses = [use for chunk in self.chunks for block in chunk for use in block.uses]
@@ -151,6 +156,7 @@ class Walk:
             clock.now - end,
             clock.exposed - exposed,
             clock.busy,
+            self.sent,
         )
 
     def _planned(self, actions: tuple[Action, ...]) -> Iterator[tuple[Span, Acts]]:
@@ -172,6 +178,7 @@ class Walk:
         record = self.records[block.name]
         forward = span.action.kind is ActionKind.FORWARD
         if forward:
+            self._latest[span.action.chunk] = span.action.micro_batch
             for use in block.uses:
                 self.clock.wait(self._published.get(use.weight))
         elif self._last and not self._travels:
@@ -187,18 +194,28 @@ class Walk:
     def _bring_back(self, span: Span) -> None:
         """Wait for a block's input from the host, and set off that of the next to go backward.
 
-        That of the last block is taken to be there.
+        That of the last block is still there if no other micro-batch has gone forward since.
         """
-        blocks = self.chunks[span.action.chunk]
-        sizes = [self.records[block.name].saved.host for block in blocks[: span.block + 1]]
-        if not sizes[-1]:
+        chunk, sizes = span.action.chunk, self._host_sizes(span.action.chunk)
+        if not sizes[span.block]:
             return
+        if any(sizes[span.block + 1 :]) or self._latest[chunk] != span.action.micro_batch:
+            self._fetch(span.action, span.block, sizes[span.block])
         self.clock.wait((span.action, span.block))
         following = next((b for b in reversed(range(span.block)) if sizes[b]), None)
-        key = span.action, following
-        if following is not None and key not in self._fetched:
+        if following is not None:
+            self._fetch(span.action, following, sizes[following])
+
+    def _host_sizes(self, chunk: int) -> list[int]:
+        """Bytes of the input of each block on the host."""
+        return [self.records[block.name].saved.host for block in self.chunks[chunk]]
+
+    def _fetch(self, action: Action, block: int, size: int) -> None:
+        """Set off a block's input from the host, if it has not."""
+        key = action, block
+        if key not in self._fetched:
             self._fetched.add(key)
-            self._launch(key, Transfer(FROM_HOST, HOST, Tag(Purpose.BLOCK_INPUT), sizes[following]))
+            self._launch(key, Transfer(FROM_HOST, HOST, Tag(Purpose.BLOCK_INPUT), size))
 
     def _play(self, event: Event, block: Block, acts: Acts) -> None:
         clock = self.clock
@@ -254,6 +271,7 @@ class Walk:
         return lambda: self.clock.wait(number)
 
     def _launch(self, key: Hashable, transfer: Transfer, behind: Hashable | None = None) -> None:
+        self.sent[transfer] += 1
         like = transfer.kind, transfer.channel, transfer.sent_bytes
         seconds = self._seconds.get(like)
         if seconds is None:
@@ -299,5 +317,7 @@ class Walk:
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
         self.clock.compute(self.costs.update)
-        for axis in (Axis.DATA, Axis.WORLD, Axis.STAGE, Axis.PIPELINE):
+        splits_logits = rehearsal(self.case, self.place).splits_logits
+        losses = Axis.DATA if splits_logits else Axis.STAGE
+        for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
             self.dry.all_reduce_number(axis)

@@ -191,17 +191,6 @@ def _attention_flops(case: PlanCase) -> float:
     return flops
 
 
-def test_a_visit_that_says_nothing_of_its_time_is_refused() -> None:
-    """Catches a part of a model whose time is taken for nothing."""
-    case = _case(Layout())
-    layer = shape_of(case, 0).chunks[0][1]
-    silent = layer._replace(uses=tuple(v._replace(passes=None) for v in layer.uses))
-    costs = Costs(case, case.place(0), _device())
-    assert costs.before(layer, 0) > 0
-    with pytest.raises(ValueError, match=r"k_proj\+v_proj in model.layers.0 cannot be planned"):
-        costs.before(silent, 0)
-
-
 def test_states_on_the_host_cost_their_way() -> None:
     """Catches an update that is planned as if its states were at hand."""
     case = replace(_case(Layout()), optimizer=OptimizerConfig(offload_states=True))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -31,38 +32,30 @@ PART = replace(BASE, checkpoint=0.6)
 KEPT = replace(PART, checkpoint_keeps_attention=True)
 DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
 TILED = replace(NORMED, mlp_tile_tokens=7)
-PIECES = replace(PART, checkpoint_distribute_activations=True)
+PIECES = replace(KEPT, checkpoint_distribute_activations=True)
 ODD = replace(BASE, num_heads=6, num_kv_heads=3, head_dim=8)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
 
-ONE = [
-    (Layout(), BASE, "float32"),
-    (Layout(), BASE, "bfloat16"),
-    (Layout(), NORMED, "float64"),
-    (Layout(), NORMED, "bfloat16"),
-    (Layout(), PART, "float32"),
-    (Layout(), KEPT, "bfloat16"),
-    (Layout(), DROPS, "float32"),
-    (Layout(), TILED, "bfloat16"),
-    (Layout(), replace(TILED, checkpoint=0.6, checkpoint_keeps_attention=True), "float32"),
-]
-TWO = [
-    (Layout(tensor=2, weight=2), BASE, "float32"),
-    (Layout(tensor=2, weight=2), NORMED, "float32"),
-    (Layout(tensor=2, weight=2), NORMED, "bfloat16"),
-    (Layout(tensor=2, weight=1), ODD, "float32"),
-    (Layout(tensor=2, weight=2, options=EXCHANGED), KEPT, "float32"),
-    (Layout(mode=Mode.MTP, tensor=2), BASE, "float32"),
-    (Layout(mode=Mode.MTP, tensor=2), PIECES, "float32"),
-    (Layout(mode=Mode.MTP, tensor=2), replace(PIECES, checkpoint_keeps_attention=True), "bfloat16"),
-    (Layout(mode=Mode.MSP, tensor=2), BASE, "float32"),
-    (Layout(mode=Mode.MSP, tensor=2), DROPS, "bfloat16"),
-    (Layout(mode=Mode.FSP, tensor=2), KEPT, "float64"),
-    (Layout(mode=Mode.FSP, tensor=2), NORMED, "float32"),
-    (Layout(mode=Mode.MSP, tensor=2), replace(TILED, checkpoint=0.6), "float32"),
-    (Layout(tensor=2, context=2, weight=2), BASE, "float32"),
-    (Layout(tensor=2, context=2), KEPT, "bfloat16"),
-]
+CASES = {
+    1: [
+        (Layout(), BASE, "bfloat16"),
+        (Layout(), NORMED, "float64"),
+        (Layout(), KEPT, "bfloat16"),
+        (Layout(), DROPS, "float32"),
+        (Layout(), TILED, "bfloat16"),
+    ],
+    2: [
+        (Layout(tensor=2, weight=2), NORMED, "bfloat16"),
+        (Layout(tensor=2, weight=1), ODD, "float32"),
+        (Layout(tensor=2, weight=2, options=EXCHANGED), KEPT, "float32"),
+        (Layout(mode=Mode.MTP, tensor=2), PIECES, "bfloat16"),
+        (Layout(mode=Mode.MSP, tensor=2), DROPS, "bfloat16"),
+        (Layout(mode=Mode.FSP, tensor=2), NORMED, "float32"),
+        (Layout(mode=Mode.MSP, tensor=2), replace(TILED, checkpoint=0.6), "float32"),
+        (Layout(tensor=2, context=2, weight=2), BASE, "float32"),
+    ],
+}  # fmt: skip
+"""Those of one rank and of two."""
 
 
 def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[tuple[int, int]]:
@@ -112,9 +105,11 @@ def _task(config: ModelConfig, number: int) -> Task:
     return Task(model=config, packed=number % 2 == 0, micro_bsz=2)
 
 
-def _check(world: int, cases: list[tuple[Layout, ModelConfig, str]]) -> None:
-    of_ranks = run_ranks(world, _measured, cases)
-    for number, (layout, config, dtype) in enumerate(cases):
+@pytest.mark.parametrize("world", CASES)
+def test_planned_activations_are_the_saved_ones(world: int) -> None:
+    """Catches a tensor that is kept and not planned, or planned whole where it is split."""
+    of_ranks = run_ranks(world, _measured, CASES[world])
+    for number, (layout, config, dtype) in enumerate(CASES[world]):
         case = case_of(layout, _task(config, number), dtype)
         for rank in range(world):
             place = case.place(rank)
@@ -123,13 +118,3 @@ def _check(world: int, cases: list[tuple[Layout, ModelConfig, str]]) -> None:
             common = rehearsal(case, place)
             found = of_ranks[rank][number]
             assert found == (kept + common.shared, common.loss), f"{layout} {dtype} {config}"
-
-
-def test_planned_activations_are_the_saved_ones_on_one_rank() -> None:
-    """Catches a tensor that is kept and not planned, or planned and not kept."""
-    _check(1, ONE)
-
-
-def test_planned_activations_are_the_saved_ones_on_two_ranks() -> None:
-    """Catches an activation planned whole where it is split, or split where it is gathered."""
-    _check(2, TWO)

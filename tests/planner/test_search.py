@@ -108,11 +108,13 @@ def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["layouts", file, *longer, tokens]) == 0
 
     capsys.readouterr()
-    large = ["--model.hidden_size", "8192", "--model.num_layers", "16", *words]
-    large += ["--fabric", "h100x8_ib400"]
-    assert main(["layouts", file, *large, "--world", "1", "--data.seq_len", "1024"]) == 1
+    small = replace(load_fabric("h100x8_ib400").device, memory_gib=4)
+    machine = file.replace("model.yaml", "small.yaml")
+    Path(machine).write_text(replace(load_fabric("h100x8_ib400"), device=small).to_yaml())
+    large = [*words, "--fabric", machine, "--data.seq_len", "1024"]
+    assert main(["layouts", file, *large, "--world", "1"]) == 1
     (ranks,) = re.findall(r"use --world (\d+) or more", capsys.readouterr().out)
-    assert main(["layouts", file, *large, "--world", ranks, "--data.seq_len", "1024"]) == 0
+    assert main(["layouts", file, *large, "--world", ranks]) == 0
 
 
 def test_states_that_a_host_has_no_room_for_do_not_fit(file: str) -> None:
