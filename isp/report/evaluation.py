@@ -34,44 +34,35 @@ _WITHIN, _BEYOND = Look(Color.BLUE), Look(Color.VERMILLION, "////")
 def evaluation_page(evaluation: Evaluation) -> Page:
     """The page of an evaluation."""
     text, passkeys, trained = evaluation.text, evaluation.passkeys, evaluation.trained_length
-    sections = [Section(title="The model", facts=_facts(evaluation))]
+    facts = (
+        ("weights", evaluation.model),
+        ("read by", f"{evaluation.layout}, in {evaluation.dtype}"),
+        ("trained on sequences of", "not known" if trained is None else f"{trained:,} tokens"),
+    )
+    sections, lead = [Section(title="The model", facts=facts)], []
+    if passkeys is not None:
+        for where in ("within", "beyond"):
+            beyond = where == "beyond"
+            lengths = [
+                n for n in passkeys.lengths if (trained is not None and n > trained) is beyond
+            ]
+            if lengths:
+                rate = sum(map(passkeys.rate, lengths)) / len(lengths)
+                of = "at all lengths" if trained is None else f"{where} {trained:,} tokens"
+                lead.append(f"{rate:.0%} of the passkeys found {of}.")
     if text is not None:
+        loss = text.loss_within(text.length)
+        shown = "not finite" if loss is None else f"{loss:.4f}"
+        lead.append(f"Loss {shown} over sequences of {text.length:,} tokens.")
         sections.append(_text_section(text, trained))
     if passkeys is not None:
         sections.append(_passkey_section(passkeys, trained))
     return Page(
         name="evaluation",
         title=f"{evaluation.model}: evaluated at length",
-        lead=" ".join(_lead(evaluation)) or "Nothing was asked for.",
+        lead=" ".join(lead) or "Nothing was asked for.",
         command=evaluation.command,
         sections=tuple(sections),
-    )
-
-
-def _lead(evaluation: Evaluation) -> list[str]:
-    sentences, trained = [], evaluation.trained_length
-    if (passkeys := evaluation.passkeys) is not None:
-        for where, lengths in (
-            ("within", [n for n in passkeys.lengths if trained is None or n <= trained]),
-            ("beyond", [n for n in passkeys.lengths if trained is not None and n > trained]),
-        ):
-            if lengths:
-                rate = sum(map(passkeys.rate, lengths)) / len(lengths)
-                of = "at all lengths" if trained is None else f"{where} {trained:,} tokens"
-                sentences.append(f"{rate:.0%} of the passkeys found {of}.")
-    if evaluation.text is not None:
-        loss = evaluation.text.loss_within(evaluation.text.length)
-        shown = "not finite" if loss is None else f"{loss:.4f}"
-        sentences.append(f"Loss {shown} over sequences of {evaluation.text.length:,} tokens.")
-    return sentences
-
-
-def _facts(evaluation: Evaluation) -> tuple[tuple[str, str], ...]:
-    trained = evaluation.trained_length
-    return (
-        ("weights", evaluation.model),
-        ("read by", f"{evaluation.layout}, in {evaluation.dtype}"),
-        ("trained on sequences of", "not known" if trained is None else f"{trained:,} tokens"),
     )
 
 
@@ -155,20 +146,24 @@ def _draw_passkeys(passkeys: Passkeys, trained: int | None) -> Figure:
     axes.set_ylabel("depth of the key")
     for column, (length, row) in enumerate(zip(passkeys.lengths, passkeys.found, strict=True)):
         for lane, found in enumerate(row):
-            hover = (
-                f"{length:,} tokens, depth {depths[lane]}: {found} of {passkeys.keys} keys found"
+            place, of = f"{length:,} tokens, depth {depths[lane]}", f"{found} of {passkeys.keys}"
+            add_bar(
+                axes,
+                column - 0.5,
+                column + 0.5,
+                top=lane - 0.5,
+                height=1,
+                look=Look(to_hex(_RATES(found / passkeys.keys))),
+                hover=f"{place}: {of} keys found",
+                edge=_GRID,
             )
-            look = Look(to_hex(_RATES(found / passkeys.keys)))
-            begin, end = column - 0.5, column + 0.5
-            add_bar(axes, begin, end, top=lane - 0.5, height=1, look=look, hover=hover, edge=_GRID)
             percent = f"{100 * found / passkeys.keys:.0f}"
             axes.text(column, lane, percent, ha="center", va="center", color=Color.BLACK)
     columns = len(passkeys.lengths)
     axes.set_xlim(-0.5, columns - 0.5)
     _name_columns(axes, [f"{length:,}" for length in passkeys.lengths])
     axes.grid(visible=False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["left", "bottom"]].set_visible(False)
     if trained is not None:
         edge = sum(length <= trained for length in passkeys.lengths) - 0.5
         if 0 <= edge <= columns - 1:
