@@ -38,7 +38,6 @@ from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = [
     "META",
-    "CudaLayers",
     "DryAttention",
     "DryHost",
     "DryLayers",
@@ -279,6 +278,8 @@ class DryLayers(RankLayers):
     """Layers of which alike parts are run a few times, and scans on few tokens."""
 
     recorder: EventRecorder
+    like_cuda: bool
+    """Whether they compute as on CUDA, [Note: One node]."""
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
         return DryRecurrence(kind, self.recorder)
@@ -305,15 +306,7 @@ class DryLayers(RankLayers):
 
     @property
     def on_cpu(self) -> bool:
-        return True
-
-
-class CudaLayers(DryLayers):
-    """Layers as CUDA computes them, [Note: One node]."""
-
-    @property
-    def on_cpu(self) -> bool:
-        return False
+        return not self.like_cuda
 
 
 def fuse_norms(model: nn.Module) -> None:

@@ -40,7 +40,6 @@ from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import BlockKind, bare, kind_of, kinds_of
 from isp.planner.dry import (
     META,
-    CudaLayers,
     DryAttention,
     DryHost,
     DryLayers,
@@ -128,14 +127,13 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
 
 @lru_cache(maxsize=64)
 def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
-    """Two layers of the model; all of those that a folder has."""
+    """The model with all of its layers recomputed, or none."""
     if not recomputed and model.checkpoint == 1.0:
         # No layer is left to show the rest, but the loss and the last norm are.
         chunk, compiled = model.loss_chunk_tokens, model.compile
         model = replace(bare(model), loss_chunk_tokens=chunk, compile=compiled)
     return replace(
         model,
-        num_layers=2 if model.hf is None else model.num_layers,
         checkpoint=float(recomputed),
         checkpoint_keeps_attention=recomputed and model.checkpoint_keeps_attention,
         checkpoint_distribute_activations=recomputed and model.checkpoint_distribute_activations,
@@ -185,8 +183,9 @@ def _rehearsed(
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
     own_model = language_model(model, dtype)
-    layers = (DryLayers if on_cpu else CudaLayers)(
+    layers = DryLayers(
         recorder=recorder,
+        like_cuda=not on_cpu,
         mode=mode,
         tensor=tensor,
         weight=Channel.solo() if facts.gathers_weights else tensor,
@@ -222,10 +221,10 @@ def _rehearsed(
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
         if whole.learns:
-            _forward(whole, model, ids, _ends_of(tokens, part.documents))
+            _forward(whole, ids, _ends_of(tokens, part.documents))
             recorder.forget()
         with saved_tensors_hooks(recorder.keep, lambda x: x):
-            output = _forward(whole, model, ids, _ends_of(tokens, part.documents))
+            output = _forward(whole, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))
             headless = whole.trace.head is None
             rest = 0
@@ -258,17 +257,13 @@ def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
     return sorted({*last.values(), *(kinds.index(kind) for kind in last)})
 
 
-def _forward(
-    whole: TracedChunk, model: ModelConfig, ids: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
+def _forward(whole: TracedChunk, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     try:
         return whole(ids, ids, cu_seqlens)
     except (NotImplementedError, RuntimeError) as error:
-        if model.hf is None:
-            raise
         raise ValueError(
-            f"cannot plan model.hf={model.hf}: its code does not run without values, such as which"
-            f" experts a token goes to: {next(iter(str(error).splitlines()), '')}"
+            f"cannot plan this {type(whole.model).__name__}: its code does not run without values,"
+            f" such as which experts a token goes to: {next(iter(str(error).splitlines()), '')}"
         ) from error
 
 
