@@ -165,7 +165,7 @@ def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
     ("kind", "sizes", "layouts"),
     [
         ("llama", DEEP, PIPELINES[:1]),
-        ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8}, LAYOUTS[:3] + SAVING),
+        ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8}, LAYOUTS[:2] + SAVING),
         ("nemotron_h", {"mamba_head_dim": 32, "ssm_state_size": 16}, HYBRIDS[:2]),
         ("deepseek_v32", {"index_topk": 64}, (LAYOUTS[1], *HYBRIDS[1:])),
     ],
