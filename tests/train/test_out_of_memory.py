@@ -125,11 +125,13 @@ def test_a_run_tells_who_held_its_memory(tmp_path: Path, monkeypatch: pytest.Mon
         f"OutOfMemory: rank 1 on {socket.gethostname()} ran out of memory in forward and backward"
         f" of step 3: "
     )
-    lines = re.findall(r"^  (\w[\w ]+?)  +([\d.]+) MiB$", told, re.MULTILINE)
-    sizes = [float(size) for _, size in lines]
+    lines = re.findall(r"^  (\w[\w ]+?)  +([\d.]+) ([GM])iB$", told, re.MULTILINE)
+    sizes = [float(size) * (1024 if unit == "G" else 1) for _, size, unit in lines]
     assert sizes == sorted(sizes, reverse=True)
     assert lines[0][0] == "activations and the rest"
-    assert {"weights", "gradients", "optimizer states", "gathered weights"} <= set(dict(lines))
+    assert {"weights", "gradients", "optimizer states", "gathered weights"} <= {
+        name for name, _, _ in lines
+    }
     assert "use a smaller data.micro_bsz" in told
     assert "this run is on CPU" in log
     assert not (run / "memory_snapshot").exists()
