@@ -27,6 +27,7 @@ cost, and four ranks have room on two cores.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import statistics
@@ -345,6 +346,7 @@ def rank_main(
     wires: Wires | None,
     bench: type[Bench],
 ) -> None:
+    gc.freeze()  # what the parent owns may wait for threads that only the parent has
     if wires:
         wires.enter(rank)
     torch.set_num_threads(1)
@@ -373,8 +375,10 @@ def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = B
         try:
             while any(process.is_alive() for process in ranks):
                 if any(process.exitcode for process in ranks):
-                    raise SystemExit("a rank failed")
+                    break
                 time.sleep(0.1)
+            if failed := {r: p.exitcode for r, p in enumerate(ranks) if p.exitcode}:
+                raise SystemExit(f"ranks failed, with exit codes {failed}")
         finally:
             for process in ranks:
                 process.kill()
