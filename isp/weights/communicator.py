@@ -384,7 +384,9 @@ class ISPCommunicator(WPCommunicator):
         known = layers.get(id(layer)) or layers.get(id(layer.weight))
         if known is None:  # nobody has declared this weight
             return gather(self._parameters(layer)[: 1 + use.with_bias])
-        weight = known[0]
+        weight, own = known[0], self._parameters(layer)[: 1 + use.with_bias]
+        if use.with_bias and own[1].parameter is not weight.shards[1].parameter:
+            return gather(own, weight.block)  # a tied weight is planned with one of its biases
         found = weight.gathered
         if found is not None and found.is_stale():
             weight.gathered = None
@@ -393,7 +395,7 @@ class ISPCommunicator(WPCommunicator):
         if found is not None and (len(found.full) > 1 or not use.with_bias):
             return found.hold()
         if found is not None or use.step is None or use.cursor is not self._cursor:
-            return gather(self._parameters(layer)[: 1 + use.with_bias], weight.block)
+            return gather(own, weight.block)
         # It stays until the plan frees it, with the bias if one is read until then.
         biases = [act.bias for act in use.step.before if act.weight == weight.name]
         with_bias = use.with_bias or any(biases)
