@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from math import gcd
 
 __all__ = ["HeadPlan"]
@@ -14,9 +14,10 @@ __all__ = ["HeadPlan"]
 class HeadPlan:
     """The heads of each rank.
 
-    Query heads are dealt in consecutive runs whose lengths differ by one at most, the longer ones
-    first; a rank may get none. A rank gets exactly the KV heads that its query heads look at, so a
-    KV head is replicated only where the query heads that share it are on several ranks.
+    Query heads are dealt in consecutive runs whose lengths differ by one at most; a rank may get
+    none. Runs end where the heads of a KV head do, if ranks or KV heads divide the others. A rank
+    gets exactly the KV heads that its query heads look at, so a KV head is replicated only where
+    the query heads that share it are on several ranks.
 
         7 query heads, 7 KV heads, 4 ranks    12 query heads, 3 KV heads, 2 ranks
         query  0 1 | 2 3 | 4 5 | 6            query  0 1 2 3 4 5 | 6 7 8 9 10 11
@@ -40,9 +41,8 @@ class HeadPlan:
                 f" is shared by equally many query heads"
             )
         group = num_query_heads // num_kv_heads
-        base, extra = divmod(num_query_heads, num_ranks)
-        sizes = [base + (rank < extra) for rank in range(num_ranks)]
-        query = tuple(range(a, b) for a, b in pairwise(accumulate(sizes, initial=0)))
+        ends = (-(-rank * num_query_heads // num_ranks) for rank in range(num_ranks + 1))
+        query = tuple(range(a, b) for a, b in pairwise(ends))
         return cls(query, tuple(_seen(heads, group) for heads in query), group)
 
     @property
@@ -67,4 +67,5 @@ class HeadPlan:
 
 def _seen(query: range, group: int) -> range:
     """The KV heads that these query heads look at."""
-    return range(query.start // group, -(-query.stop // group))  # stop rounds up
+    first = query.start // group
+    return range(first, -(-query.stop // group) if query else first)  # stop rounds up

@@ -171,8 +171,3 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @lazily_compiled
 def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _turn_at_once(dy, cos, -sin)
-
-
-@lazily_compiled
-def _joined_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.cat((_turn_at_once(dq, cos, -sin), _turn_at_once(dk, cos, -sin), dv), dim=2)
