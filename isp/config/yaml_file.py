@@ -64,6 +64,8 @@ def read_yaml(path: str | Path) -> YamlFile:
         return YamlFile(loader.construct_document(root), lines)
     except yaml.YAMLError as error:
         raise ValueError(_syntax_fault(path, error)) from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: lists and mappings are nested too deeply") from error
 
 
 def parse_value(text: str) -> Any:
