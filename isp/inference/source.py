@@ -35,6 +35,9 @@ from model.huggingface import CONFIG_FILE, model_values, with_init_from
 
 __all__ = ["Source", "open_source"]
 
+_TILE_TOKENS = 4096
+"""Tokens of a prompt that an MLP of the decoder computes at a time."""
+
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -62,7 +65,10 @@ class Source:
     @property
     def model(self) -> TracedModel:
         """The model; one that is read as it is is traced, once."""
-        return language_model(self.section, self.dtype, trains=False)
+        section = self.section
+        if section.hf is None:
+            section = replace(section, mlp_tile_tokens=_TILE_TOKENS)
+        return language_model(section, self.dtype, trains=False)
 
     @property
     def position_limit(self) -> int | None:

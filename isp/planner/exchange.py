@@ -29,6 +29,8 @@ def choose_exchange(
         gathers = asked is ContextExchange.RING and all(window for window, _ in windows)
         note = ", but all layers have a window, and gather" if gathers else ""
         return (config, f"{asked}, as configured{note}")
+    if not on_cpu and config.training.dtype not in ("bfloat16", "float16"):
+        return (config, f"gather (auto): no kernel merges blocks of {config.training.dtype}")
     gather, ring = (
         with_exchange(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING)
     )
