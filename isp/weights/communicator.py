@@ -201,6 +201,11 @@ class ISPCommunicator(WPCommunicator):
                     self.states[site.chunk].weights.append(weights[name])
                 weight = weights[name]
                 weight.shards = max(weight.shards, own, key=len)  # a tied head may have a bias
+                others = weight.shards[1 : len(own)]  # of the bias, if it has one
+                if any(
+                    a.parameter is not b.parameter for a, b in zip(own[1:], others, strict=True)
+                ):
+                    weight.has_other_biases = True
                 self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = weight, own
             elif use.at is not None:
                 use.at.register_forward_pre_hook(partial(self._pass_by, key))
@@ -384,9 +389,9 @@ class ISPCommunicator(WPCommunicator):
         known = layers.get(id(layer)) or layers.get(id(layer.weight))
         if known is None:  # nobody has declared this weight
             return gather(self._parameters(layer)[: 1 + use.with_bias])
-        weight, own = known[0], self._parameters(layer)[: 1 + use.with_bias]
-        if use.with_bias and own[1].parameter is not weight.shards[1].parameter:
-            return gather(own, weight.block)  # a tied weight is planned with one of its biases
+        weight = known[0]
+        if use.with_bias and weight.has_other_biases:  # a plan knows one of them
+            return gather(self._parameters(layer), weight.block)
         found = weight.gathered
         if found is not None and found.is_stale():
             weight.gathered = None
@@ -395,7 +400,7 @@ class ISPCommunicator(WPCommunicator):
         if found is not None and (len(found.full) > 1 or not use.with_bias):
             return found.hold()
         if found is not None or use.step is None or use.cursor is not self._cursor:
-            return gather(own, weight.block)
+            return gather(self._parameters(layer)[: 1 + use.with_bias], weight.block)
         # It stays until the plan frees it, with the bias if one is read until then.
         biases = [act.bias for act in use.step.before if act.weight == weight.name]
         with_bias = use.with_bias or any(biases)

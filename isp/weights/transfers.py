@@ -117,6 +117,8 @@ class DeclaredWeight:
     """Given to the prerequisites of its gather."""
     shards: tuple[ShardedParameter, ...]
     """It, and the first bias of the layers that read it."""
+    has_other_biases: bool = False
+    """Whether layers that share it have biases of their own, which are gathered with it anew."""
     gathered: GatheredLayer | None = None
 
 
