@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isp.comm import Channel
 from isp.config import JobConfig
 from isp.data.config import DataConfig
 from isp.layers.loss import IGNORED
+from isp.layers.rank_layers import RankLayers
+from isp.models.chunk import TracedChunk
+from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64
 from isp.parallel.config import (
     Mode,
@@ -23,6 +27,7 @@ from isp.parallel.config import (
 )
 from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train.parallelize import ParallelRun
+from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 
 VOCAB = 96
@@ -227,3 +232,17 @@ def worst(found: Trained, expected: Trained) -> float:
             for name, w in expected.weights.items()
         ),
     )
+
+
+def alone(traced: TracedModel) -> TracedChunk:
+    """The model on one rank, in float64, its weights not filled."""
+    layers = RankLayers(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=Channel.solo("weight"),
+        communicator=LocalWeights(),
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    (chunk,) = traced.build(layers)
+    return chunk

@@ -9,32 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from isp.comm import Channel
-from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
-from isp.parallel import Mode
-from isp.weights.wp import LocalWeights
-from tests.models.models import tiny
+from tests.models.models import alone, tiny
 from tests.models.own import Own
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "own": lambda: Own().double(),
     "llama": lambda: tiny("llama"),
 }
-
-
-def _build(traced: TracedModel) -> TracedChunk:
-    layers = RankLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=Channel.solo("weight"),
-        communicator=LocalWeights(),
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-    )
-    (chunk,) = traced.build(layers)
-    return chunk
 
 
 @torch.no_grad()
@@ -47,9 +30,9 @@ def _logits(chunk: TracedChunk) -> Tensor:
 def test_a_second_build_leaves_the_first_alone(name: str) -> None:
     """Catches attention of the first model that is computed by the second."""
     traced = TracedModel(MODELS[name](), in_place=False)
-    first = _build(traced)
+    first = alone(traced)
     expected = _logits(first)
-    second = _build(traced)
+    second = alone(traced)
     assert torch.equal(_logits(first), expected)
     assert torch.equal(_logits(second), expected)
 
@@ -59,5 +42,5 @@ def test_models_leave_nothing_in_transformers_registry() -> None:
     traced = TracedModel(tiny("llama"), in_place=False)
     names = set(ALL_ATTENTION_FUNCTIONS.keys())
     for _ in range(3):
-        _build(traced)
+        alone(traced)
     assert set(ALL_ATTENTION_FUNCTIONS.keys()) == names

@@ -12,15 +12,12 @@ from torch import Tensor
 
 from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
-from isp.comm import Channel
-from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.pretrained import folder_model
 from isp.models.tiny import kept_in_float64
-from isp.parallel import Mode
-from isp.weights.wp import LocalWeights
 from tests.models.folders import write_folder, write_job
-from tests.train.jobs import numbers, run_folders, run_forked
+from tests.models.models import alone
+from tests.train.jobs import assert_learns_alike, numbers, run_folders, run_forked
 
 ISP = ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=1")
 ALONE = ("--data.micro_num=2",)
@@ -79,11 +76,7 @@ def test_the_decoder_trains_as_the_model_of_transformers(tmp_path: Path, kind: s
     for job in (hf, own):
         run_forked(job, "--parallel.tensor.size=2", "--parallel.weight.size=2", num_ranks=2)
     (traced,), (decoder,) = run_folders(hf, "hf"), run_folders(own, "own")
-    expected, found = numbers(decoder), numbers(traced)
-    assert len(expected) == len(found) == 5
-    assert expected[4][1] < expected[0][1] - 0.1, "it learns"
-    for there, here in zip(expected, found, strict=True):
-        assert here == pytest.approx(there, rel=1e-9)
+    assert_learns_alike(decoder, traced)
 
 
 @torch.no_grad()
@@ -92,15 +85,7 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
 
     Computed by the traced model of one process, from the beginning for each token.
     """
-    layers = RankLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=Channel.solo("weight"),
-        communicator=LocalWeights(),
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-    )
-    (chunk,) = folder_model(str(source), "float64").build(layers)
+    chunk = alone(folder_model(str(source), "float64"))
     weights = WholeWeights(run)
     for item in chunk.shards():
         name, shard = item.name, item.parameter
