@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-HF = ["tokenizers", "safetensors", "transformers>=5", "jinja2"]
+HF = ["tokenizers", "transformers>=5", "jinja2"]
 REPORT = ["matplotlib", "jinja2"]
 TENSORBOARD = ["tensorboard"]
 
@@ -33,6 +33,7 @@ setup(
         "einops",
         "pydantic>=2.8",
         "pyyaml",
+        "safetensors",
         "tqdm",
     ],
     extras_require={
