@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, NamedTuple
 
 import torch._dynamo  # noqa: F401 - torch.optim loads it: once here, not in every forked rank
@@ -45,10 +46,16 @@ def run_programs(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 100.0
 ) -> list[Any]:
     """`run_ranks` of what makes its own process group, with what torchrun sets for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return run_ranks(world_size, _program, port, fn, args, timeout_seconds=timeout_seconds)
+    return run_ranks(world_size, _program, _free_port(), fn, args, timeout_seconds=timeout_seconds)
+
+
+def _free_port() -> int:
+    """A free port below the kernel's own choices, which other ranks' sockets may get meanwhile."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def _program(rank: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
