@@ -308,9 +308,9 @@ Layers may attend, convolve and scan (linear attention, state spaces), in any nu
 the functions that transformers' own modules call. Modules with other code have forwards that call
 these (`own_attention.py`, `own_mixers.py`; `isp.register_mixer` for further ones). Whatever else
 mixes tokens would need those of other ranks: a probe finds it, and it is refused by name. Chunked
-attention is not split over context ranks. `dt_proj` of Mamba's selective scan is whole on every
-rank (1.9% of FalconMamba's parameters): its weight is multiplied outside of the linear, and to
-gather it there, apart from its bias, would take a look at every operation of a block.
+attention is not split over context ranks. Of Mamba's
+`dt_proj`, whose weight is multiplied outside of its linear, the weight is gathered there, and the
+bias is whole on every rank.
 
 Sparse attention chooses the keys of a token by an indexer: those of DeepSeek-V3.2 and the models
 made like it, and MiniMax-M3's. Its small keys are gathered, a token chooses in its own document,

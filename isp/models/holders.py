@@ -16,6 +16,7 @@ from isp.models.experts import ExpertWeight, SwappedExperts
 from isp.models.follow import CallFollower
 from isp.models.fused import FusedLinears, groups_of, rows_of
 from isp.models.region import Entrance
+from isp.models.roles import ParameterRole
 from isp.models.stages import Stage
 from isp.models.swap import SwappedLinear, SwappedTable, shard_parameters
 from isp.models.tensor_plan import TensorPlan, in_features
@@ -150,8 +151,10 @@ class WeightHolders:
                 continue
             module, called = self.model.get_submodule(name), partial(follower.arrive, kind, name)
             if kind is Kind.LINEAR:
-                entrance = self.entrances.get(name)
-                self._of[name] = SwappedLinear(module, name, layers, called, plan, entrance)
+                entrance, role = self.entrances.get(name), follower.trace.roles.get(f"{name}.bias")
+                self._of[name] = SwappedLinear(
+                    module, name, layers, called, plan, entrance, role is ParameterRole.VECTOR
+                )
             elif kind is Kind.TABLE:
                 moves = Moves() if plan is None else moves_for(layers.mode, Role.ROW, layers.tensor)
                 self._of[name] = SwappedTable(module, name, layers, called, moves)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from isp.mixers.call import causal_conv1d, state_space_scan
+from isp.models.roles import is_linear
 
 __all__ = ["OWN_MIXERS", "windows_of"]
 
@@ -95,7 +96,38 @@ def _zaya(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tenso
     return query, key, torch.cat([now, delayed], -1).unflatten(-1, split)
 
 
+class _Factor:
+    """In place of a linear of which code reads `weight @ x`: a call of it, without its bias."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear, self.weight, self.bias = linear, self, linear.bias
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """x [B, I, S'] -> W x [B, O, S']."""
+        linear: Any = self._linear
+        linear.bias = None
+        try:
+            out: Tensor = linear(x.transpose(1, 2)).transpose(1, 2)
+        finally:
+            linear.bias = self.bias
+        return out
+
+
+def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its own forward, where the weight of dt_proj is gathered where it is read."""
+    if not is_linear(module.dt_proj):  # an adapter's
+        return type(module).forward(module, *args, **kwargs)
+    vars(module)["dt_proj"] = _Factor(module.dt_proj)
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        del vars(module)["dt_proj"]
+
+
 OWN_MIXERS: dict[str, Callable[..., Any]] = {
+    "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": _selective,
+    "jamba.modeling_jamba.JambaMambaMixer": _selective,
+    "mamba.modeling_mamba.MambaMixer": _selective,
     "minimax.modeling_minimax.MiniMaxLightningAttention": _minimax,
     "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": _recurrent_gemma,
     "zaya.modeling_zaya.ZayaCCAProjection": _zaya,

@@ -79,7 +79,7 @@ _SMALL = 1 << 20
 
 def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
     """The names of linears that are better whole than refused, as code reads their weights."""
-    owners = {name.rpartition(".")[0] for name in reads}
+    owners = {name.rpartition(".")[0] for name in reads if name.endswith(".weight")}
     linears = ((name, model.get_submodule(name)) for name in owners)
     return {
         name

@@ -5,6 +5,7 @@ E experts
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 
 from torch import nn
@@ -44,14 +45,19 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def roles_of(model: nn.Module, called: set[str], whole: set[str]) -> dict[str, ParameterRole]:
-    """The role of each parameter; those of the modules `whole` are no linears'."""
+def roles_of(
+    model: nn.Module, called: set[str], whole: set[str], read: Collection[str]
+) -> dict[str, ParameterRole]:
+    """The role of each parameter; those of the modules `whole` are no linears'.
+
+    Of linears' biases, those that others `read` are whole.
+    """
     roles: dict[str, ParameterRole] = {}
     kept = {id(p): name for name, p in model.named_parameters()}
     for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
+        for local, parameter in module.named_parameters(recurse=False):
             role = ParameterRole.VECTOR
-            if name not in whole:
+            if name not in whole and not (local == "bias" and f"{name}.bias" in read):
                 role = _role(model, name, module, parameter, called)
             first = kept[id(parameter)]
             if roles.get(first) not in (

@@ -80,7 +80,7 @@ class SwappedLinear(_Swapped):
     """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O].
 
     A column of a region reads at its `entrance`. A row's output is a sum over ranks, and its bias
-    is added to that.
+    is added to that; so is a bias that is whole, as others read it, too.
     """
 
     def __init__(
@@ -91,13 +91,14 @@ class SwappedLinear(_Swapped):
         called: Called,
         plan: TensorPlan | None,
         entrance: Entrance | None,
+        bias_is_whole: bool,
     ) -> None:
         moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
         super().__init__(module, name, layers, moves)
         self.transposed = is_transposed(module)
         self.weight_gradients: WeightGradientRoute | None = None
         original, is_local = module.forward, self._sends_nothing and entrance is None
-        bias_after_move = plan is not None and plan.is_row(name)
+        self._bias_after_move = bias_is_whole or (plan is not None and plan.is_row(name))
 
         def forward(x: Tensor) -> Tensor:
             instead = called()
@@ -107,14 +108,16 @@ class SwappedLinear(_Swapped):
                 own: Tensor = original(x)
                 return own
             with nullcontext() if entrance is None else entrance.column(x):
-                y = multiply(x, self.weight, None if bias_after_move else self.bias, self)
-            return y + self.bias.to(y.dtype) if bias_after_move and self.bias is not None else y
+                y = multiply(x, self.weight, self.bias, self)
+            behind = module.bias if self._bias_after_move else None
+            return y + behind.to(y.dtype) if isinstance(behind, Tensor) else y
 
         module.forward = forward
 
     @property
     def bias(self) -> nn.Parameter | None:
-        bias = self.module.bias
+        """What is added where the product is made."""
+        bias = None if self._bias_after_move else self.module.bias
         assert bias is None or isinstance(bias, nn.Parameter)
         return bias
 

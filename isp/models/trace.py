@@ -168,7 +168,7 @@ def trace_model(
     )
     _check_blocks(model, calls, recorder.entered)
     parameters = dict(model.named_parameters())
-    roles = roles_of(model, {call.module for call in calls}, whole)
+    roles = roles_of(model, {call.module for call in calls}, whole, reads.foreign)
     check_reads(reads.foreign, roles)
     return ModelTrace(
         calls,

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
+from isp.models.roles import ParameterRole
 from tests.models.models import alone, tiny
 from tests.models.own import Own
 
@@ -44,3 +45,12 @@ def test_models_leave_nothing_in_transformers_registry() -> None:
     for _ in range(3):
         alone(traced)
     assert set(ALL_ATTENTION_FUNCTIONS.keys()) == names
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba"])
+def test_a_weight_that_is_read_outside_of_its_linear_is_cut(name: str) -> None:
+    """Catches Mamba's `dt_proj.weight @ x` on a weight that is whole on every rank."""
+    roles = TracedModel(tiny(name), in_place=False).trace.roles
+    found = {role for key, role in roles.items() if key.endswith("dt_proj.weight")}
+    biases = {role for key, role in roles.items() if key.endswith("dt_proj.bias")}
+    assert (found, biases) == ({ParameterRole.SHARDED}, {ParameterRole.VECTOR})
