@@ -24,7 +24,7 @@ from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights
 
-__all__ = ["HeadLoss", "num_chunks"]
+__all__ = ["HeadLoss", "num_chunks", "one_ahead"]
 
 
 class _ChunkedLoss(Function):
@@ -67,7 +67,7 @@ class _ChunkedLoss(Function):
         loss, dw, db = torch.zeros((), dtype=torch.float64, device=x.device), None, None
         with communicator.unshard(head, Phase.FORWARD, shard, bias) as full:
             for own_x, target, dx_part in zip(
-                _one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
+                one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
             ):
                 losses, dy = of.chunk(own_x, full, target, expected if needs else None)
                 loss += losses.sum()
@@ -122,7 +122,7 @@ class _ChunkedLoss(Function):
         return dx, dw, db, None, None, None, None, None
 
 
-def _one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
     """The pieces of x as they are multiplied; the next one is on its way by then."""
     tag = Tag(Purpose.ACTIVATION, layer, "x")
     before: Pending | None = None
@@ -197,9 +197,7 @@ class HeadLoss(NamedTuple):
 
         None where no gradient is `expected`.
         """
-        logits, back = self._logits(x, full, training=expected is not None)
-        tag = Tag(Purpose.ACTIVATION, self.head.name, "y")
-        logits = self.moves.y(logits, tag=tag).wait()
+        logits, back = self.logits(x, full, training=expected is not None)
         losses, dy = losses_and_gradient(
             logits,
             target,
@@ -214,10 +212,20 @@ class HeadLoss(NamedTuple):
             dy = self.moves.dy(dy, tag=tag).wait()
         return losses, dy if dy is None or back is None else back(dy)
 
-    def _logits(
+    def logits(
         self, x: Tensor, full: FullWeights, *, training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-        """The logits, which may be overwritten, and the way back through `behind`, if it is one."""
+        """The logits where they are scored, which may be overwritten, and the way back.
+
+        That is through `behind`, if there is one, for a gradient that `moves.dy` has moved.
+        """
+        logits, back = self._own_logits(x, full, training=training)
+        tag = Tag(Purpose.ACTIVATION, self.head.name, "y")
+        return self.moves.y(logits, tag=tag).wait(), back
+
+    def _own_logits(
+        self, x: Tensor, full: FullWeights, *, training: bool
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         y = F.linear(x, full.weight, full.bias)
         if self.behind is None:
             return y, None

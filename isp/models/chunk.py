@@ -17,6 +17,7 @@ from isp.layers.head import HeadLoss
 from isp.layers.linear import multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.rank_layers import RankLayers
+from isp.layers.token_scores import head_scores, logit_scores
 from isp.models.calls import ForwardEnd
 from isp.models.follow import CallFollower
 from isp.models.forward_pass import ForwardPass, Instead, Masks, outer_calls
@@ -44,15 +45,18 @@ class TracedChunk:
         *,
         weights: InitialWeights | None = None,
         loss_chunk_tokens: int = 0,
+        gives_scores: bool = False,
     ) -> None:
         """`weights`: the source of the initial ones; None: they are there.
 
         If the trace has a head, losses are computed `loss_chunk_tokens` tokens at a time, 0: all.
+        `gives_scores`: gradients of `scores` may be asked for.
         """
         self.left_out = frozenset[str]()
         """Blocks that hand on what they are given."""
         self._stage: Stage | None = None
         """None: the whole model."""
+        self._gives_scores = gives_scores
         self.model, self.trace = holders.model, follower.trace
         self.splits_logits = holders.layers.splits_logits
         """Whether the losses need the labels of the whole sequence, or those of its tokens."""
@@ -158,6 +162,21 @@ class TracedChunk:
             return self._whole_losses(output, labels)
         return self._loss.each(output, labels)
 
+    def scores(self, output: Tensor, labels: Tensor, temperature: float) -> Tensor:
+        """As `isp.layers.token_scores`, with gradients: of what a forward gave, and the labels.
+
+        Labels are as `loss` takes them, [B, n]; -> [3, B, n].
+        """
+        if self._loss is not None:
+            return head_scores(self._loss, output, labels, temperature)
+        return logit_scores(
+            output,
+            labels,
+            temperature=temperature,
+            channel=self._layers.loss_channel,
+            first=self._layers.first_logit(self.trace.vocab_size),
+        )
+
     def shards(self) -> Iterator[ShardedParameter]:
         """The parameters, each once, with their names in the model; of a stage, those it reads."""
         own = self._stage and self._stage.parameters
@@ -183,7 +202,7 @@ class TracedChunk:
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
         """As `WeightHolders.weight_blocks`, of the stage if it is one."""
-        return self.holders.weight_blocks(self._stage)
+        return self.holders.weight_blocks(self._stage, head_in_backward=self._gives_scores)
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -92,11 +92,16 @@ class WeightHolders:
                 parts[name if called else ""] = module if called else model
         return parts
 
-    def weight_blocks(self, stage: Stage | None = None) -> tuple[DeclaredBlock, ...]:
-        """The weights gathered in a forward, in order; of one stage, or of the whole model."""
+    def weight_blocks(
+        self, stage: Stage | None = None, *, head_in_backward: bool = False
+    ) -> tuple[DeclaredBlock, ...]:
+        """The weights gathered in a forward, in order; of one stage, or of the whole model.
+
+        `head_in_backward`: whether backward reads that of the head.
+        """
         trace, blocks, holders = self.follower.trace, self.follower.blocks, self._gathered
         unused = (name.rpartition(".")[0] for name in trace.unused)
-        forward_only = {*unused, trace.head or ""}
+        forward_only = {*unused, "" if head_in_backward or trace.head is None else trace.head}
         points, tiled = self.follower.points, self.follower.tiled
         return tuple(
             DeclaredBlock(

@@ -56,9 +56,11 @@ class TracedModel:
         weights: InitialWeights | None = None,
         in_place: bool = True,
         loss_chunk_tokens: int = 4096,
+        gives_scores: bool = False,
         earlier_names: Mapping[str, RowsOf] | None = None,
     ) -> None:
         """`weights`: the source of those of a `model` without memory; None: it has them.
+        `gives_scores`: chunks have `scores` with gradients, for which backward reads the head.
         `earlier_names`: of parameters, by name, what they are in checkpoints of earlier versions.
 
         Not `in_place`, `build` takes a copy of the model each time.
@@ -66,6 +68,7 @@ class TracedModel:
         self.host = host_of(model)
         self.recomputation = recomputation
         self.loss_chunk_tokens = loss_chunk_tokens
+        self.gives_scores = gives_scores
         self.attention_backend = attention_backend
         self.model = model
         self.earlier_names = earlier_names or {}
@@ -388,6 +391,7 @@ class TracedModel:
             follower,
             weights=self._weights,
             loss_chunk_tokens=self.loss_chunk_tokens,
+            gives_scores=self.gives_scores,
         )
         trains = layers.device.type != "meta" and layers.cache is None
         if trains and self.loss_chunk_tokens and self.trace.head is None:

@@ -34,6 +34,7 @@ from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
 from isp.parallel import Axis, Topology
 from isp.settings.section import section
+from isp.train.callers_graphs import CallersGraphs, TokenScores, padded
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.run import make_world
@@ -73,6 +74,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
         recomputation=config.model.recomputation,
         attention_backend=config.model.attention_backend,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
+        gives_scores=True,
         weights=begun_by_the_model(model),
     )
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
@@ -145,6 +147,7 @@ class ParallelRun:
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self._has_stepped = False
         self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
+        self._graphs = CallersGraphs(self.train_step, mesh)
         self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
         """The loss to go backward from, what it was found of, and what keeps others from it."""
 
@@ -175,6 +178,7 @@ class ParallelRun:
         that do not fit, RuntimeError for weights that since `parallelize` were frozen, thawed,
         replaced or converted; so does its backward outside of `step`.
         """
+        self._graphs.refuse("loss")
         self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
         self._guard.check(trains=torch.is_grad_enabled())
@@ -188,20 +192,84 @@ class ParallelRun:
         self._pending = loss, work, loss.register_hook(_refuse_backward)
         return loss
 
-    def step(self, loss: Tensor, lr: float | None = None) -> StepOutcome:
-        """Backward, reduction, clipping and update; `lr` None: `optimizer.lr`.
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> TokenScores:
+        """The log-probability of each label, with its entropy and log-sum-exp, each [B, S].
 
-        Raises RuntimeError for anything but the loss that the last call of `loss` gave, as it is.
+        Of place t of a row that is log p(labels[t]) by the tokens before it, of logits divided by
+        `temperature`; 0, without a gradient, at the first token of a document and where a label is
+        -100. The same on all ranks of a sequence, in the caller's order, float32 at least; logits
+        never exist as a whole. `input_ids`, `labels` and `position_ids` are as in `loss`; None: the
+        tokens. Rows may be of any length; what `attention_mask` [B, S] leaves out, on whichever
+        side, is neither seen nor scored. Compute any scalar of it and give that to `backward`;
+        several may be alive until then. Under `torch.no_grad()` nothing is kept. Raises ValueError
+        for shapes that do not fit, and with pipeline stages.
         """
-        if self._pending is None or self._pending[0] is not loss:
-            raise RuntimeError(
-                "step takes the loss that the last call of loss gave, as it is, once"
+        if self.mesh[Axis.PIPELINE].size > 1:
+            raise ValueError(
+                f"log_probs with parallel.pipeline.size={self.mesh[Axis.PIPELINE].size}: only the"
+                f" last stage has logits. Use tensor and weight ranks instead, or run.loss"
             )
-        (_, work, refusal), self._pending = self._pending, None
-        refusal.remove()
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} must be above 0")
+        self._pending = None
+        length = input_ids.shape[-1]
+        if attention_mask is not None or length % self.mesh[Axis.TENSOR].size:
+            input_ids, labels, position_ids = padded(
+                self.mesh[Axis.TENSOR].size, input_ids, labels, position_ids, attention_mask
+            )
+        batch = self._batch(input_ids, labels, position_ids, skip_first=True)
+        self._guard.check(trains=torch.is_grad_enabled())
+        scores = self._graphs.scores(batch, len(input_ids), temperature)
+        return TokenScores(*scores[:, :, :length])
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a scalar that the caller made of `log_probs`.
+
+        Any number of times before a `step`: gradients add up, those of data ranks, too; the ranks
+        of a sequence compute the same scalar, which counts once. Nothing is divided by anything:
+        see `count`. Raises RuntimeError where no graph of `log_probs` is alive.
+        """
         self._guard.check(trains=True)
-        self.train_step.backward(loss, last=True)
-        outcome = self.train_step.finish(work, self.config.optimizer.lr if lr is None else lr)
+        self._graphs.backward(loss)
+
+    def count(self, mask: Tensor) -> Tensor:
+        """The sum of `mask`, the same on the ranks of a sequence, over data ranks; [], float64."""
+        total = mask.to(self.device).sum().double()
+        return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
+
+    def zero_grad(self) -> None:
+        """Drop the graphs of `log_probs`, and the gradients since the last step."""
+        self._graphs.drop()
+
+    def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
+        """Reduction, clipping and update, after the backward of `loss`; `lr` None: `optimizer.lr`.
+
+        Without a loss, behind `backward`; the outcome's loss is the sum of what that was given,
+        over data ranks. Raises RuntimeError for any loss but the one that the last call of `loss`
+        gave, as it is, and where there was no `backward`.
+        """
+        lr = self.config.optimizer.lr if lr is None else lr
+        if loss is None:
+            outcome = self._graphs.update(lr)
+        else:
+            if self._pending is None or self._pending[0] is not loss:
+                raise RuntimeError(
+                    "step takes the loss that the last call of loss gave, as it is, once; what was"
+                    " made of log_probs goes to backward, and step() is called without it"
+                )
+            (_, work, refusal), self._pending = self._pending, None
+            refusal.remove()
+            self._guard.check(trains=True)
+            self.train_step.backward(loss, last=True)
+            outcome = self.train_step.finish(work, lr)
         if not self._has_stepped:
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
             self._has_stepped = True
@@ -275,8 +343,14 @@ class ParallelRun:
         return torch.cat([piece.narrow(dim, 0, length) for piece, length in pieces], dim).cpu()
 
     def _batch(
-        self, input_ids: Tensor, labels: Tensor | None, position_ids: Tensor | None
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        skip_first: bool = False,
     ) -> MicroBatch:
+        """`skip_first`: labels of documents' first tokens are ignored."""
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
         rows, length = input_ids.shape
@@ -299,7 +373,9 @@ class ParallelRun:
         begins = torch.ones_like(position_ids, dtype=torch.bool)
         begins[:, 1:] = position_ids.diff(dim=1) != 1
         if labels is None:
-            labels = input_ids.masked_fill(begins.to(input_ids.device), IGNORED)
+            labels, skip_first = input_ids, True
+        if skip_first:
+            labels = labels.masked_fill(begins.to(labels.device), IGNORED)
         self._check_labels(labels)
         targets = torch.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]

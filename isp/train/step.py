@@ -175,20 +175,28 @@ class TrainStep:
 
     def start(self, batches: Sequence[MicroBatch]) -> StepWork:
         """Begin a step of these micro-batches; what another began and did not finish is dropped."""
-        if self._unfinished or self.gradients.owed:  # the latter: somebody else went backward
-            self._clear_up()
-        self._unfinished = True
-        self.clock.enter(Phase.FORWARD_BACKWARD)
+        self.begin()
         if self._weights_may_change:
             self.hook.before_step(self._actions)
         valid = self._sum(Axis.DATA, _count_valid(batches))
-        self.gradients.zero()
         for parameter in self._shared:
             self.gradients.promise(parameter)  # final after the last backward of both its chunks
         return StepWork(self, batches, valid)
 
+    def begin(self) -> None:
+        """Begin a step whose passes the caller runs; what another began is dropped."""
+        if self._unfinished or self.gradients.owed:  # the latter: somebody else went backward
+            self._clear_up()
+        self._unfinished = True
+        self.clock.enter(Phase.FORWARD_BACKWARD)
+        self.gradients.zero()
+
     def finish(self, work: StepWork, lr: float) -> StepOutcome:
         """Reduce the gradients of a step whose backward passes are through, and update."""
+        return self.update(lambda: torch.stack((self.over_ranks(work.total), work.valid)), lr)
+
+    def update(self, count: Callable[[], Tensor], lr: float) -> StepOutcome:
+        """As `finish`; `count` gives the loss, and the tokens with a label, of all ranks, [2]."""
         for parameter in self._shared:
             self.gradients.withdraw(parameter)
         self.clock.enter(Phase.REDUCE)
@@ -196,7 +204,7 @@ class TrainStep:
         self.gradients.reduce()
         self._add_tied()
         # Set off before the norm: the host waits for no more than that.
-        totals = host_memory.HostCopy(torch.stack((self.over_ranks(work.total), work.valid)))
+        totals = host_memory.HostCopy(count())
         self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(
             lr,

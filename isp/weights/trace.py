@@ -242,7 +242,8 @@ def _parts(numbered: list[tuple[int, Use]]) -> list[list[tuple[int, Use]]]:
 
 
 def _check_actions(chunks: Chunks, actions: tuple[Action, ...]) -> None:
-    done = set()
+    """The forward of a backward may be none of these: then it was one of an earlier list."""
+    done, every = set[Action](), frozenset(actions)
     for action in actions:
         assert 0 <= action.chunk < len(chunks), f"{action}: there are {len(chunks)} chunks"
         assert action not in done, f"{action} stands twice in the order of work"
@@ -251,5 +252,5 @@ def _check_actions(chunks: Chunks, actions: tuple[Action, ...]) -> None:
             ActionKind.BACKWARD: action._replace(kind=ActionKind.FORWARD),
             ActionKind.WEIGHT_GRADIENT: action._replace(kind=ActionKind.BACKWARD),
         }[action.kind]
-        assert needed is None or needed in done, f"{action} comes before {needed}"
+        assert needed not in every - done, f"{action} comes before {needed}"
         done.add(action)

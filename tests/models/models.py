@@ -144,7 +144,7 @@ def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
             labels[0] = IGNORED
             if rows.labels is not None:
                 labels = rows.labels[row, document]
-            logits = _logits(model, ids)
+            logits = logits_of(model, ids)
             losses.append(
                 F.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORED, reduction="sum")
             )
@@ -153,7 +153,7 @@ def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
     return summed if total else summed / count
 
 
-def _logits(model: Any, ids: Tensor) -> Tensor:
+def logits_of(model: Any, ids: Tensor) -> Tensor:
     positions = torch.arange(len(ids)).unsqueeze(0)
     if not hasattr(model, "config"):
         found: Tensor = model(ids.unsqueeze(0), positions)[0]

@@ -41,7 +41,7 @@ def _data(steps: int = 3, seed: int = 0) -> list[Rows]:
     return [Rows(torch.randint(VOCAB, (1, 64), generator=generator)) for _ in range(steps)]
 
 
-def _raised(fn: Callable[..., Any], *args: Any) -> str:
+def raised(fn: Callable[..., Any], *args: Any) -> str:
     with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as raised:
         fn(*args)
     return str(raised.value)
@@ -62,24 +62,24 @@ def _nothing(run: ParallelRun, rows: Rows) -> None:
 def _two_losses(run: ParallelRun, rows: Rows) -> None:
     first = run.loss(*rows)
     second = run.loss(*rows)
-    assert "last call" in _raised(run.step, first)
-    assert "as it is" in _raised(run.step, 2 * second)
+    assert "last call" in raised(run.step, first)
+    assert "as it is" in raised(run.step, 2 * second)
 
 
 def _evaluation_between(run: ParallelRun, rows: Rows) -> None:
     loss = run.loss(*rows)
     assert abs(_evaluate(run, rows) - loss.item()) < TOLERANCE
-    assert "last call" in _raised(run.step, loss)
+    assert "last call" in raised(run.step, loss)
 
 
 def _failing(run: ParallelRun, rows: Rows) -> None:
     block: Any = run.model.get_submodule("blocks.1")
     block.trouble = "failure"
-    assert _raised(_loss, run, rows) == "as planned"
+    assert raised(_loss, run, rows) == "as planned"
     block.trouble = ""
     _evaluate(run, rows)
     block.trouble = "failure"
-    assert _raised(_evaluate, run, rows) == "as planned"
+    assert raised(_evaluate, run, rows) == "as planned"
     block.trouble = ""
 
 
@@ -93,26 +93,26 @@ def _failing_in_backward(run: ParallelRun, rows: Rows) -> None:
 def _other_order(run: ParallelRun, rows: Rows) -> None:
     block: Any = run.model.get_submodule("blocks.1")
     block.trouble = "other order"
-    said = _raised(_loss, run, rows)
+    said = raised(_loss, run, rows)
     assert "in blocks.1, linear of blocks.1.k was called where linear of blocks.1.q came" in said
     block.trouble = ""
 
 
 def _direct_call(run: ParallelRun, rows: Rows) -> None:
     positions = torch.arange(64).unsqueeze(0)
-    assert "by the run's `loss` alone" in _raised(run.model, rows.input_ids, positions)
+    assert "by the run's `loss` alone" in raised(run.model, rows.input_ids, positions)
 
 
 def _backward_by_hand(run: ParallelRun, rows: Rows) -> None:
     loss = run.loss(*rows)
-    assert "outside of step" in _raised(loss.backward)
-    assert "outside of step" in _raised((2 * run.loss(*rows)).backward)
+    assert "outside of step" in raised(loss.backward)
+    assert "outside of step" in raised((2 * run.loss(*rows)).backward)
 
 
 def _frozen_later(run: ParallelRun, rows: Rows) -> None:
     block = run.model.get_submodule("blocks.1")
     block.requires_grad_(False)
-    assert "blocks.1.norm1.weight was trained when" in _raised(_loss, run, rows)
+    assert "blocks.1.norm1.weight was trained when" in raised(_loss, run, rows)
     _evaluate(run, rows)
     block.requires_grad_(True)
 
@@ -122,11 +122,11 @@ def _replaced(run: ParallelRun, rows: Rows) -> None:
     norm: Any = run.model.get_submodule("blocks.1.norm1")
     own, values = norm.weight, norm.weight.data
     own.data = values.float()
-    assert "norm1.weight was float64 [32] on cpu when" in _raised(_loss, run, rows)
-    assert "is float32 [32] on cpu now" in _raised(_evaluate, run, rows)
+    assert "norm1.weight was float64 [32] on cpu when" in raised(_loss, run, rows)
+    assert "is float32 [32] on cpu now" in raised(_evaluate, run, rows)
     own.data = values
     norm.weight = nn.Parameter(values.clone())
-    assert "norm1.weight is another parameter than" in _raised(_loss, run, rows)
+    assert "norm1.weight is another parameter than" in raised(_loss, run, rows)
     norm.weight = own
     run.model.to("cpu:0")
     assert own.data_ptr() != values.data_ptr()
@@ -351,7 +351,7 @@ def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
 )
 def test_wrong_rows_are_refused(rows: Rows, said: str) -> None:
     """Catches rows that would be broadcast or cut in the middle, and losses of no token."""
-    assert said in _raised(isp.parallelize(Own(), job()).loss, *rows)
+    assert said in raised(isp.parallelize(Own(), job()).loss, *rows)
 
 
 def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:

@@ -94,10 +94,10 @@ def test_the_other_half_of_a_split_backward_visits_no_weight() -> None:
     ("order", "message"),
     [
         ("F0 F0", "F0 stands twice"),
-        ("B0", "B0 comes before F0"),
-        ("F0 W0", "W0 comes before B0"),
+        ("B0 F0", "B0 comes before F0"),
+        ("F0 W0 B0", "W0 comes before B0"),
         ("F0.1", "there are 1 chunks"),
-        ("F0 B1", "B1 comes before F1"),
+        ("F0 B1 F1", "B1 comes before F1"),
     ],
 )
 def test_an_impossible_order_of_work_is_refused(order: str, message: str) -> None:

@@ -1,0 +1,239 @@
+"""Losses of the caller's own, of per-token results, beside the unmodified model on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import isp
+from isp.layers.loss import IGNORED
+from isp.parallel import Mode
+from isp.train.callers_graphs import TokenScores
+from isp.train.parallelize import ParallelRun
+from tests.models.models import (
+    Rows,
+    Trained,
+    job,
+    logits_of,
+    packed_rows,
+    tiny,
+    whole_weights,
+    worst,
+)
+from tests.models.own import Own
+from tests.models.test_loops import raised
+from tests.ranks import run_each
+
+TOLERANCE = 1e-9  # float64, sums in another order
+LENGTH, TEMPERATURE = 24, 0.7
+DOCUMENTS = [[24], [10, 1, 13], [3, 21], [24]]
+BATCHES = [packed_rows(4, LENGTH, DOCUMENTS, seed) for seed in range(3)]
+WEIGHTS = torch.rand(3, 4, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+Score = Callable[[Rows], TokenScores]
+Loss = Callable[[Score, Rows, Tensor, Tensor], Tensor]
+"""Of how rows are scored, the rows, weights [B, S] of their tokens, and what was scored before."""
+
+
+def _weighted(score: Score, rows: Rows, weights: Tensor, _: Tensor) -> Tensor:
+    """With a z-loss."""
+    found = score(rows)
+    return (weights * (0.1 * found.logsumexp**2 - found.log_probs)).sum()
+
+
+def _dpo(score: Score, rows: Rows, _: Tensor, before: Tensor) -> Tensor:
+    """Rows are pairs, and each of a pair is scored by a call of its own."""
+    chosen, rejected = (
+        score(Rows(*(None if x is None else x[start::2] for x in rows))).log_probs.sum(1)
+        for start in (0, 1)
+    )
+    margins = (chosen - before[::2].sum(1)) - (rejected - before[1::2].sum(1))
+    return -F.logsigmoid(0.1 * margins).sum()
+
+
+def _ipo(score: Score, rows: Rows, _: Tensor, before: Tensor) -> Tensor:
+    """Of log-probabilities a token."""
+    gains = (score(rows).log_probs - before).mean(1)
+    return ((gains[::2] - gains[1::2] - 0.5) ** 2).sum()
+
+
+def _grpo(score: Score, rows: Rows, weights: Tensor, before: Tensor) -> Tensor:
+    """With clipping, a KL term and a bonus for entropy."""
+    found = score(rows)
+    ratio = (found.log_probs - 1.01 * before).exp()
+    gain = torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights)
+    change = before - found.log_probs
+    return -(gain - 0.04 * (change.exp() - change - 1) + 0.01 * found.entropy).sum()
+
+
+LOSSES: dict[str, Loss] = {"weighted": _weighted, "dpo": _dpo, "ipo": _ipo, "grpo": _grpo}
+
+
+def _plain(model: nn.Module, rows: Rows) -> TokenScores:
+    """Each document by itself, whole logits."""
+    assert rows.position_ids is not None
+    assert rows.labels is not None
+    of_rows = []
+    for ids, labels, positions in zip(rows.input_ids, rows.labels, rows.position_ids, strict=True):
+        lengths = (positions == 0).nonzero().flatten().diff(append=torch.tensor([LENGTH])).tolist()
+        of_documents = []
+        for tokens, targets in zip(ids.split(lengths), labels.split(lengths), strict=True):
+            logits = logits_of(model, tokens)[:-1] / TEMPERATURE
+            log_probs = logits.log_softmax(-1)
+            scores = torch.stack(
+                [
+                    log_probs.gather(-1, targets[1:, None].clamp(min=0))[:, 0],
+                    -(log_probs.exp() * log_probs).sum(-1),
+                    logits.logsumexp(-1),
+                ]
+            )
+            of_documents.append(F.pad(scores * (targets[1:] != IGNORED), (1, 0)))
+        of_rows.append(torch.cat(of_documents, 1))
+    return TokenScores(*torch.stack(of_rows, 1))
+
+
+def _trained_plainly(model: nn.Module, loss_of: Loss) -> Trained:
+    model = copy.deepcopy(model)
+    own = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in own if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    settings = job().optimizer
+    optimizer = torch.optim.AdamW(
+        groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps
+    )
+    losses, norms = [], []
+    with torch.no_grad():
+        before = [_plain(model, rows).log_probs for rows in BATCHES]
+    for _ in range(2):
+        total = 0.0
+        for rows, weights, old in zip(BATCHES, WEIGHTS, before, strict=True):
+            loss = loss_of(lambda rows: _plain(model, rows), rows, weights, old)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(own, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
+
+
+def _part(run: ParallelRun, rows: Rows) -> Rows:
+    return rows.part(run.dp_rank, run.dp_size)
+
+
+def _trained(run: ParallelRun, loss_of: Loss) -> Trained:
+    """Each batch goes backward by itself, the first two of them from one scalar."""
+
+    def score(rows: Rows) -> TokenScores:
+        return run.log_probs(*rows, temperature=TEMPERATURE)
+
+    parts = [_part(run, rows) for rows in BATCHES]
+    weights = [w.chunk(run.dp_size)[run.dp_rank] for w in WEIGHTS]
+    with torch.no_grad():
+        before = [score(rows).log_probs for rows in parts]
+    losses, norms = [], []
+    for _ in range(2):
+        found = [loss_of(score, *given) for given in zip(parts[:2], weights, before, strict=False)]
+        run.backward(torch.stack(found).sum())
+        run.backward(loss_of(score, parts[2], weights[2], before[2]))
+        outcome = run.step()
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    return Trained(losses, norms, whole_weights(run))
+
+
+class Case:
+    def __init__(self, name: str, loss: str, *sizes: int, chunk: int = 5, **keys: Any) -> None:
+        self.name, self.loss = name, loss
+        self.config = job(*sizes, **keys)
+        self.config = replace(
+            self.config, model=replace(self.config.model, loss_chunk_tokens=chunk)
+        )
+
+
+CASES = {
+    "isp": Case("llama", "dpo", 2, 4),
+    "isp, alike over data": Case("llama", "weighted", 1, 2, chunk=0),
+    "isp, recomputed": Case("qwen3", "grpo", 4, 2, recompute=1.0),
+    "isp, context": Case("llama", "grpo", 4, 4, context=2),
+    "msp": Case("llama", "ipo", 2, 2, mode=Mode.MSP),
+    "fsp": Case("qwen3", "dpo", 2, 2, mode=Mode.FSP),
+    "mtp": Case("llama", "grpo", 2, 2, mode=Mode.MTP),
+    "a cap behind the head": Case("gemma2", "grpo", 2, 2),
+    "a bias of the head, whole logits": Case("phi", "weighted", 2, 4),
+    "a hybrid": Case("qwen3_next", "dpo", 2, 2),
+    "an own module": Case("own", "ipo", 2, 2),
+}
+
+
+def _model(name: str) -> nn.Module:
+    return Own().double() if name == "own" else tiny(name)
+
+
+def _run(rank: int, case: Case) -> Trained:
+    return _trained(isp.parallelize(_model(case.name), case.config), LOSSES[case.loss])
+
+
+def test_losses_of_ones_own_are_those_of_the_unmodified_model() -> None:
+    """Catches a label beside its place, a scalar that counts twice, logits that gradients miss."""
+    found = run_each(4, _run, CASES, timeout_seconds=100)
+    for name, case in CASES.items():
+        expected = _trained_plainly(_model(case.name), LOSSES[case.loss])
+        for of_rank in found[name]:
+            assert worst(of_rank, expected) < TOLERANCE, name
+
+
+def _padded(rank: int, sides: str) -> None:
+    """Rows with padding, of a length that the ranks do not divide, beside the tokens alone."""
+    run = isp.parallelize(tiny("llama"), job(2, 2))
+    ids = torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, : 4 if sides == "left" else 0] = mask[1, 8 if sides == "right" else 13 :] = 0
+    with torch.no_grad():
+        found = run.log_probs(ids, attention_mask=mask)
+        for row, seen in enumerate(mask.bool()):
+            alone = run.log_probs(ids[row : row + 1, seen])
+            for scores, expected in zip(found, alone, strict=True):
+                assert scores.shape == ids.shape
+                assert not scores[row, ~seen].any()
+                assert (scores[row, seen] - expected[0]).abs().max() < TOLERANCE
+
+
+def _in_order(rank: int, _: None) -> None:
+    run = isp.parallelize(tiny("llama"), job(2, 2))
+    rows = _part(run, BATCHES[0])
+    before = whole_weights(run)
+    assert "behind run.backward" in raised(run.step)
+    found = run.log_probs(*rows)
+    assert "by itself" in raised(found.log_probs.sum().backward)
+    loss = run.log_probs(*rows).log_probs.sum()
+    run.backward(loss)
+    assert "waits for a backward" in raised(run.backward, loss.detach())
+    assert "run.zero_grad()" in raised(run.loss, *rows)
+    run.zero_grad()
+    nothing = Rows(rows.input_ids, torch.full_like(rows.input_ids, IGNORED))
+    run.backward(run.log_probs(*nothing).log_probs.sum())
+    outcome = run.step()
+    assert (outcome.skipped, outcome.valid_tokens) == (True, 0)
+    after = whole_weights(run)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert "temperature=0" in raised(lambda: run.log_probs(*rows, temperature=0))
+    assert run.count(torch.ones(2, 3)).item() == 6 * run.dp_size
+
+
+def test_padding_is_neither_seen_nor_scored() -> None:
+    """Catches positions that count padding, and results that lie beside their tokens."""
+    run_each(4, _padded, {"left": "left", "right": "right"})
+
+
+def test_a_step_of_ones_own_is_kept_in_order() -> None:
+    """Catches gradients that are lost without a word, and momentum that moves weights alone."""
+    run_each(4, _in_order, {"llama": None})
