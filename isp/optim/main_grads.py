@@ -221,11 +221,6 @@ class MainGradients(BucketManager):
 
 def _check(parameters: list[ShardedParameter]) -> None:
     """Raise ValueError for what can have no main gradient."""
-    if not parameters:
-        raise ValueError(
-            "no weight of this rank is trained: train one of each pipeline stage, or use"
-            " parallel.pipeline.size=1"
-        )
     names: dict[nn.Parameter, str] = {}
     for item in parameters:
         name, parameter, layout = item.name, item.parameter, item.layout

@@ -105,7 +105,9 @@ class Zero1Optimizer:
             item: chunk_range(item.parameter.shape[0], zero1.size, zero1.rank)
             for item in gradients.parameters
         }
-        device = gradients.parameters[0].parameter.device
+        # A model that is frozen as a whole has none.
+        device = next((p.parameter.device for p in gradients.parameters), torch.device("cpu"))
+        self._device = device
         kinds = {dtype: kept(self.rule, dtype) for dtype in dtypes}
         memory = StateMemory(
             (
@@ -195,9 +197,7 @@ class Zero1Optimizer:
             and item.name not in self._counted_elsewhere
             and shard.grad.numel()
         ]
-        squares = torch.zeros(
-            (), dtype=torch.float64, device=self._gradients.parameters[0].parameter.device
-        )
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if counted:
             # On CUDA without a wide copy of a gradient; on CPU that is a piece's, in the cache.
             if squares.device.type == "cpu":

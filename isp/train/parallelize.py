@@ -55,8 +55,9 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     `checkpoint_segment`, `loss_chunk_tokens`, `attention_backend`); other sections of the file are
     not read. Ranks are torchrun's. A model on the meta device gets the weights that it would begin
     with, by `training.seed`, each rank its part alone. Weights that are frozen
-    (`requires_grad=False`) stay so. Raises ValueError, before any process group starts, for a model
-    or sizes that are not supported.
+    (`requires_grad=False`) stay so; a model whose weights all are, such as a reference beside the
+    trained one, gives `loss` and `log_probs` without gradients. Raises ValueError, before any
+    process group starts, for a model or sizes that are not supported.
     """
     if not isinstance(config, JobConfig):
         config = load_config(config, kind=_LoopConfig, unread=_UNREAD)
@@ -108,15 +109,15 @@ class _LoopConfig(JobConfig):
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Raise ValueError for a model without weights, or with nothing to train."""
+    """Raise ValueError for a model without weights, or with others than numbers."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise ValueError(
                 f"{name} is of {parameter.dtype}: isp trains models of floating-point weights, not"
                 f" quantised ones"
             )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("all parameters are frozen: there is nothing to train")
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters")
 
 
 class ParallelRun:
@@ -182,6 +183,8 @@ class ParallelRun:
         self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
         self._guard.check(trains=torch.is_grad_enabled())
+        if torch.is_grad_enabled() and not self.train_step.built.trained:
+            raise RuntimeError("all weights are frozen: call run.loss under torch.no_grad()")
         if not torch.is_grad_enabled():
             found = self.train_step.evaluate([[batch]])
             return torch.tensor(math.nan if found is None else found, dtype=torch.float64)

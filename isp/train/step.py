@@ -112,6 +112,11 @@ class TrainStep:
         clock: PhaseClock | None = None,
         weights_may_change: bool = False,
     ) -> None:
+        if mesh[Axis.PIPELINE].size > 1 and not built.trained:
+            raise ValueError(
+                "no weight of this rank is trained: train one of each pipeline stage, or use"
+                " parallel.pipeline.size=1"
+            )
         self.built = built
         self.chunks = built.chunks
         self.gradients = gradients
@@ -232,7 +237,7 @@ class TrainStep:
         if self._unfinished or self.gradients.owed:
             self._clear_up()
         self._unfinished = True
-        device = self.gradients.parameters[0].parameter.device
+        device = self.built.parameters[0].parameter.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for batches in steps:
             actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
@@ -343,7 +348,7 @@ class StepWork:
         facts = step.mesh.topology.mode.facts
         if facts.splits_sequence and not facts.slices_batch:
             tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
-        weight = step.gradients.parameters[0].parameter
+        weight = step.built.parameters[0].parameter
         return weight.new_empty(rows, tokens, step.built.model.hidden_size)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +31,9 @@ from tests.models.models import (
 )
 from tests.models.own import Own
 from tests.models.test_loops import raised
-from tests.ranks import run_each
+from tests.ranks import run_each, run_programs
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-9  # float64, sums in another order
 LENGTH, TEMPERATURE = 24, 0.7
 DOCUMENTS = [[24], [10, 1, 13], [3, 21], [24]]
@@ -227,6 +231,44 @@ def _in_order(rank: int, _: None) -> None:
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert "temperature=0" in raised(lambda: run.log_probs(*rows, temperature=0))
     assert run.count(torch.ones(2, 3)).item() == 6 * run.dp_size
+
+
+def _beside_a_reference(rank: int, name: str) -> None:
+    """Two models in one process, one of them frozen as a whole."""
+    policy, plain = isp.parallelize(tiny(name), job(2, 4)), tiny(name, seed=1)
+    reference = isp.parallelize(copy.deepcopy(plain).requires_grad_(False), job(2, 4))
+    rows = _part(policy, BATCHES[0])
+    found = policy.log_probs(*rows, temperature=TEMPERATURE)
+    with torch.no_grad():
+        fixed = reference.log_probs(*rows, temperature=TEMPERATURE)
+        expected = _plain(plain, rows)
+        evaluated = reference.loss(*rows)
+    policy.backward((found.log_probs - fixed.log_probs).sum())
+    assert policy.step().grad_norm > 0
+    for scores, alone in zip(fixed, expected, strict=True):
+        assert (scores - alone).abs().max() < TOLERANCE
+    assert evaluated.isfinite()
+    assert "frozen: call run.loss under" in raised(reference.loss, *rows)
+
+
+def test_a_frozen_reference_beside_the_model() -> None:
+    """Catches a second model that disturbs the first, or needs something to train."""
+    run_each(4, _beside_a_reference, {"llama": "llama"})
+
+
+def _example(rank: int, config: str) -> list[float]:
+    sys.path.insert(0, str(ROOT / "tools" / "examples"))
+    import dpo
+
+    losses: list[float] = dpo.main(config, 25)
+    return losses
+
+
+def test_the_example_of_preferences_learns() -> None:
+    """Catches an example that does not run, or whose loss does not fall."""
+    (*_, losses) = run_programs(4, _example, str(ROOT / "configs" / "quickstart.yaml"))
+    assert abs(losses[0] - math.log(2)) < 1e-5
+    assert sum(losses[-5:]) / 5 < 0.66
 
 
 def test_padding_is_neither_seen_nor_scored() -> None:

@@ -41,10 +41,6 @@ def _compiled() -> nn.Module:
     return model
 
 
-def _frozen() -> nn.Module:
-    return Own().requires_grad_(False)
-
-
 def _quantised() -> nn.Module:
     model = Own()
     weight = torch.zeros(32, 32, dtype=torch.int8)
@@ -240,7 +236,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
     "copy": (lambda: copy.copy(_wrapped()), "norm (LayerNorm) has a forward of its own"),
     "compiled": (_compiled, "blocks.1 (OwnBlock) was compiled"),
-    "frozen": (_frozen, "all parameters are frozen"),
     "quantised": (_quantised, "blocks.0.q.weight is of torch.int8"),
     "tied by hand": (_TiedByHand, "tokens.weight is read by"),
     "a table's rows by number": (lambda: _reading("slice"), "positions.weight is read by __getit"),
