@@ -26,7 +26,7 @@ from isp.parallel.config import (
     WeightConfig,
 )
 from isp.settings import OptimizerConfig, TrainingConfig
-from isp.train.parallelize import ParallelRun
+from isp.train.parallel_run import ParallelRun
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 
@@ -216,7 +216,7 @@ def trained(
 def whole_weights(run: ParallelRun) -> dict[str, Tensor]:
     """All weights of a model, gathered from its ranks."""
     run.train_step.drain()
-    found = {item.name: run._whole(item).clone() for item in run.train_step.built.parameters}
+    found = {item.name: run.weights.whole(item).clone() for item in run.train_step.built.parameters}
     run.train_step.weights_changed()
     return found
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import isp
 from isp.config import JobConfig
 from isp.models.model import TracedModel
-from isp.train.parallelize import ParallelRun
+from isp.train.parallel_run import ParallelRun
 from isp.weights.pool import Lease
 from tests.models.models import (
     Rows,

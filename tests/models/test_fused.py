@@ -18,7 +18,7 @@ from isp.models.model import TracedModel
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.settings import CheckpointConfig
-from isp.train.parallelize import ParallelRun
+from isp.train.parallel_run import ParallelRun
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own
 from tests.ranks import run_ranks
@@ -93,7 +93,7 @@ def _train(run: ParallelRun, steps: int = 2) -> _Found:
         names = [f"{c.layer}.{c.tensor}" for c in transfers if c.purpose is purpose]
         counts.append({name: names.count(name) for name in dict.fromkeys(names)})
     built = run.train_step.built
-    weights = {item.name: run._whole(item) for item in built.parameters}
+    weights = {item.name: run.weights.whole(item) for item in built.parameters}
     return _Found(losses, weights, *counts)
 
 

@@ -8,7 +8,7 @@ import torch
 from isp.models.model import TracedModel
 from isp.parallel import Topology
 from isp.settings.recomputation import Recomputation
-from isp.train.parallelize import ParallelRun
+from isp.train.parallel_run import ParallelRun
 from tests.mirror import MirrorMesh, one_rank
 from tests.models.models import job, packed_rows, tiny
 

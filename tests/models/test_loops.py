@@ -18,7 +18,7 @@ from isp.config import JobConfig
 from isp.models import swap
 from isp.parallel import Axis
 from isp.rng import generator_states
-from isp.train.parallelize import ParallelRun
+from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     Rows,
     Trained,

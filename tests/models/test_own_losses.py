@@ -18,7 +18,7 @@ import isp
 from isp.layers.loss import IGNORED
 from isp.parallel import Mode
 from isp.train.callers_graphs import TokenScores
-from isp.train.parallelize import ParallelRun
+from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     Rows,
     Trained,

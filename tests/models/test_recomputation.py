@@ -17,7 +17,7 @@ import isp
 from isp.comm.tag import Purpose
 from isp.config import JobConfig
 from isp.parallel import Mode
-from isp.train.parallelize import ParallelRun
+from isp.train.parallel_run import ParallelRun
 from isp.weights.plan import ActKind
 from isp.weights.trace import sequential_actions
 from tests.models.models import job, packed_rows, tiny

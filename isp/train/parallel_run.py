@@ -1,0 +1,255 @@
+"""`ParallelRun`: a model of the caller's, trained from the caller's own loop.
+
+B batch, S sequence
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from isp.comm import Mesh
+from isp.comm.tag import Tag
+from isp.config import JobConfig
+from isp.data.batch import MicroBatch, document_bounds
+from isp.layers.loss import IGNORED
+from isp.models.model import TracedModel
+from isp.parallel import Axis
+from isp.train.callers_graphs import CallersGraphs, TokenScores, padded
+from isp.train.parameter_guard import ParameterGuard
+from isp.train.step import StepOutcome, StepWork, make_train_step
+from isp.train.whole_weights import WholeWeights
+
+__all__ = ["ParallelRun"]
+
+
+class ParallelRun:
+    """A model under way: its loss, its steps, its weights.
+
+        run = isp.parallelize(model, "config.yaml")
+        for input_ids, labels in data:  # e.g. by DistributedSampler(.., run.dp_size, run.dp_rank)
+            loss = run.loss(input_ids, labels)
+            run.step(loss)
+        run.save_pretrained(folder)
+
+    The ranks of a tensor group are given the same rows, the data ranks each their own. Between
+    steps nothing is under way: parameters (this rank's shards) may be read, and what is written
+    into them, on all ranks that have them, counts.
+    """
+
+    def __init__(
+        self, traced: TracedModel, config: JobConfig, mesh: Mesh, device: torch.device
+    ) -> None:
+        self.model = traced.model
+        self._traced = traced
+        self.config = config
+        self.mesh = mesh
+        self.device = device
+        self.train_step = make_train_step(
+            config, mesh, device, model=traced, weights_may_change=True
+        )
+        mesh.set_timeout(config.comm.init_timeout_seconds)
+        self._has_stepped = False
+        self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
+        self.weights = WholeWeights(traced, self.train_step.built, mesh, config.training.dtype)
+        self._graphs = CallersGraphs(self.train_step, mesh)
+        self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
+        """The loss to go backward from, what it was found of, and what keeps others from it."""
+
+    @property
+    def dp_rank(self) -> int:
+        """The data rank, of `dp_size`; those of one rank share their rows."""
+        return self.mesh[Axis.DATA].rank
+
+    @property
+    def dp_size(self) -> int:
+        """Data ranks, each with rows of its own."""
+        return self.mesh[Axis.DATA].size
+
+    def loss(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The mean loss over the labels of all ranks, to be given to `step`; [].
+
+        `input_ids`, `labels` and `position_ids` [B, S] are whole rows. As in transformers, `labels`
+        are the tokens themselves, -100 where there is nothing to predict, and are shifted here;
+        None: every token but the first of each document. Documents that are packed in a row begin
+        where `position_ids` restart. The host waits for none of them that are in its own memory, so
+        page-locked ones are not to be filled again before the step is over. Its gradient
+        is this rank's part; without gradients it is an evaluation. Raises ValueError for shapes
+        that do not fit, RuntimeError for weights that since `parallelize` were frozen, thawed,
+        replaced or converted; so does its backward outside of `step`.
+        """
+        self._graphs.refuse("loss")
+        self._pending = None  # what the last call began is dropped
+        batch = self._batch(input_ids, labels, position_ids)
+        self._guard.check(trains=torch.is_grad_enabled())
+        if torch.is_grad_enabled() and not self.train_step.built.trained:
+            raise RuntimeError("all weights are frozen: call run.loss under torch.no_grad()")
+        if not torch.is_grad_enabled():
+            found = self.train_step.evaluate([[batch]])
+            return torch.tensor(math.nan if found is None else found, dtype=torch.float64)
+        step = self.train_step
+        work = step.start([batch])
+        loss = step.forward(work, 0)
+        loss = loss + (step.over_ranks(work.total) - loss.detach())
+        self._pending = loss, work, loss.register_hook(_refuse_backward)
+        return loss
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> TokenScores:
+        """The log-probability of each label, with its entropy and log-sum-exp, each [B, S].
+
+        Of place t of a row that is log p(labels[t]) by the tokens before it, of logits divided by
+        `temperature`; 0, without a gradient, at the first token of a document and where a label is
+        -100. The same on all ranks of a sequence, in the caller's order, float32 at least; logits
+        never exist as a whole. `input_ids`, `labels` and `position_ids` are as in `loss`; None: the
+        tokens. Rows may be of any length; what `attention_mask` [B, S] leaves out, on whichever
+        side, is neither seen nor scored. Compute any scalar of it and give that to `backward`;
+        several may be alive until then. Under `torch.no_grad()` nothing is kept. Raises ValueError
+        for shapes that do not fit, and with pipeline stages.
+        """
+        if self.mesh[Axis.PIPELINE].size > 1:
+            raise ValueError(
+                f"log_probs with parallel.pipeline.size={self.mesh[Axis.PIPELINE].size}: only the"
+                f" last stage has logits. Use tensor and weight ranks instead, or run.loss"
+            )
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} must be above 0")
+        self._pending = None
+        length = input_ids.shape[-1]
+        if attention_mask is not None or length % self.mesh[Axis.TENSOR].size:
+            input_ids, labels, position_ids = padded(
+                self.mesh[Axis.TENSOR].size, input_ids, labels, position_ids, attention_mask
+            )
+        batch = self._batch(input_ids, labels, position_ids, skip_first=True)
+        self._guard.check(trains=torch.is_grad_enabled())
+        scores = self._graphs.scores(batch, len(input_ids), temperature)
+        return TokenScores(*scores[:, :, :length])
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a scalar that the caller made of `log_probs`.
+
+        Any number of times before a `step`: gradients add up, those of data ranks, too; the ranks
+        of a sequence compute the same scalar, which counts once. Nothing is divided by anything:
+        see `count`. Raises RuntimeError where no graph of `log_probs` is alive.
+        """
+        self._guard.check(trains=True)
+        self._graphs.backward(loss)
+
+    def count(self, mask: Tensor) -> Tensor:
+        """The sum of `mask`, the same on the ranks of a sequence, over data ranks; [], float64."""
+        total = mask.to(self.device).sum().double()
+        return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
+
+    def zero_grad(self) -> None:
+        """Drop the graphs of `log_probs`, and the gradients since the last step."""
+        self._graphs.drop()
+
+    def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
+        """Reduction, clipping and update, after the backward of `loss`; `lr` None: `optimizer.lr`.
+
+        Without a loss, behind `backward`; the outcome's loss is the sum of what that was given,
+        over data ranks. Raises RuntimeError for any loss but the one that the last call of `loss`
+        gave, as it is, and where there was no `backward`.
+        """
+        lr = self.config.optimizer.lr if lr is None else lr
+        if loss is None:
+            outcome = self._graphs.update(lr)
+        else:
+            if self._pending is None or self._pending[0] is not loss:
+                raise RuntimeError(
+                    "step takes the loss that the last call of loss gave, as it is, once; what was"
+                    " made of log_probs goes to backward, and step() is called without it"
+                )
+            (_, work, refusal), self._pending = self._pending, None
+            refusal.remove()
+            self._guard.check(trains=True)
+            self.train_step.backward(loss, last=True)
+            outcome = self.train_step.finish(work, lr)
+        if not self._has_stepped:
+            self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
+            self._has_stepped = True
+        return outcome
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the weights as transformers does, so that `from_pretrained` loads them.
+
+        All ranks call it; rank 0 writes, block by block, in the dtype of training. Adapters
+        of PEFT are written as PEFT writes them, alone. Raises CheckpointError on all ranks if rank
+        0 cannot write.
+        """
+        self._guard.check(trains=False)
+        self.weights.save_pretrained(Path(folder))
+
+    def _batch(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        skip_first: bool = False,
+    ) -> MicroBatch:
+        """`skip_first`: labels of documents' first tokens are ignored."""
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
+        rows, length = input_ids.shape
+        if not input_ids.numel():
+            raise ValueError(f"input_ids of shape {list(input_ids.shape)} have no tokens")
+        ranks = self.mesh[Axis.TENSOR].size
+        if length % ranks:
+            raise ValueError(
+                f"rows of {length} tokens do not divide by parallel.tensor.size={ranks}: pad them"
+                f" to {-(-length // ranks) * ranks}, with labels of {IGNORED}"
+            )
+        if position_ids is None:
+            position_ids = torch.arange(length).expand(rows, length)
+        for name, given in (("labels", labels), ("position_ids", position_ids)):
+            if given is not None and given.shape != input_ids.shape:
+                raise ValueError(
+                    f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
+                    f" {list(given.shape)}"
+                )
+        begins = torch.ones_like(position_ids, dtype=torch.bool)
+        begins[:, 1:] = position_ids.diff(dim=1) != 1
+        if labels is None:
+            labels, skip_first = input_ids, True
+        if skip_first:
+            labels = labels.masked_fill(begins.to(labels.device), IGNORED)
+        self._check_labels(labels)
+        targets = torch.full_like(labels, IGNORED)
+        targets[:, :-1] = labels[:, 1:]
+        cu_seqlens = document_bounds(begins.flatten().cpu())
+        return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Raise ValueError for one that is no token: its loss would be of nothing."""
+        size = self._traced.trace.vocab_size
+        foreign = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]
+        if foreign.numel():
+            raise ValueError(
+                f"labels has {foreign[0].item()}: give tokens below {size}, or {IGNORED} where"
+                f" there is nothing to predict"
+            )
+
+
+def _refuse_backward(_: Tensor) -> None:
+    """Raise RuntimeError where a loss goes backward by itself: no gradient would be used."""
+    raise RuntimeError(
+        "the loss went backward outside of step: leave out loss.backward(), clipping and an"
+        " optimizer of your own, all of which run.step(loss, lr=..) does"
+    )
