@@ -1,7 +1,8 @@
-"""Log-probability, entropy and log-sum-exp of each token, with gradients, and never all logits.
+"""Log-probability, log-sum-exp and entropy of each token, with gradients, and never all logits.
 
 B batch, S' the tokens of a rank, D hidden size, V' the logits of a rank; p ranks whose tokens a
-rank scores together (1 where each has its own), c chunks. Scores are [3, ..], in this order.
+rank scores together (1 where each has its own), c chunks. Scores are [K, ..]: log-probabilities,
+log-sum-exps and, if asked for, entropies.
 """
 
 from __future__ import annotations
@@ -25,48 +26,70 @@ __all__ = ["head_scores", "logit_scores"]
 _MAX, _SUM = (Tag(Purpose.LOSS, tensor=f"scores.{part}") for part in ("max", "sum"))
 
 
-class _Softmax(NamedTuple):
-    """The softmax of logits / temperature, of which gradients are made."""
+class _Rules(NamedTuple):
+    """How logits are scored."""
 
-    log_probs: Tensor
-    """[.., V'], in float32 at least."""
-    entropy: Tensor
-    local: Tensor
-    """The place of the target, [.., 1]; 0 if another rank holds it."""
-    held: Tensor
-    """Whether this rank holds the target."""
-    valid: Tensor
-    """Whether the token has a label."""
+    temperature: float
+    entropy: bool
+    channel: Channel
+    """The ranks over which the logits of a token are split."""
+    first: int
+    """The vocabulary entry of this rank's first logit."""
 
-    def gradient(self, given: Tensor) -> Tensor:
-        """That of the logits / temperature, [.., V']; `given`: that of the scores, [3, ..]."""
-        log_probs, entropy, local, held, valid = self
-        of_log_prob, of_entropy, of_lse = (given * valid).unsqueeze(-1)
-        factor = of_lse - of_log_prob - of_entropy * (log_probs + entropy.unsqueeze(-1))
-        gradient: Tensor = log_probs.exp() * factor
-        return gradient.scatter_add_(-1, local, of_log_prob * held.unsqueeze(-1))
+    def scaled(self, logits: Tensor) -> Tensor:
+        """logits / temperature in float32 at least, in their place if they are that wide."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide if self.temperature == 1 else wide.div_(self.temperature)
+
+    def local(self, target: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
+        """The place of each target, [.., 1], and whether this rank holds it; 0 if it does not."""
+        local = (target - self.first).masked_fill(target == IGNORED, -1)
+        held = (local >= 0) & (local < num_logits)
+        return local.masked_fill(~held, 0).unsqueeze(-1), held
 
 
-def _scores(
-    logits: Tensor, target: Tensor, temperature: float, channel: Channel, first: int
-) -> tuple[Tensor, _Softmax]:
-    """The scores [3, ..] of logits [.., V'] and targets [..]; 0 without a label."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    top = channel.all_reduce(logits.amax(-1).to(wide) / temperature, op="max", tag=_MAX).wait()
-    shifted = logits.to(wide) / temperature - top.unsqueeze(-1)
-    valid = target != IGNORED
-    local = (target - first).masked_fill(~valid, -1)
-    held = (local >= 0) & (local < logits.shape[-1])
-    local = local.masked_fill(~held, 0).unsqueeze(-1)
-    own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
-    exp = shifted.exp()
-    parts = torch.stack([own, exp.sum(-1), (exp * shifted).sum(-1)])
-    own, total, mean = channel.all_reduce(parts, tag=_SUM).wait()
+def _scores(logits: Tensor, target: Tensor, rules: _Rules) -> tuple[Tensor, Tensor]:
+    """The scores [K, ..] of logits [.., V'] and targets [..], and those of tokens without a label.
+
+    The former are 0 there; of the latter all but the log-probability are kept for `_gradient`.
+    Overwrites the logits.
+    """
+    z, channel = rules.scaled(logits), rules.channel
+    top = channel.all_reduce(z.amax(-1), op="max", tag=_MAX).wait()
+    z = z.sub_(top.unsqueeze(-1))
+    local, held = rules.local(target, z.shape[-1])
+    parts = [z.gather(-1, local).squeeze(-1).masked_fill(~held, 0)]
+    if rules.entropy:
+        exp = z.exp()
+        parts.append(torch.linalg.vecdot(exp, z))
+    else:
+        exp = z.exp_()
+    own, *mean, total = channel.all_reduce(torch.stack([*parts, exp.sum(-1)]), tag=_SUM).wait()
     log_total = total.log()
-    entropy = log_total - mean / total
-    scores = torch.stack([own - log_total, entropy, log_total + top]).masked_fill(~valid, 0)
-    log_probs = shifted.sub_(log_total.unsqueeze(-1))
-    return scores, _Softmax(log_probs, entropy, local, held, valid)
+    found = [own - log_total, log_total + top, *(log_total - part / total for part in mean)]
+    every = torch.stack(found)
+    return every.masked_fill(target == IGNORED, 0), every[1:]
+
+
+def _gradient(
+    logits: Tensor, target: Tensor, known: Tensor, given: Tensor, rules: _Rules
+) -> Tensor:
+    """That of the logits, [.., V'], in their place, from that of the scores, `given` [K, ..].
+
+    `known` is what `_scores` has found beside.
+    """
+    z = rules.scaled(logits).sub_(known[0].unsqueeze(-1))  # log-probabilities
+    given = given.masked_fill(target == IGNORED, 0) / rules.temperature
+    of_log_prob, of_lse = (part.unsqueeze(-1) for part in given[:2])
+    if rules.entropy:
+        entropy, of_entropy = (part[-1].unsqueeze(-1) for part in (known, given))
+        exp = z.exp()
+        z = z.add_(entropy).mul_(-of_entropy).add_(of_lse - of_log_prob).mul_(exp)
+    else:
+        z = z.exp_().mul_(of_lse - of_log_prob)
+    local, held = rules.local(target, z.shape[-1])
+    z.scatter_add_(-1, local, of_log_prob * held.unsqueeze(-1))
+    return z if z.dtype == logits.dtype else logits.copy_(z)
 
 
 class _LogitScores(Function):
@@ -75,30 +98,35 @@ class _LogitScores(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, temperature: float, channel: Channel, first: int
-    ) -> Tensor:
-        ctx.save_for_backward(logits, target)
-        ctx.how = temperature, channel, first
-        return _scores(logits, target, *ctx.how)[0]
+    def forward(ctx: Any, logits: Tensor, target: Tensor, rules: _Rules) -> Tensor:
+        scores, known = _scores(logits.clone(), target, rules)
+        ctx.save_for_backward(logits, target, known)
+        ctx.rules = rules
+        return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target = ctx.saved_tensors
-        gradient = _scores(logits, target, *ctx.how)[1].gradient(given) / ctx.how[0]
-        return gradient.to(logits.dtype), None, None, None, None
+        logits, target, known = ctx.saved_tensors
+        return _gradient(logits.clone(), target, known, given, ctx.rules), None, None
 
 
 def logit_scores(
-    logits: Tensor, target: Tensor, *, temperature: float, channel: Channel, first: int
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float,
+    entropy: bool,
+    channel: Channel,
+    first: int,
 ) -> Tensor:
-    """Of logits split by vocabulary, [B, S, V/p], and targets [B, S] -> [3, B, S].
+    """Of logits split by vocabulary, [B, S, V/p], and targets [B, S] -> [K, B, S].
 
     `first` is the vocabulary entry of this rank's first logit. All are of logits / `temperature`,
     in float32 at least, and 0 without a gradient where the target is `IGNORED`.
     """
-    scores: Tensor = _LogitScores.apply(logits, target, temperature, channel, first)
+    rules = _Rules(temperature, entropy, channel, first)
+    scores: Tensor = _LogitScores.apply(logits, target, rules)
     return scores
 
 
@@ -120,31 +148,32 @@ class _HeadScores(Function):
         bias: Tensor | None,
         labels: Tensor,
         of: HeadLoss,
-        temperature: float,
+        rules: _Rules,
     ) -> Tensor:
         head = of.head
-        ctx.of, ctx.temperature, ctx.labels = of, temperature, labels
-        found = []
+        ctx.of, ctx.rules, ctx.labels = of, rules, labels
+        found, known = [], []
         with head.communicator.unshard(head, Phase.FORWARD, shard, bias) as full:
             for own_x, target in _pieces(of, x, labels):
                 logits, _ = of.logits(own_x, full, training=False)
-                scores, _ = _scores(logits, target, temperature, of.channel, of.first)
-                found.append(scores.unflatten(2, (labels.shape[1] // x.shape[1], -1)))
+                scores, beside = _scores(logits, target, rules)
                 del logits
+                found.append(scores.unflatten(2, (labels.shape[1] // x.shape[1], -1)))
+                known.append(beside)
             whole_bias = None if full.bias is None else full.bias.clone()
-        ctx.save_for_backward(x, shard, whole_bias)
+        ctx.save_for_backward(x, shard, whole_bias, *known)
         return torch.cat(found, dim=3).flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, needs_w, needs_b = needs_grad(ctx, 3)
-        x, shard, bias = ctx.saved_tensors
+        x, shard, bias, *known = ctx.saved_tensors
         of: HeadLoss = ctx.of
         head, communicator = of.head, of.head.communicator
         ranks = ctx.labels.shape[1] // x.shape[1]
         count = num_chunks(x, ctx.labels, of.chunk_tokens)
-        by_ranks = given.unflatten(2, (ranks, -1)).chunk(count, dim=3)  # [3, B, p, S'/c]
+        by_ranks = given.unflatten(2, (ranks, -1)).chunk(count, dim=3)  # [K, B, p, S'/c]
         dx = torch.empty_like(x) if needs_x else None
         dx_parts = [None] * count if dx is None else dx.chunk(count, dim=1)
         dw: Tensor | None = None
@@ -153,13 +182,12 @@ class _HeadScores(Function):
         wide = torch.promote_types(x.dtype, torch.float32) if count > 1 else dw_dtype
         with communicator.unshard(head, Phase.BACKWARD, shard) as gathered:
             full = _Whole(gathered.weight, bias)
-            for (own_x, target), part, dx_part in zip(
-                _pieces(of, x, ctx.labels), by_ranks, dx_parts, strict=True
+            for (own_x, target), part, beside, dx_part in zip(
+                _pieces(of, x, ctx.labels), by_ranks, known, dx_parts, strict=True
             ):
                 logits, back = of.logits(own_x, full, training=True)
-                _, softmax = _scores(logits, target, ctx.temperature, of.channel, of.first)
-                dy = (softmax.gradient(part.flatten(2)) / ctx.temperature).to(logits.dtype)
-                del logits, softmax
+                dy = _gradient(logits, target, beside, part.flatten(2), ctx.rules)
+                del logits
                 dy = of.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, head.name, "dy")).wait()
                 dy = dy if back is None else back(dy)
                 arriving = None
@@ -172,6 +200,7 @@ class _HeadScores(Function):
                 if needs_b:
                     summed = dy.flatten(0, 1).sum(0, dtype=wide)
                     db = summed if db is None else db + summed
+                del dy
                 if dx_part is not None and arriving is not None:
                     dx_part.copy_(arriving.wait())
 
@@ -201,11 +230,13 @@ def _pieces(of: HeadLoss, x: Tensor, labels: Tensor) -> Any:
     return zip(one_ahead(of.moves, of.head.name, x.chunk(count, dim=1)), targets, strict=True)
 
 
-def head_scores(of: HeadLoss, x: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """The scores of what the head is given, x [B, S', D], and labels [B, p S'] -> [3, B, p S'].
+def head_scores(
+    of: HeadLoss, x: Tensor, labels: Tensor, *, temperature: float, entropy: bool
+) -> Tensor:
+    """The scores of what the head is given, x [B, S', D], and labels [B, p S'] -> [K, B, p S'].
 
     As `logit_scores`, `of.chunk_tokens` tokens at a time.
     """
-    head = of.head
-    scores: Tensor = _HeadScores.apply(x, head.weight, head.bias, labels, of, temperature)
+    head, rules = of.head, _Rules(temperature, entropy, of.channel, of.first)
+    scores: Tensor = _HeadScores.apply(x, head.weight, head.bias, labels, of, rules)
     return scores

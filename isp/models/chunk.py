@@ -162,17 +162,20 @@ class TracedChunk:
             return self._whole_losses(output, labels)
         return self._loss.each(output, labels)
 
-    def scores(self, output: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    def scores(
+        self, output: Tensor, labels: Tensor, *, temperature: float, entropy: bool
+    ) -> Tensor:
         """As `isp.layers.token_scores`, with gradients: of what a forward gave, and the labels.
 
-        Labels are as `loss` takes them, [B, n]; -> [3, B, n].
+        Labels are as `loss` takes them, [B, n]; -> [K, B, n].
         """
         if self._loss is not None:
-            return head_scores(self._loss, output, labels, temperature)
+            return head_scores(self._loss, output, labels, temperature=temperature, entropy=entropy)
         return logit_scores(
             output,
             labels,
             temperature=temperature,
+            entropy=entropy,
             channel=self._layers.loss_channel,
             first=self._layers.first_logit(self.trace.vocab_size),
         )

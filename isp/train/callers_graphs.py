@@ -30,18 +30,18 @@ class TokenScores(NamedTuple):
 
     log_probs: Tensor
     """Of the label, by the tokens before it."""
-    entropy: Tensor
-    """In nats."""
     logsumexp: Tensor
+    entropy: Tensor | None = None
+    """In nats; None unless it is asked for."""
 
 
 class _Graph(NamedTuple):
     """A forward that waits for the gradients of its scores."""
 
     own: Tensor
-    """Those that this rank computed, [3, B, N], with their graph."""
+    """Those that this rank computed, [K, B, N], with their graph."""
     given: Tensor
-    """All scores as the caller has them, [3, B S], a leaf."""
+    """All scores as the caller has them, [K, B S], a leaf."""
     places: Tensor
     """Of each of `own` in `given`, [B, N]; B S for those that nobody gets."""
     num_labels: Tensor
@@ -63,10 +63,10 @@ class CallersGraphs:
         self._goes_backward = False
         self._loss = self._num_labels = torch.zeros(())
 
-    def scores(self, batch: MicroBatch, rows: int, temperature: float) -> Tensor:
-        """The scores of a batch of `rows` whole rows, in their order: [3, B, S].
+    def scores(self, batch: MicroBatch, rows: int, *, temperature: float, entropy: bool) -> Tensor:
+        """The scores of a batch of `rows` whole rows, in their order: [K, B, S].
 
-        Those of place t are of the label that the token at t - 1 predicts.
+        Those of place t are of the label that the token at t - 1 predicts. K is 3 with `entropy`.
         """
         step, (chunk,) = self._step, self._step.chunks
         trains = torch.is_grad_enabled()
@@ -80,7 +80,7 @@ class CallersGraphs:
         output = chunk(own.tokens, own.positions, own.cu_seqlens)
         labels = (arranged if chunk.splits_logits else own).labels
         step.hook.before_criterion()
-        found = chunk.scores(output, labels, temperature)  # [3, B, N]
+        found = chunk.scores(output, labels, temperature=temperature, entropy=entropy)  # [K, B, N]
         step.hook.after_criterion()
         step.hook.after_step()
         places = self._places(batch, rows)
@@ -91,14 +91,14 @@ class CallersGraphs:
             own_places = places.chunk(tensor.size, 1)[tensor.rank]
         else:
             own_places = places
-        leaf = every.new_zeros(3, places.numel() + 1)
+        leaf = every.new_zeros(len(every), places.numel() + 1)
         leaf = leaf.index_copy_(1, places.flatten(), every.flatten(1))[:, :-1].contiguous()
         if trains and found.requires_grad:
             leaf.requires_grad_()
             leaf.register_hook(self._check_backward)
             num_labels = (batch.labels != IGNORED).sum().double()
             self._alive.append(_Graph(found, leaf, own_places, num_labels))
-        return leaf.view(3, rows, -1)
+        return leaf.view(len(leaf), rows, -1)
 
     def _places(self, batch: MicroBatch, rows: int) -> Tensor:
         """Where the caller has the score of each arranged token: one place on, in its row."""
@@ -138,7 +138,7 @@ class CallersGraphs:
     def _go_backward(self, graph: _Graph) -> None:
         step, gradient = self._step, graph.given.grad
         assert gradient is not None
-        gradient = F.pad(gradient, (0, 1))[:, graph.places]  # [3, B, N]
+        gradient = F.pad(gradient, (0, 1))[:, graph.places]  # [K, B, N]
         step.hook.before_step((_BACKWARD,))
         step.hook.before_backward(_CHUNK)
         graph.own.backward(step.optimizer.scale_loss(gradient))

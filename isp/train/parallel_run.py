@@ -111,8 +111,9 @@ class ParallelRun:
         *,
         attention_mask: Tensor | None = None,
         temperature: float = 1.0,
+        entropy: bool = False,
     ) -> TokenScores:
-        """The log-probability of each label, with its entropy and log-sum-exp, each [B, S].
+        """The log-probability of each label, the log-sum-exp and `entropy` if asked, each [B, S].
 
         Of place t of a row that is log p(labels[t]) by the tokens before it, of logits divided by
         `temperature`; 0, without a gradient, at the first token of a document and where a label is
@@ -138,7 +139,9 @@ class ParallelRun:
             )
         batch = self._batch(input_ids, labels, position_ids, skip_first=True)
         self._guard.check(trains=torch.is_grad_enabled())
-        scores = self._graphs.scores(batch, len(input_ids), temperature)
+        scores = self._graphs.scores(
+            batch, len(input_ids), temperature=temperature, entropy=entropy
+        )
         return TokenScores(*scores[:, :, :length])
 
     def backward(self, loss: Tensor) -> None:

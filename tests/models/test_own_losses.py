@@ -73,6 +73,7 @@ def _grpo(score: Score, rows: Rows, weights: Tensor, before: Tensor) -> Tensor:
     ratio = (found.log_probs - 1.01 * before).exp()
     gain = torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights)
     change = before - found.log_probs
+    assert found.entropy is not None
     return -(gain - 0.04 * (change.exp() - change - 1) + 0.01 * found.entropy).sum()
 
 
@@ -93,8 +94,8 @@ def _plain(model: nn.Module, rows: Rows) -> TokenScores:
             scores = torch.stack(
                 [
                     log_probs.gather(-1, targets[1:, None].clamp(min=0))[:, 0],
-                    -(log_probs.exp() * log_probs).sum(-1),
                     logits.logsumexp(-1),
+                    -(log_probs.exp() * log_probs).sum(-1),
                 ]
             )
             of_documents.append(F.pad(scores * (targets[1:] != IGNORED), (1, 0)))
@@ -137,7 +138,7 @@ def _trained(run: ParallelRun, loss_of: Loss) -> Trained:
     """Each batch goes backward by itself, the first two of them from one scalar."""
 
     def score(rows: Rows) -> TokenScores:
-        return run.log_probs(*rows, temperature=TEMPERATURE)
+        return run.log_probs(*rows, temperature=TEMPERATURE, entropy=loss_of is _grpo)
 
     parts = [_part(run, rows) for rows in BATCHES]
     weights = [w.chunk(run.dp_size)[run.dp_rank] for w in WEIGHTS]
@@ -202,10 +203,12 @@ def _padded(rank: int, sides: str) -> None:
     mask = torch.ones_like(ids)
     mask[0, : 4 if sides == "left" else 0] = mask[1, 8 if sides == "right" else 13 :] = 0
     with torch.no_grad():
-        found = run.log_probs(ids, attention_mask=mask)
+        found = run.log_probs(ids, attention_mask=mask, entropy=True)
         for row, seen in enumerate(mask.bool()):
-            alone = run.log_probs(ids[row : row + 1, seen])
+            alone = run.log_probs(ids[row : row + 1, seen], entropy=True)
             for scores, expected in zip(found, alone, strict=True):
+                assert scores is not None
+                assert expected is not None
                 assert scores.shape == ids.shape
                 assert not scores[row, ~seen].any()
                 assert (scores[row, seen] - expected[0]).abs().max() < TOLERANCE
@@ -240,12 +243,15 @@ def _beside_a_reference(rank: int, name: str) -> None:
     rows = _part(policy, BATCHES[0])
     found = policy.log_probs(*rows, temperature=TEMPERATURE)
     with torch.no_grad():
-        fixed = reference.log_probs(*rows, temperature=TEMPERATURE)
+        fixed = reference.log_probs(*rows, temperature=TEMPERATURE, entropy=True)
         expected = _plain(plain, rows)
         evaluated = reference.loss(*rows)
     policy.backward((found.log_probs - fixed.log_probs).sum())
     assert policy.step().grad_norm > 0
+    assert found.entropy is None
     for scores, alone in zip(fixed, expected, strict=True):
+        assert scores is not None
+        assert alone is not None
         assert (scores - alone).abs().max() < TOLERANCE
     assert evaluated.isfinite()
     assert "frozen: call run.loss under" in raised(reference.loss, *rows)
