@@ -1,0 +1,142 @@
+"""What `run.log_probs` costs beside the chunked loss: memory and time of the head, time of a step.
+
+    python tools/bench_log_probs.py [--hidden 256] [--rounds 3]
+
+The head alone, and a step of a Llama of transformers whose head is that large, both on one rank,
+float32, chunks of 1,024 tokens. Peaks are of tensors above 64 KiB, from the operations that make
+them; times are processor time, as ratios (log_probs / loss) of the same round, and their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import isp
+from isp.comm import Channel
+from isp.layers.head import HeadLoss
+from isp.layers.linear import Moves
+from isp.layers.token_scores import head_scores
+from isp.weights.wp import LocalWeights
+
+TOKENS, VOCAB, CHUNK = 8192, 32768, 1024
+CONFIG = f"model: {{loss_chunk_tokens: {CHUNK}}}\ntraining: {{dtype: float32}}\n"
+
+
+class _Head(nn.Module):
+    """What a loss needs of a linear."""
+
+    name, weight_name, bias, transposed, weight_gradients = "head", "weight", None, False, None
+    moves, communicator = Moves(), LocalWeights()
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCAB, hidden) * 0.02)
+
+
+class _Peak(TorchDispatchMode):
+    """The largest sum of bytes of storages that operations made and nobody has freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor):
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive or size <= 1 << 16:
+            return
+        self._alive.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
+
+
+def _compare(what: str, ways: dict[str, Callable[[], object]], rounds: int) -> None:
+    """The ratios of all ways to the first one."""
+    first, *others = ways
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            before = time.process_time()
+            run()
+            seconds[name].append(time.process_time() - before)
+    for name in others:
+        ratios = [a / b for a, b in zip(seconds[name], seconds[first], strict=True)]
+        print(f"{what}, {name}: processor time {statistics.median(ratios):.2f} times the loss's")
+
+
+def _bench_head(hidden: int, rounds: int) -> None:
+    head, labels = _Head(hidden), torch.randint(VOCAB, (1, TOKENS))
+    of = HeadLoss(head, Moves(), Channel.solo("head"), 0, CHUNK)
+    x = torch.randn(1, TOKENS, hidden)
+
+    def scores(x: Tensor, entropy: bool) -> Tensor:
+        found = head_scores(of, x, labels, temperature=1.0, entropy=entropy)
+        return found[0].sum() + found[-1].sum()
+
+    ways = {
+        "loss": lambda: of.total(x.requires_grad_(), labels).backward(),
+        "log_probs": lambda: scores(x.requires_grad_(), False).backward(),
+        "log_probs and entropy": lambda: scores(x.requires_grad_(), True).backward(),
+    }
+    for name, run in ways.items():
+        x.grad = head.weight.grad = None
+        with _Peak() as peak:
+            run()
+        print(f"head, {name}: peak {peak.peak / 2**20:.0f} MiB")
+    _compare("head", ways, rounds)
+
+
+def _bench_step(hidden: int, rounds: int) -> None:
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "vocab_size": VOCAB}
+    heads = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(CONFIG)
+        run = isp.parallelize(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), config)
+    ids = torch.randint(VOCAB, (8, TOKENS // 8))
+
+    def own() -> None:
+        run.backward(-run.log_probs(ids).log_probs.sum() / ids.numel())
+        run.step()
+
+    ways = {"loss": lambda: run.step(run.loss(ids)), "log_probs": own}
+    _compare("step of 8 layers", ways, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _bench_head(options.hidden, options.rounds)
+    _bench_step(options.hidden, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
