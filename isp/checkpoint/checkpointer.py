@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
@@ -74,6 +76,14 @@ class Checkpointer:
         self._first = self._channel.rank == 0
         self._staging = Staging()
         self._flight: Flight | None = None
+
+    def at(self, folder: Path, *, keep_latest_k: int = 0) -> Self:
+        """The same for another folder, by the same process groups; nothing may be in flight."""
+        assert self._flight is None
+        other = copy.copy(self)
+        other.folder = CheckpointFolder(folder)
+        other._config = replace(self._config, keep_latest_k=keep_latest_k)
+        return other
 
     def __enter__(self) -> Self:
         return self

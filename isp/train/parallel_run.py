@@ -6,12 +6,14 @@ B batch, S sequence
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from isp.checkpoint.plain import Plain
 from isp.comm import Mesh
 from isp.comm.tag import Tag
 from isp.config import JobConfig
@@ -20,6 +22,7 @@ from isp.layers.loss import IGNORED
 from isp.models.model import TracedModel
 from isp.parallel import Axis
 from isp.train.callers_graphs import CallersGraphs, TokenScores, padded
+from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.step import StepOutcome, StepWork, make_train_step
 from isp.train.whole_weights import WholeWeights
@@ -56,6 +59,8 @@ class ParallelRun:
         self._has_stepped = False
         self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
         self.weights = WholeWeights(traced, self.train_step.built, mesh, config.training.dtype)
+        self._checkpoints = LoopCheckpoints(self.train_step, mesh, device)
+        self._done = LoopProgress()
         self._graphs = CallersGraphs(self.train_step, mesh)
         self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
         """The loss to go backward from, what it was found of, and what keeps others from it."""
@@ -69,6 +74,11 @@ class ParallelRun:
     def dp_size(self) -> int:
         """Data ranks, each with rows of its own."""
         return self.mesh[Axis.DATA].size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far, skipped ones and those before `load` too."""
+        return self._done.steps
 
     def loss(
         self,
@@ -184,6 +194,8 @@ class ParallelRun:
             self._guard.check(trains=True)
             self.train_step.backward(loss, last=True)
             outcome = self.train_step.finish(work, lr)
+        steps, tokens = self._done
+        self._done = LoopProgress(steps + 1, tokens + outcome.valid_tokens)
         if not self._has_stepped:
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
             self._has_stepped = True
@@ -198,6 +210,34 @@ class ParallelRun:
         """
         self._guard.check(trains=False)
         self.weights.save_pretrained(Path(folder))
+
+    def save(
+        self, folder: str | Path, extra: Mapping[str, Plain] | None = None, *, keep: int = 0
+    ) -> None:
+        """Write a checkpoint `step_<num_steps>` into `folder`, each rank its part; all call it.
+
+        Weights, states of the optimizer, random states, and `extra`: plain values (rank 0's) and
+        tensors, in lists and dicts by strings. Its name is given when all is written, so what was
+        there before stays good until then; `keep`: only as many of the newest, 0: all. What
+        `backward` has found since the last step is not saved. Raises CheckpointError on all ranks
+        if any cannot write.
+        """
+        self._guard.check(trains=False)
+        self._checkpoints.save(Path(folder), self._done, dict(extra or {}), keep=keep)
+
+    def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Plain]:
+        """Load a checkpoint of `save` or `isp train`, of any layout; its `extra`. All call it.
+
+        `path` is a checkpoint, or a folder of them: then the newest good one. Random states are
+        loaded where the layout is the same. `weights_only`: neither these nor the optimizer's
+        states and count of steps. Raises ValueError for another model or update rule, and
+        CheckpointError if there is no good one.
+        """
+        self._guard.check(trains=False)
+        self._pending = None
+        self._graphs.drop()
+        self._done, extra = self._checkpoints.load(Path(path), weights_only=weights_only)
+        return extra
 
     def _batch(
         self,

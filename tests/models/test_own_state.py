@@ -1,0 +1,113 @@
+"""The state of a run of the caller's own loop, beside the unmodified model on one process."""
+
+from __future__ import annotations
+
+import copy
+import resource
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import isp
+from isp.checkpoint.agreement import CheckpointError
+from isp.config import JobConfig
+from isp.parallel import Mode
+from tests.models.models import (
+    Trained,
+    job,
+    packed_rows,
+    tiny,
+    trained,
+    trained_plainly,
+    worst,
+)
+from tests.models.own import Own
+from tests.models.test_adapters import _with_lora
+from tests.models.test_loops import raised
+from tests.ranks import run_each
+
+TOLERANCE = 1e-9  # float64, sums in another order
+
+DOCUMENTS = [[24], [10, 14], [3, 21], [24]]
+DATA = [packed_rows(4, 24, DOCUMENTS, seed) for seed in range(4)]
+MODELS: dict[str, Callable[..., Any]] = {"llama": partial(tiny, "llama"), "lora": _with_lora}
+ISP, FSP = job(2, 4, recompute=0.5), job(2, mode=Mode.FSP)
+
+
+def _equal(found: Trained, expected: Trained) -> bool:
+    weights = all(torch.equal(found.weights[name], w) for name, w in expected.weights.items())
+    return found[:2] == expected[:2] and weights
+
+
+def _failed(fn: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        fn(*args)
+    return str(error.value)
+
+
+# -- checkpoints -----------------------------------------------------------------------------
+
+
+def _interrupted(rank: int, case: tuple[Any, Any, JobConfig, JobConfig, Path]) -> Trained:
+    """Two steps in one layout, two in another, of a model that began with other weights."""
+    model, other, before, behind, folder = case
+    first = isp.parallelize(model, before)
+    begun = trained(first, DATA[:2])
+    first.save(folder, {"epoch": 1, "order": torch.arange(3)})
+    for rows in DATA[2:]:
+        trained(first, [rows])
+        first.save(folder / "more", keep=1)
+    run = isp.parallelize(other, behind)
+    assert "is not a checkpoint" in _failed(run.load, folder / "more" / "step_3")
+    assert run.load(folder / "more" / "step_4") == {}
+    extra: Any = run.load(folder)
+    assert (run.num_steps, extra["epoch"], extra["order"].tolist()) == (2, 1, [0, 1, 2])
+    ended = trained(run, DATA[2:])
+    return Trained(begun.losses + ended.losses, begun.norms + ended.norms, ended.weights)
+
+
+def test_a_checkpoint_resumes_in_any_layout(tmp_path: Path) -> None:
+    """Catches a state, a count or a place that a checkpoint loses; one found by the wrong name."""
+    models = {
+        "llama": (tiny("llama"), tiny("llama", seed=1)),
+        "lora": (_with_lora(), _with_lora(1)),
+    }
+    cases = {
+        "llama": (*copy.deepcopy(models["llama"]), FSP, ISP, tmp_path / "a"),
+        "lora": (*copy.deepcopy(models["lora"]), job(2, 2), job(4, 4), tmp_path / "b"),
+    }
+    for name, of_ranks in run_each(4, _interrupted, cases).items():
+        expected = trained_plainly(models[name][0], DATA)
+        for found in of_ranks:
+            assert worst(found, expected) < TOLERANCE, name
+
+
+def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
+    """Of masters and dropout every bit goes on; a failed save and a foreign model change none."""
+    foreign, folder = case
+    run = isp.parallelize(Own(dropout=0.2), job(2, 2, dtype="bfloat16"))
+    trained(run, DATA[:1])
+    run.save(folder)
+    expected = trained(run, DATA[1:3])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:  # as on a disk that is nearly full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    said = _failed(run.save, folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "failed on rank 1" in said
+    assert "Older checkpoints are as they were" in said
+    assert "is a type, which a checkpoint cannot keep" in _failed(run.save, folder, {"it": int})
+    other = isp.parallelize(foreign, job(2, 2))
+    assert "is of another model, by the shapes" in raised(other.load, folder)
+    assert run.load(folder) == {}
+    assert run.num_steps == 1
+    assert _equal(trained(run, DATA[1:3]), expected)
+
+
+def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
+    """Catches random states or masters that are lost, and a half written checkpoint."""
+    run_each(2, _unharmed, {"own": (tiny("llama"), tmp_path)})
