@@ -135,6 +135,11 @@ class TracedModel:
             )
 
     @property
+    def shape(self) -> nn.Module:
+        """A model of the same structure, without memory; not to be changed."""
+        return self._shape
+
+    @property
     def hidden_size(self) -> int:
         """Features of a token that blocks give each other."""
         form = self.trace.outputs.get(self.trace.blocks[0])

@@ -6,7 +6,7 @@ B batch, S sequence
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -210,6 +210,28 @@ class ParallelRun:
         """
         self._guard.check(trains=False)
         self.weights.save_pretrained(Path(folder))
+
+    def named_weights(
+        self,
+        dtype: torch.dtype | None = None,
+        *,
+        to_rank: int | None = None,
+        merge_adapters: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole weights as `save_pretrained` writes them, for an engine of inference.
+
+        All ranks call it, and iterate to the end. Tensors are on the device, in `dtype` if they are
+        floating-point (None: that of training), the iterator's caller's own, and on all ranks or
+        `to_rank` alone; of the model a block is whole at a time. Of a model of PEFT names are its
+        own, adapters apart; `merge_adapters`: those of the model below, with the adapters in its
+        weights, as `merge_and_unload` gives them. Raises ValueError for a rank that is none.
+        """
+        world = self.mesh.topology.world_size
+        if to_rank is not None and not 0 <= to_rank < world:
+            raise ValueError(f"to_rank={to_rank} must be a rank, from 0 to {world - 1}")
+        self._guard.check(trains=False)
+        wanted = to_rank in (None, self.mesh.rank)
+        return self.weights.named(dtype, wanted=wanted, merge_adapters=merge_adapters)
 
     def save(
         self, folder: str | Path, extra: Mapping[str, Plain] | None = None, *, keep: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -20,23 +20,29 @@ from isp.models.build import BuiltModel
 from isp.models.folder import WeightWriter
 from isp.models.model import TracedModel
 from isp.parallel import Axis
+from isp.train.merged_adapters import merged
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["WholeWeights"]
 
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class WholeWeights:
-    """The whole weights of a model of which each rank has its part."""
+    """The whole weights of a model of which each rank has its part; all methods are collectives."""
 
     def __init__(self, traced: TracedModel, built: BuiltModel, mesh: Mesh, dtype: str) -> None:
         self._traced, self._built, self._mesh, self._dtype = traced, built, mesh, dtype
+        self._own = {item.name: item for item in built.parameters}
+        assert self._own.keys() <= dict(traced.shape.named_parameters()).keys()
 
     def save_pretrained(self, folder: Path) -> None:
         """As `ParallelRun.save_pretrained`."""
-        host, what = self._mesh.host, f"writing {folder}"
+        host, what, first = self._mesh.host, f"writing {folder}", self._mesh.rank == 0
         model: Any = self._traced.model
         if hasattr(model, "peft_config"):
-            trained = {p.name: self.whole(p) for p in self._built.trained}
+            wholes = self._wholes(lambda shape: shape.requires_grad)
+            trained = {name: whole.cpu() for name, whole in wholes if first}
             attempt_first(host, what, lambda: model.save_pretrained(folder, state_dict=trained))
             return
         writers: list[WeightWriter] = []
@@ -54,34 +60,66 @@ class WholeWeights:
                 _save_config(model, folder, self._dtype)
 
             attempt_first(host, what, begin)
-            for weights in self._by_blocks(self._built.parameters):
-                attempt_first(host, what, partial(write, weights))
+            for weights in self._by_blocks(wanted=first):
+                on_host = {name: weight.cpu() for name, weight in weights.items()}
+                attempt_first(host, what, partial(write, on_host))
             attempt_first(host, what, finish)
 
-    def _by_blocks(self, parameters: Iterable[ShardedParameter]) -> Iterator[dict[str, Tensor]]:
-        """All that is saved, in CPU memory: block by block, as some are saved in other pieces.
+    def named(
+        self, dtype: torch.dtype | None, *, wanted: bool, merge_adapters: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As `ParallelRun.named_weights`; nothing where they are not `wanted`."""
+        traced = self._traced
+        model: Any = traced.model
+        merges = merge_adapters and hasattr(model, "peft_config")
+        inner = model.get_base_model() if merges else model
+        for weights in self._by_blocks(wanted=wanted):
+            own = merged(model, traced.shape, weights) if merges else weights
+            for name, weight in traced.host.published(inner, own).items():
+                converts = dtype is not None and weight.is_floating_point()
+                yield name, weight.to(dtype) if converts else weight
 
-        A collective; ranks other than the first keep nothing.
+    def _by_blocks(self, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
+        """All that is saved: block by block, as some are saved in other pieces.
+
+        Ranks where they are not `wanted` keep nothing.
         """
         blocks = tuple(f"{block}." for block in self._traced.trace.blocks)
 
-        def block(item: ShardedParameter) -> str | None:
-            return next((b for b in blocks if item.name.startswith(b)), None)
+        def block(of: tuple[str, Tensor]) -> str | None:
+            return next((b for b in blocks if of[0].startswith(b)), None)
 
-        for _, group in groupby(parameters, key=block):
-            found = {}
-            for item in group:
-                whole = self.whole(item)
-                if self._mesh.rank == 0:
-                    found[item.name] = whole
-            yield found
-        yield {name: buffer.cpu() for name, buffer in _kept_buffers(self._traced.model)}
+        for _, group in groupby(self._wholes(), key=block):
+            yield {name: whole for name, whole in group if wanted}
+        buffers = _kept_buffers(self._traced.model) if wanted else ()
+        yield {name: buffer.clone() for name, buffer in buffers}
+
+    def _wholes(
+        self, chosen: Callable[[nn.Parameter], bool] = lambda _: True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Parameters of all pipeline stages, whole, in the order of the model.
+
+        Those that are `chosen`, by what they are in the model without memory.
+        """
+        shapes, stages = dict(self._traced.shape.named_parameters()), self._mesh[Axis.PIPELINE]
+        names = [name for name, shape in shapes.items() if chosen(shape)]
+        kinds = torch.full((1, len(names)), -1, device=self._built.parameters[0].parameter.device)
+        for place, name in enumerate(names):
+            if name in self._own:
+                kinds[0, place] = _DTYPES.index(self._own[name].parameter.dtype)
+        of_stages = stages.all_gather(kinds, tag=Tag(tensor="dtypes")).wait().cpu()  # [p, n]
+        for name, kind, source in zip(names, *map(Tensor.tolist, of_stages.max(0)), strict=True):
+            if stages.rank == source:
+                whole = self.whole(self._own[name])
+            else:
+                whole = torch.empty(shapes[name].shape, dtype=_DTYPES[kind], device=kinds.device)
+            yield name, stages.broadcast_(whole, source=source, tag=Tag(tensor=name)).wait()
 
     def whole(self, item: ShardedParameter) -> Tensor:
-        """The whole of a parameter, in CPU memory."""
+        """The whole of a parameter of this rank, in memory of its own."""
         shard, layout = item.parameter.detach(), item.layout
         if layout.parts == 1:
-            return shard.cpu()
+            return shard.clone()
         dim, shape = layout.dim, list(shard.shape)
         lengths = [sum(b - a for a, b in layout.intervals(i)) for i in range(layout.parts)]
         shape[dim] = max(lengths)
@@ -90,7 +128,7 @@ class WholeWeights:
         channel = self._mesh[Axis.WEIGHT]
         whole = channel.all_gather(padded, dim=dim, tag=Tag(tensor=item.name)).wait()
         pieces = zip(whole.split(max(lengths), dim), lengths, strict=True)
-        return torch.cat([piece.narrow(dim, 0, length) for piece, length in pieces], dim).cpu()
+        return torch.cat([piece.narrow(dim, 0, length) for piece, length in pieces], dim)
 
 
 def _save_config(model: Any, folder: Path, dtype: str) -> None:

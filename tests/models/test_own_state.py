@@ -20,6 +20,7 @@ from tests.models.models import (
     Trained,
     job,
     packed_rows,
+    plain_loss,
     tiny,
     trained,
     trained_plainly,
@@ -111,3 +112,39 @@ def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
 def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     """Catches random states or masters that are lost, and a half written checkpoint."""
     run_each(2, _unharmed, {"own": (tiny("llama"), tmp_path)})
+
+
+# -- weights ---------------------------------------------------------------------------------
+
+
+def _streamed(rank: int, case: tuple[Any, Any, JobConfig]) -> None:
+    """Whole weights into the plain model behind each step, which then gives the run's own loss."""
+    model, plain, config = case
+    run = isp.parallelize(model, config)
+    for rows in DATA[:2]:
+        trained(run, [rows])
+        weights = dict(run.named_weights(merge_adapters=True))
+        missing, unexpected = plain.load_state_dict(weights, strict=False)
+        assert {*missing} <= ({"lm_head.weight"} if plain.config.tie_word_embeddings else set())
+        assert not unexpected
+        with torch.no_grad():
+            found = run.loss(*rows.part(run.dp_rank, run.dp_size)).item()
+            assert abs(found - plain_loss(plain, rows).item()) < TOLERANCE
+    before = copy.deepcopy(weights)
+    trained(run, DATA[2:3])
+    assert all(torch.equal(weights[name], weight) for name, weight in before.items())
+    narrow = dict(run.named_weights(torch.bfloat16, to_rank=1))
+    assert {x.dtype for x in narrow.values()} == ({torch.bfloat16} if rank == 1 else set())
+    assert "to_rank=4 must be a rank, from 0 to 3" in raised(lambda: run.named_weights(to_rank=4))
+
+
+def test_whole_weights_feed_a_plain_model() -> None:
+    """Catches a name, a shard or an adapter that is missing, and weights that are not copies."""
+    lora = _with_lora()
+    cases = {
+        "isp": (tiny("llama"), tiny("llama", seed=1), ISP),
+        "msp": (tiny("phi3"), tiny("phi3", seed=1), job(2, mode=Mode.MSP)),
+        "mtp, tied": (tiny("gemma3_text"), tiny("gemma3_text", seed=1), job(2, mode=Mode.MTP)),
+        "adapters": (lora, tiny("llama", seed=1), job(2, 4)),
+    }
+    run_each(4, _streamed, cases)
