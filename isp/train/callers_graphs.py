@@ -112,6 +112,11 @@ class CallersGraphs:
 
     def backward(self, loss: Tensor) -> None:
         """As `ParallelRun.backward`."""
+        if self._begun and self._step.gradients.reduced:
+            raise RuntimeError(
+                "run.backward behind run.grad_norm(), which has summed the gradients over the"
+                " ranks: call run.step() first, or run.zero_grad() to drop them"
+            )
         if loss.dim():
             raise ValueError(f"run.backward takes a scalar, got a loss of shape {[*loss.shape]}")
         self._goes_backward = True
@@ -145,6 +150,13 @@ class CallersGraphs:
         step.hook.after_backward(_CHUNK)
         step.hook.after_step()
         self._num_labels = self._num_labels + graph.num_labels
+
+    def grad_norm(self) -> float:
+        """As `ParallelRun.grad_norm`."""
+        if not self._begun:
+            raise RuntimeError("run.grad_norm() comes between run.backward(loss) and run.step()")
+        self._step.reduce()
+        return self._step.optimizer.grad_norm()
 
     def update(self, lr: float) -> StepOutcome:
         """As `ParallelRun.step` without a loss."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from isp.parallel import Axis
 from isp.train.callers_graphs import CallersGraphs, TokenScores, padded
 from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
 from isp.train.parameter_guard import ParameterGuard
+from isp.train.peft_adapters import turned_off
 from isp.train.step import StepOutcome, StepWork, make_train_step
 from isp.train.whole_weights import WholeWeights
 
@@ -56,7 +59,7 @@ class ParallelRun:
             config, mesh, device, model=traced, weights_may_change=True
         )
         mesh.set_timeout(config.comm.init_timeout_seconds)
-        self._has_stepped = False
+        self._has_stepped = self._adapters_are_off = False
         self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
         self.weights = WholeWeights(traced, self.train_step.built, mesh, config.training.dtype)
         self._checkpoints = LoopCheckpoints(self.train_step, mesh, device)
@@ -100,7 +103,7 @@ class ParallelRun:
         self._graphs.refuse("loss")
         self._pending = None  # what the last call began is dropped
         batch = self._batch(input_ids, labels, position_ids)
-        self._guard.check(trains=torch.is_grad_enabled())
+        self._check(trains=torch.is_grad_enabled())
         if torch.is_grad_enabled() and not self.train_step.built.trained:
             raise RuntimeError("all weights are frozen: call run.loss under torch.no_grad()")
         if not torch.is_grad_enabled():
@@ -148,7 +151,7 @@ class ParallelRun:
                 self.mesh[Axis.TENSOR].size, input_ids, labels, position_ids, attention_mask
             )
         batch = self._batch(input_ids, labels, position_ids, skip_first=True)
-        self._guard.check(trains=torch.is_grad_enabled())
+        self._check(trains=torch.is_grad_enabled())
         scores = self._graphs.scores(
             batch, len(input_ids), temperature=temperature, entropy=entropy
         )
@@ -161,13 +164,45 @@ class ParallelRun:
         of a sequence compute the same scalar, which counts once. Nothing is divided by anything:
         see `count`. Raises RuntimeError where no graph of `log_probs` is alive.
         """
-        self._guard.check(trains=True)
+        self._check(trains=True)
         self._graphs.backward(loss)
 
     def count(self, mask: Tensor) -> Tensor:
         """The sum of `mask`, the same on the ranks of a sequence, over data ranks; [], float64."""
         total = mask.to(self.device).sum().double()
         return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
+
+    def grad_norm(self) -> float:
+        """The global norm of the gradients of `backward`, as `step` will report it.
+
+        The last call before a `step` or `zero_grad`: gradients are summed over the ranks by it.
+        Raises RuntimeError where there was no `backward`; `step(loss)` reports it itself.
+        """
+        self._check(trains=True)
+        return self._graphs.grad_norm()
+
+    def train(self, mode: bool = True) -> Self:
+        """Modules in the mode of training (dropout is on) or not, as `nn.Module.train`."""
+        self.model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """As `train(False)`."""
+        return self.train(False)
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """In this context LoRA adapters of PEFT add nothing: the reference of the trained model.
+
+        What is computed has to be under `torch.no_grad()`, else it raises RuntimeError. Raises
+        ValueError for a model without adapters, or with others than plain LoRA.
+        """
+        with turned_off(self.model):
+            before, self._adapters_are_off = self._adapters_are_off, True
+            try:
+                yield
+            finally:
+                self._adapters_are_off = before
 
     def zero_grad(self) -> None:
         """Drop the graphs of `log_probs`, and the gradients since the last step."""
@@ -191,7 +226,7 @@ class ParallelRun:
                 )
             (_, work, refusal), self._pending = self._pending, None
             refusal.remove()
-            self._guard.check(trains=True)
+            self._check(trains=True)
             self.train_step.backward(loss, last=True)
             outcome = self.train_step.finish(work, lr)
         steps, tokens = self._done
@@ -208,7 +243,7 @@ class ParallelRun:
         of PEFT are written as PEFT writes them, alone. Raises CheckpointError on all ranks if rank
         0 cannot write.
         """
-        self._guard.check(trains=False)
+        self._check(trains=False)
         self.weights.save_pretrained(Path(folder))
 
     def named_weights(
@@ -229,7 +264,7 @@ class ParallelRun:
         world = self.mesh.topology.world_size
         if to_rank is not None and not 0 <= to_rank < world:
             raise ValueError(f"to_rank={to_rank} must be a rank, from 0 to {world - 1}")
-        self._guard.check(trains=False)
+        self._check(trains=False)
         wanted = to_rank in (None, self.mesh.rank)
         return self.weights.named(dtype, wanted=wanted, merge_adapters=merge_adapters)
 
@@ -244,7 +279,7 @@ class ParallelRun:
         `backward` has found since the last step is not saved. Raises CheckpointError on all ranks
         if any cannot write.
         """
-        self._guard.check(trains=False)
+        self._check(trains=False)
         self._checkpoints.save(Path(folder), self._done, dict(extra or {}), keep=keep)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Plain]:
@@ -255,11 +290,20 @@ class ParallelRun:
         states and count of steps. Raises ValueError for another model or update rule, and
         CheckpointError if there is no good one.
         """
-        self._guard.check(trains=False)
+        self._check(trains=False)
         self._pending = None
         self._graphs.drop()
         self._done, extra = self._checkpoints.load(Path(path), weights_only=weights_only)
         return extra
+
+    def _check(self, *, trains: bool) -> None:
+        """Raise RuntimeError for what cannot be computed or trained now."""
+        if trains and self._adapters_are_off:
+            raise RuntimeError(
+                "adapters have no gradient in run.adapters_off(): compute there under"
+                " torch.no_grad(), and train behind it"
+            )
+        self._guard.check(trains=trains)
 
     def _batch(
         self,

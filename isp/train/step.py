@@ -202,12 +202,7 @@ class TrainStep:
 
     def update(self, count: Callable[[], Tensor], lr: float) -> StepOutcome:
         """As `finish`; `count` gives the loss, and the tokens with a label, of all ranks, [2]."""
-        for parameter in self._shared:
-            self.gradients.withdraw(parameter)
-        self.clock.enter(Phase.REDUCE)
-        self.hook.after_step()
-        self.gradients.reduce()
-        self._add_tied()
+        self.reduce()
         # Set off before the norm: the host waits for no more than that.
         totals = host_memory.HostCopy(count())
         self.clock.enter(Phase.OPTIMIZER)
@@ -226,6 +221,17 @@ class TrainStep:
             skipped=result.skipped,
             valid_tokens=int(valid),
         )
+
+    def reduce(self) -> None:
+        """Sum the gradients over the ranks, unless that is done; none may come behind it."""
+        if self.gradients.reduced:
+            return
+        for parameter in self._shared:
+            self.gradients.withdraw(parameter)
+        self.clock.enter(Phase.REDUCE)
+        self.hook.after_step()
+        self.gradients.reduce()
+        self._add_tied()
 
     @torch.no_grad()
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float | None:

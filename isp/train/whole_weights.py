@@ -20,7 +20,7 @@ from isp.models.build import BuiltModel
 from isp.models.folder import WeightWriter
 from isp.models.model import TracedModel
 from isp.parallel import Axis
-from isp.train.merged_adapters import merged
+from isp.train.peft_adapters import merged
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["WholeWeights"]

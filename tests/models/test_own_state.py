@@ -16,7 +16,9 @@ import isp
 from isp.checkpoint.agreement import CheckpointError
 from isp.config import JobConfig
 from isp.parallel import Mode
+from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
+    Rows,
     Trained,
     job,
     packed_rows,
@@ -148,3 +150,57 @@ def test_whole_weights_feed_a_plain_model() -> None:
         "adapters": (lora, tiny("llama", seed=1), job(2, 4)),
     }
     run_each(4, _streamed, cases)
+
+
+# -- gradients, modes, adapters --------------------------------------------------------------
+
+
+def _looked_at(rank: int, case: tuple[Any, Any, JobConfig]) -> float:
+    """Norms before the step; the model below as a reference; dropout off. The first norm."""
+    model, base, config = case
+    run = isp.parallelize(model, config).eval()
+    rows = DATA[0].part(run.dp_rank, run.dp_size)
+    assert "between run.backward(loss) and" in raised(run.grad_norm)
+    for weight in (1.0, -1.0):
+        run.backward(weight * run.log_probs(*rows).log_probs.sum())
+    assert run.grad_norm() < TOLERANCE
+    assert "run.grad_norm(), which has summed" in raised(_backward, run, rows)
+    run.zero_grad()
+    _backward(run, rows)
+    norm = run.grad_norm()
+    assert run.grad_norm() == norm
+    assert run.step(lr=1e-2).grad_norm == norm
+    if base is None:
+        assert "Own has no adapters" in raised(run.adapters_off().__enter__)
+        with torch.no_grad():
+            losses = {run.train(mode).loss(*rows).item() for mode in (True, True, False, False)}
+        assert len(losses) == 3
+        return norm
+    with torch.no_grad():
+        adapted = run.loss(*rows)
+        with run.adapters_off():
+            assert abs(run.loss(*rows).item() - plain_loss(base, DATA[0]).item()) < TOLERANCE
+        assert run.loss(*rows) == adapted
+    with run.adapters_off():
+        assert "adapters have no gradient in" in raised(_backward, run, rows)
+    return norm
+
+
+def _backward(run: ParallelRun, rows: Rows) -> None:
+    run.backward(run.log_probs(*rows).log_probs.sum())
+
+
+def test_what_a_loop_may_look_at() -> None:
+    """Catches a norm of some ranks' gradients, adapters that still add, dropout in evaluation."""
+    lora, dropping = _with_lora(), Own(dropout=0.2).double()
+    cases = {
+        "adapters": (lora, tiny("llama"), job(2, 2, recompute=0.5)),
+        "own": (dropping, None, job(2, 4)),
+    }
+    plain = copy.deepcopy(lora)
+    plain_loss(plain, DATA[0], total=True).backward()
+    expected = torch.nn.utils.get_total_norm(
+        [p.grad for p in plain.parameters() if p.requires_grad]
+    )
+    found = run_each(4, _looked_at, cases)["adapters"]
+    assert all(abs(norm / expected.item() - 1) < TOLERANCE for norm in found)

@@ -1,14 +1,15 @@
-"""Adapters of PEFT in the weights of the model below them, by PEFT's own arithmetic."""
+"""Adapters of PEFT: in the weights of the model below them, by PEFT's own arithmetic, and off."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["merged"]
+__all__ = ["merged", "turned_off"]
 
 
 def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,3 +53,35 @@ def _layer_merged(
 def _taken(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     """The weights of a module and those in it, which are taken out."""
     return {key: weights.pop(key) for key in [*weights] if key.startswith(f"{name}.")}
+
+
+@contextmanager
+def turned_off(model: Any) -> Iterator[None]:
+    """In this context the adapters of `model` add nothing: they are called, and scaled by 0.
+
+    So calls, and gathers of weights, come in the order of the trace. Raises ValueError where that
+    would not give the model below.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if not hasattr(model, "peft_config"):
+        raise ValueError(f"run.adapters_off(): {type(model).__name__} has no adapters of PEFT")
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    replaced = any(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules())
+    biases = any(getattr(c, "bias", "none") != "none" for c in model.peft_config.values())
+    if replaced or biases or any(not isinstance(m, LoraLayer) or m.lora_variant for m in layers):
+        raise ValueError(
+            "run.adapters_off() is for plain LoRA, which only adds to what the model below gives:"
+            " with other adapters, modules_to_save or trained biases, parallelize a second, frozen"
+            " model as the reference"
+        )
+    before = [layer.scaling for layer in layers]
+    for layer in layers:
+        layer.scaling = dict.fromkeys(layer.scaling, 0.0)
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, before, strict=True):
+            layer.scaling = scaling
