@@ -230,6 +230,11 @@ class BucketManager:
         return sum(bucket.flat.nbytes for bucket in self._buckets)
 
     @property
+    def memory(self) -> list[Tensor]:
+        """All memory of main gradients."""
+        return [bucket.flat for bucket in self._buckets]
+
+    @property
     def received_bytes(self) -> int:
         """Bytes of the other ranks' parts that are on their way, where they are added up here."""
         return sum(

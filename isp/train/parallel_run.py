@@ -25,6 +25,7 @@ from isp.models.model import TracedModel
 from isp.parallel import Axis
 from isp.train.callers_graphs import CallersGraphs, TokenScores, padded
 from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
+from isp.train.off_device import OffDevice
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.peft_adapters import turned_off
 from isp.train.step import StepOutcome, StepWork, make_train_step
@@ -64,6 +65,7 @@ class ParallelRun:
         self.weights = WholeWeights(traced, self.train_step.built, mesh, config.training.dtype)
         self._checkpoints = LoopCheckpoints(self.train_step, mesh, device)
         self._done = LoopProgress()
+        self._off_device = OffDevice(self.train_step, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
         self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
         """The loss to go backward from, what it was found of, and what keeps others from it."""
@@ -204,6 +206,31 @@ class ParallelRun:
             finally:
                 self._adapters_are_off = before
 
+    def to(self, device: str | torch.device) -> Self:
+        """Weights, main gradients and optimizer states leave the device for "cpu", or come back.
+
+        For a phase of others, such as generation; on a rank that computes on the CPU nothing is
+        moved. Until they are back nothing may be computed, saved or read, which raises RuntimeError
+        here, and parameters have no memory. The memory that it takes of the host stays reserved.
+        Raises ValueError for another device, MemoryError if the host has too little memory, and
+        RuntimeError between `backward` and the step.
+        """
+        target = torch.device(device)
+        home = target.type == self.device.type and target.index in (None, self.device.index)
+        if not home and target.type != "cpu":
+            raise ValueError(f"run.to({str(device)!r}): a run is on {self.device}, or on 'cpu'")
+        if home and self._off_device.away:
+            self._off_device.come_back()
+        elif not home and not self._off_device.away:
+            self._leave()
+        return self
+
+    def _leave(self) -> None:
+        self._graphs.refuse("to")
+        self._pending = None
+        self._guard.check(trains=False)
+        self._off_device.leave()
+
     def zero_grad(self) -> None:
         """Drop the graphs of `log_probs`, and the gradients since the last step."""
         self._graphs.drop()
@@ -216,6 +243,7 @@ class ParallelRun:
         gave, as it is, and where there was no `backward`.
         """
         lr = self.config.optimizer.lr if lr is None else lr
+        self._check(trains=True)
         if loss is None:
             outcome = self._graphs.update(lr)
         else:
@@ -226,7 +254,6 @@ class ParallelRun:
                 )
             (_, work, refusal), self._pending = self._pending, None
             refusal.remove()
-            self._check(trains=True)
             self.train_step.backward(loss, last=True)
             outcome = self.train_step.finish(work, lr)
         steps, tokens = self._done
@@ -298,6 +325,10 @@ class ParallelRun:
 
     def _check(self, *, trains: bool) -> None:
         """Raise RuntimeError for what cannot be computed or trained now."""
+        if self._off_device.away:
+            raise RuntimeError(
+                f"the weights are on the host: call run.to({str(self.device)!r}) to bring them back"
+            )
         if trains and self._adapters_are_off:
             raise RuntimeError(
                 "adapters have no gradient in run.adapters_off(): compute there under"

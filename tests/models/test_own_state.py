@@ -204,3 +204,31 @@ def test_what_a_loop_may_look_at() -> None:
     )
     found = run_each(4, _looked_at, cases)["adapters"]
     assert all(abs(norm / expected.item() - 1) < TOLERANCE for norm in found)
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+def _away(rank: int, config: JobConfig) -> None:
+    """On the CPU `to` moves nothing; what it does elsewhere is done here by hand."""
+    run, other = (isp.parallelize(Own(), config) for _ in range(2))
+    for count, rows in enumerate(DATA):
+        expected = trained(other, [rows])
+        assert _equal(trained(run, [rows]), expected)
+        weights = [*run.model.parameters()]
+        if count % 2:
+            run.loss(*rows.part(run.dp_rank, run.dp_size))
+        run._leave()
+        assert not any(p.untyped_storage().nbytes() for p in weights)
+        assert "call run.to('cpu')" in raised(run.loss, *rows)
+        assert "call run.to('cpu')" in raised(run.step)
+        assert run.to("cpu") is run
+    assert "is on cpu, or on 'cpu'" in raised(run.to, "cuda")
+    _backward(run, DATA[0].part(run.dp_rank, run.dp_size))
+    assert "run.to comes between" in raised(run._leave)
+
+
+def test_weights_leave_the_device_and_come_back() -> None:
+    """Catches a view that has no memory any more, a state that is lost, a gradient that stays."""
+    cases = {"masters": job(2, 2, dtype="bfloat16"), "zero1": job(2, 1), "data": job(1, 1)}
+    run_each(2, _away, cases)
