@@ -7,7 +7,7 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from isp.cli.options import Run, add_planning, positive
+from isp.cli.options import Run, add_planning, check_planned, positive
 from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.html is not None:
         require_packages()
     config = load_config(args.config, args.overrides)
+    check_planned(config)
     world = args.world or config.parallel.least_ranks
     fabric = _with_memory(load_fabric(args.fabric), args)
     fabric.check(world)

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-__all__ = ["Run", "add_html", "add_nproc", "add_option", "add_planning", "not_negative", "positive"]
+if TYPE_CHECKING:
+    from isp.config import JobConfig
+
+__all__ = [
+    "Run",
+    "add_html",
+    "add_nproc",
+    "add_option",
+    "add_planning",
+    "check_planned",
+    "not_negative",
+    "positive",
+]
 
 Run = Callable[[argparse.Namespace], int]
 """A command, which gives its exit code."""
@@ -42,6 +55,15 @@ def add_option(
     names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
     shown = meaning if default is None else f"{meaning} (default: {default})"
     parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=shown)
+
+
+def check_planned(config: JobConfig) -> None:
+    """Raise ValueError for a step that plans do not count."""
+    if config.training.objective != "sft":
+        raise ValueError(
+            f"training.objective={config.training.objective}: plans do not count the reference:"
+            f" plan with --training.objective=sft, and add its weights, split over weight ranks"
+        )
 
 
 def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:

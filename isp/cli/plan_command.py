@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from isp.cli.options import Run, add_nproc, add_planning, positive
+from isp.cli.options import Run, add_nproc, add_planning, check_planned, positive
 from isp.cli.progress import show_progress
 
 __all__ = ["add_calibrate", "add_layouts"]
@@ -39,6 +39,7 @@ def _run_layouts(args: argparse.Namespace) -> int:
     if args.html is not None:
         require_packages()
     config = load_config(args.config, args.overrides)
+    check_planned(config)
     fabric = load_fabric(args.fabric)
     fabric.check(args.world)
     found = search(config, args.world, fabric, rows=args.batch, progress=show_progress)

@@ -106,6 +106,7 @@ class JobConfig:
                 f" model.init_from={self.model.init_from} both give the weights to begin from:"
                 f" leave one out (`isp config` prints the sizes to give instead of init_from)"
             )
+        self._check_objective()
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
         decay = self.lr_scheduler.num_decay_steps(steps)
@@ -114,6 +115,23 @@ class JobConfig:
                 f"lr_scheduler.warmup_steps={warmup} and the {decay} steps of "
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
+            )
+
+    def _check_objective(self) -> None:
+        objective, dpo = self.training.objective, self.training.dpo
+        if objective == "sft":
+            return
+        if self.model.hf is None:
+            raise ValueError(
+                f"training.objective={objective} needs model.hf, whose weights are the reference:"
+                f" write a folder with `isp checkpoint export`"
+            )
+        if not self.data.pack:
+            raise ValueError(f"training.objective={objective} needs data.pack=true")
+        if dpo.label_smoothing and dpo.loss_type == "ipo":
+            raise ValueError(
+                f"training.dpo.label_smoothing={dpo.label_smoothing} is not defined for"
+                f" training.dpo.loss_type=ipo: use 0, or sigmoid"
             )
 
     def _check_model(self) -> None:
@@ -126,7 +144,8 @@ class JobConfig:
     @property
     def language_model(self) -> TracedModel:
         """The model that `model` describes; one of `model.hf` is read and traced, once."""
-        return language_model(self.model, self.training.dtype)
+        model = language_model(self.model, self.training.dtype)
+        return model if self.training.objective == "sft" else model.computed(gives_scores=True)
 
     def check_folder_model(self) -> None:
         """Raise ValueError if the model of `model.hf` cannot be made, or be split as asked."""

@@ -31,6 +31,7 @@ class Format(StrEnum):
     TEXT = "text"
     MESSAGES = "messages"
     TOKENS = "tokens"
+    PREFERENCES = "preferences"
 
 
 class ExcessLength(StrEnum):
@@ -52,8 +53,9 @@ class DataConfig:
     """Text files, .jsonl files, folders, globs, Megatron .bin/.idx prefixes, or `python-stdlib`."""
 
     format: Format = Format.AUTO
-    """`text`, `messages` (conversations), `tokens` (`input_ids` and `labels`) in each line of a
-    .jsonl file; `auto`: as the keys of a file's first line say."""
+    """`text`, `messages` (conversations), `tokens` (`input_ids` and `labels`), `preferences`
+    (`chosen` and `rejected`) in each line of a .jsonl file; `auto`: as the keys of a file's first
+    line say."""
 
     text_key: Text = "text"
     """The key that holds the text in each line of a .jsonl file."""

@@ -16,6 +16,7 @@ from isp.data.config import Format
 from isp.data.dataset import IGNORE_INDEX, check_ids
 from isp.data.documents import JsonLine, find_files, read_documents, read_jsonl
 from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
+from isp.data.preferences import is_text_pair, read_pair
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer
 
@@ -59,7 +60,11 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
         raise ValueError(
             f"{key} mixes text with examples that have labels: {listed}: give one kind"
         )
-    return next(form for form in (Format.TEXT, Format.MESSAGES, Format.TOKENS) if form in found)
+    if Format.PREFERENCES in found and len(found) > 1:
+        listed = ", ".join(f"{path} ({form})" for form, path in found.items())
+        raise ValueError(f"{key} mixes pairs of preferences with other examples: {listed}")
+    order = (Format.TEXT, Format.MESSAGES, Format.TOKENS, Format.PREFERENCES)
+    return next(form for form in order if form in found)
 
 
 def file_format(path: Path, asked: Format, text_key: str) -> Format:
@@ -71,7 +76,12 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
     if path.suffix != ".jsonl":
         return Format.TEXT
     first = next((line.record for line in read_jsonl(path)), {})
-    keys = {text_key: Format.TEXT, "messages": Format.MESSAGES, "input_ids": Format.TOKENS}
+    keys = {
+        text_key: Format.TEXT,
+        "messages": Format.MESSAGES,
+        "input_ids": Format.TOKENS,
+        "chosen": Format.PREFERENCES,
+    }
     return next((form for name, form in keys.items() if name in first), Format.TEXT)
 
 
@@ -107,7 +117,8 @@ class SourceReader:
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
         form = find_format(self.items, asked, text_key=text_key, key=key)
         self.is_text = form is Format.TEXT
-        is_chat = form is Format.MESSAGES
+        self.is_pairs = form is Format.PREFERENCES
+        is_chat = form is Format.MESSAGES or (self.is_pairs and self._has_turns())
         self._template = ChatTemplate(tokenizer, template) if is_chat else None
 
     def check(self) -> None:
@@ -135,8 +146,16 @@ class SourceReader:
             if form is Format.MESSAGES:
                 assert self._template is not None
                 yield _conversation(line, self._template), line.num_bytes
+            elif form is Format.PREFERENCES:
+                yield read_pair(line, self._tokenizer, self._template), line.num_bytes
             else:
                 yield _documents(line, vocab_size=self._tokenizer.vocab_size), line.num_bytes
+
+    def _has_turns(self) -> bool:
+        """Whether the first pair of each file is of conversations, not of text."""
+        files = (path for item in self.items for path in find_files(item, key=self._key))
+        firsts = (next(read_jsonl(path), None) for path in files)
+        return any(line is not None and not is_text_pair(line.record) for line in firsts)
 
     def open(self) -> ExampleStore:
         """All documents: files are tokenised into memory, pairs are mapped; text ends with eos.

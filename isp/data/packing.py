@@ -30,6 +30,8 @@ class ExampleDataset:
     With `pack`, positions and attention are those of each example. Without, a sequence has one.
     Opening reads all labels. `excess_length` says what becomes of examples longer than `seq_len`;
     those without a trained token, after truncation, are dropped. Both are counted in the log.
+    `group` examples that follow each other are of one sequence, as a pair of preferences is: each
+    may have seq_len / group tokens, and without one of them the others are dropped, too.
     Raises ValueError if no example is left.
     """
 
@@ -43,6 +45,7 @@ class ExampleDataset:
         pack: bool,
         seed: int,
         excess_length: ExcessLength = ExcessLength.TRUNCATE,
+        group: int = 1,
     ) -> None:
         self.seq_len = seq_len
         self.pack = pack
@@ -50,18 +53,22 @@ class ExampleDataset:
         self._vocab_size = vocab_size
         self._pad_id = pad_id
         self._seed = seed
-        self._lengths = np.minimum(store.tokens.lengths, seq_len)
-        usable, counts = self._usable(excess_length)
-        chosen = np.random.default_rng(seed).permutation(usable)
-        longest_first = chosen[np.argsort(-self._lengths[chosen], kind="stable")]
-        self._sequences = (
-            best_fit(longest_first.tolist(), self._lengths[longest_first].tolist(), seq_len)
+        self._longest = seq_len // group
+        self._limit = f"{'half of ' * (group > 1)}data.seq_len={seq_len}"
+        self._lengths = np.minimum(store.tokens.lengths, self._longest)
+        usable, counts = self._usable(excess_length, group)
+        chosen = np.random.default_rng(seed).permutation(usable[::group])
+        lengths = sum(self._lengths[chosen + i] for i in range(group))
+        longest_first = np.argsort(-lengths, kind="stable")
+        sequences = (
+            best_fit(chosen[longest_first].tolist(), lengths[longest_first].tolist(), seq_len)
             if pack
             else [[document] for document in chosen.tolist()]
         )
+        self._sequences = [[d + i for d in first for i in range(group)] for first in sequences]
         self.samples_per_epoch = len(self._sequences)
         count = self.samples_per_epoch
-        padding = 1 - int(self._lengths[chosen].sum()) / (count * seq_len)
+        padding = 1 - int(lengths.sum()) / (count * seq_len)
         self.summary = f"{counts}; {count:,} samples of {seq_len:,}, {padding:.1%} of them padding"
 
     def sample(self, index: int) -> Sample:
@@ -88,28 +95,29 @@ class ExampleDataset:
         check_ids(trained, vocab_size=self._vocab_size, where=store.where(document))
         return ids
 
-    def _usable(self, excess_length: ExcessLength) -> tuple[_Int64Array, str]:
+    def _usable(self, excess_length: ExcessLength, group: int) -> tuple[_Int64Array, str]:
         """The examples that are trained on, and how many are and are not, in words."""
         tokens = self._store.tokens
-        excess = tokens.lengths > self.seq_len
+        excess = tokens.lengths > self._longest
         if excess_length is ExcessLength.RAISE and excess.any():
             first = int(np.flatnonzero(excess)[0])
             raise ValueError(
                 f"{tokens.where(first)} has {tokens.lengths[first]:,} tokens, more than"
-                f" data.seq_len={self.seq_len}, as {int(excess.sum())} examples have:"
+                f" {self._limit}, as {int(excess.sum())} examples have:"
                 f" data.excess_length_strategy=truncate or drop, or a larger data.seq_len"
             )
         dropped = excess & (excess_length is ExcessLength.DROP)
         ends = enumerate(self._lengths.tolist())
         labels = (self._store.labels.read(document, 0, end) for document, end in ends)
         trained = np.array([count_trained(of_one) for of_one in labels], dtype=np.int64)
-        usable = np.flatnonzero(~dropped & (trained > 0))
+        used = (~dropped & (trained > 0)).reshape(-1, group).all(axis=1)
+        usable = np.flatnonzero(np.repeat(used, group))
         check_trained(len(usable) > 0, f"{tokens.name}, in examples of {self.seq_len} tokens,")
         done = "dropped" if excess_length is ExcessLength.DROP else "truncated"
         return usable, (
             f"{tokens.name}: {len(usable):,} examples, {int(self._lengths[usable].sum()):,} tokens,"
             f" {int(trained[usable].sum()):,} of them trained; {int(excess.sum()):,} examples"
-            f" longer than data.seq_len={self.seq_len} {done},"
+            f" longer than {self._limit} {done},"
             f" {int((~dropped & (trained == 0)).sum()):,} without a trained token dropped"
         )
 

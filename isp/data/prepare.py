@@ -72,6 +72,8 @@ def prepare(
     reader = SourceReader(
         items, encoder, asked=form, text_key=text_key, template=chat_template, key="input"
     )
+    if reader.is_pairs:
+        raise ValueError(f"input={', '.join(items)} holds pairs, which are read from .jsonl files")
     files = find_files(items, key="input")
     with tqdm(
         total=sum(file.stat().st_size for file in files),

@@ -32,24 +32,28 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     readers = _readers(config, tokenizer)
     stores = [reader.open() for reader in readers]
-    is_text = [reader.is_text for reader in readers]
     if config.valid_fraction > 0.0:
-        stores = _split(stores[0], config.valid_fraction, is_text=is_text[0])
-        is_text *= 2
+        stores, readers = _split(stores[0], config.valid_fraction, readers[0]), readers * 2
     opened = [
-        _dataset(store, text, store_seed, config, tokenizer)
-        for store, text, store_seed in zip(stores, is_text, (seed, _HELD_OUT_SEED), strict=False)
+        _dataset(store, reader, store_seed, config, tokenizer)
+        for store, reader, store_seed in zip(stores, readers, (seed, _HELD_OUT_SEED), strict=False)
     ]
     return Datasets(tokenizer, opened[0], opened[1] if len(opened) > 1 else None)
 
 
-def check_sources(config: DataConfig, tokenizer: Tokenizer) -> None:
+def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = "sft") -> None:
     """Raise FileNotFoundError or ValueError for a source, or a template, that cannot be read.
 
-    Of the files no more is read than the first lines.
+    Or has nothing for `training.objective`. Of the files no more is read than the first lines.
     """
     for reader in _readers(config, tokenizer):
         reader.check()
+        if reader.is_pairs != (objective == "dpo"):
+            held = "pairs of preferences" if reader.is_pairs else "no pairs of preferences"
+            raise ValueError(
+                f"training.objective={objective}: {', '.join(reader.items)} holds {held}: use"
+                f" {'dpo' if reader.is_pairs else 'sft, or lines with chosen and rejected'}"
+            )
 
 
 def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
@@ -70,10 +74,10 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
 
 
 def _dataset(
-    store: ExampleStore, is_text: bool, seed: int, config: DataConfig, tokenizer: Tokenizer
+    store: ExampleStore, reader: SourceReader, seed: int, config: DataConfig, tokenizer: Tokenizer
 ) -> Dataset:
     vocab_size, seq_len, pack = tokenizer.vocab_size, config.seq_len, config.pack
-    if is_text:
+    if reader.is_text:
         return PackedDataset(
             store.tokens, vocab_size=vocab_size, seq_len=seq_len, pack=pack, seed=seed
         )
@@ -85,18 +89,19 @@ def _dataset(
         pack=pack,
         seed=seed,
         excess_length=config.excess_length_strategy,
+        group=2 if reader.is_pairs else 1,
     )
 
 
-def _split(store: ExampleStore, fraction: float, *, is_text: bool) -> list[ExampleStore]:
+def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[ExampleStore]:
     """The documents to train on and those held out; ValueError if either would be empty.
 
-    Of a single text, the end is held out.
+    Of a single text, the end is held out; a pair stays together.
     """
     tokens = store.tokens
     held = f"what data.valid_fraction={fraction} holds out of {tokens.name}"
     texts = np.flatnonzero(tokens.lengths)
-    if is_text and len(texts) == 1:
+    if reader.is_text and len(texts) == 1:
         length = int(tokens.lengths[texts[0]])
         cut = length - round(fraction * length)
         _check_split(length - cut, length, "tokens", fraction, tokens.name)
@@ -105,7 +110,8 @@ def _split(store: ExampleStore, fraction: float, *, is_text: bool) -> list[Examp
             PartStore(f"{held}, its end", tokens, texts, range(cut, length)),
         ]
         return [ExampleStore(part, part) for part in parts]
-    chosen = held_out(len(tokens.lengths), fraction)
+    group = 2 if reader.is_pairs else 1
+    chosen = np.repeat(held_out(len(tokens.lengths) // group, fraction), group)
     _check_split(int(chosen.sum()), len(chosen), "documents", fraction, tokens.name)
     return [
         ExampleStore(*(PartStore(name, part, np.flatnonzero(documents)) for part in store))

@@ -110,6 +110,14 @@ class TracedModel:
         other._check_recomputation()
         return other
 
+    def frozen(self) -> TracedModel:
+        """The same model, of which no weight is trained."""
+        other = copy.copy(self)
+        other.model, other._shape = copy.deepcopy((self.model, self._shape))
+        other.model.requires_grad_(False)
+        other._shape.requires_grad_(False)
+        return other
+
     def _check_recomputation(self) -> None:
         """Raise ValueError for keys that this model has no use for."""
         if self.recomputation.mlp_tile_tokens and not self.trace.by_token:

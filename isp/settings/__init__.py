@@ -84,6 +84,18 @@ class JobSection:
     """Folder of all runs."""
 
 
+@section("training.dpo", KeyRole.METHOD)
+class DPOConfig:
+    """`training.dpo`: the loss of pairs of answers.  Names and definitions: TRL's."""
+
+    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo"] = "sigmoid"
+    """sigmoid: of the margin of summed log-probabilities; sigmoid_norm, ipo: of those a token."""
+    beta: Positive = 0.1
+    """The weight of the reference: the larger, the less the model moves away from it."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The probability that the labels of a pair are swapped; not of ipo."""
+
+
 @section("training", KeyRole.METHOD)
 class TrainingConfig:
     """`training`: length, numbers and device of a run."""
@@ -91,6 +103,11 @@ class TrainingConfig:
     global_batch_size: Count | None = None
     """Sequences of a step over all data ranks, from which data.micro_num follows on any number of
     ranks; null: data.micro_num says it.  Name: torchtitan."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """sft: the cross-entropy of tokens; dpo: direct preference optimization of `preferences`, with
+    the weights of model.hf as the reference, which a second copy of the model has."""
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    """The loss of dpo."""
     steps: Count = 100
     """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
     max_time: Annotated[int | str | None, AfterValidator(_duration)] = None

@@ -37,7 +37,7 @@ def check_data(config: JobConfig) -> None:
     data = config.data
     tokenizer = load_tokenizer(data.tokenizer, eos_token=data.eos_token)
     _check_vocabulary(config, tokenizer)
-    check_sources(data, tokenizer)
+    check_sources(data, tokenizer, objective=config.training.objective)
 
 
 def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets | None:

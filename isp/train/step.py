@@ -15,7 +15,6 @@ from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
 from isp.layers.linear import WeightGradientRoute
-from isp.layers.loss import IGNORED
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model
@@ -25,8 +24,16 @@ from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, SchedulerHook
+from isp.train.objective import TokenLoss
 
-__all__ = ["StepOutcome", "StepWork", "TrainStep", "arrange", "make_train_step", "slice_sequence"]
+__all__ = [
+    "StepOutcome",
+    "StepWork",
+    "TrainStep",
+    "arrange",
+    "make_train_step",
+    "slice_sequence",
+]
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
@@ -37,13 +44,13 @@ class StepOutcome:
     """A step's outcome; the same on every rank."""
 
     loss: float
-    """Mean loss of the valid tokens of the global batch, before the update; NaN without any."""
+    """Mean loss of the global batch's valid tokens, or pairs, before the update; NaN without."""
     grad_norm: float
     """Global gradient norm, without the loss scale and before clipping."""
     skipped: bool
     """Whether the update was left out: the gradients were not finite, or no token had a label."""
     valid_tokens: int
-    """Tokens of the global batch that had a label."""
+    """Tokens of the global batch that had a label; pairs, if the loss is of those."""
 
 
 def make_train_step(
@@ -55,6 +62,7 @@ def make_train_step(
     clock: PhaseClock | None = None,
     weights_may_change: bool = False,
     initial_weights: bool = True,
+    objective: TokenLoss | None = None,
 ) -> TrainStep:
     """Model, main gradients and optimizer as `config` says, with the initial weights.
 
@@ -87,6 +95,7 @@ def make_train_step(
         micro_num=config.data.num_micro_batches,
         clock=clock,
         weights_may_change=weights_may_change,
+        objective=objective,
     )
 
 
@@ -111,12 +120,15 @@ class TrainStep:
         micro_num: int,
         clock: PhaseClock | None = None,
         weights_may_change: bool = False,
+        objective: TokenLoss | None = None,
     ) -> None:
-        if mesh[Axis.PIPELINE].size > 1 and not built.trained:
+        trains = any(p.requires_grad for p in built.model.model.parameters())
+        if mesh[Axis.PIPELINE].size > 1 and trains and not built.trained:
             raise ValueError(
                 "no weight of this rank is trained: train one of each pipeline stage, or use"
                 " parallel.pipeline.size=1"
             )
+        self.objective = TokenLoss() if objective is None else objective
         self.built = built
         self.chunks = built.chunks
         self.gradients = gradients
@@ -183,7 +195,7 @@ class TrainStep:
         self.begin()
         if self._weights_may_change:
             self.hook.before_step(self._actions)
-        valid = self._sum(Axis.DATA, _count_valid(batches))
+        valid = self._count(batches)
         for parameter in self._shared:
             self.gradients.promise(parameter)  # final after the last backward of both its chunks
         return StepWork(self, batches, valid)
@@ -248,7 +260,7 @@ class TrainStep:
         for batches in steps:
             actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
             self.hook.before_step(actions)
-            count = self._sum(Axis.DATA, _count_valid(batches))
+            count = self._count(batches)
             work = StepWork(self, batches, torch.ones_like(count))
             self._run(work, training=False)
             sums += torch.stack((self.over_ranks(work.total), count))
@@ -256,6 +268,12 @@ class TrainStep:
         self._unfinished = False
         total, valid = map(float, sums.tolist())
         return total / valid if valid else None
+
+    def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """What the loss of all ranks is the mean of."""
+        self.objective.begin(batches)
+        counts = torch.stack([self.objective.count(batch) for batch in batches])
+        return self._sum(Axis.DATA, counts.sum().double())
 
     def _run(self, work: StepWork, *, training: bool) -> None:
         """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline."""
@@ -336,7 +354,9 @@ class StepWork:
     """The micro-batches of a step on this rank, and the loss that has been found for them."""
 
     def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], valid: Tensor) -> None:
-        self._step = step
+        self.step = step
+        self.batches = batches
+        """As they were read: whole sequences, in their own order."""
         self._batches = [arrange(b, step.built.sequence) for b in batches]
         self._parts = list(self._batches)
         if step.mesh.topology.mode.facts.slices_batch:
@@ -350,7 +370,7 @@ class StepWork:
 
     def between(self, micro_batch: int) -> Tensor:
         """A new tensor such as travels between stages, [B, S', D]."""
-        step, (rows, tokens) = self._step, self.tokens[micro_batch].shape
+        step, (rows, tokens) = self.step, self.tokens[micro_batch].shape
         facts = step.mesh.topology.mode.facts
         if facts.splits_sequence and not facts.slices_batch:
             tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
@@ -360,20 +380,33 @@ class StepWork:
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
         """Through the model, or the part of it that is this rank's chunk number `chunk`."""
         part = self._parts[micro_batch]
-        y: Tensor = self._step.chunks[chunk](x, part.positions, part.cu_seqlens)
+        y: Tensor = self.step.chunks[chunk](x, part.positions, part.cu_seqlens)
         return y
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
         """Counts the loss of a micro-batch; what is to be differentiated."""
-        step, last = self._step, self._step.chunks[-1]
-        labels = (self._batches if last.splits_logits else self._parts)[micro_batch].labels
+        step = self.step
         step.hook.before_criterion()
         valid = self.valid.clamp(min=1)
         expected = step.optimizer.scale_loss(torch.ones_like(valid)) / valid
-        loss = last.loss(output, labels, expected) / valid
+        loss = step.objective.loss(self, micro_batch, output, expected) / valid
         step.hook.after_criterion()
         self.total += loss.detach()
         return step.optimizer.scale_loss(loss)
+
+    def labels(self, micro_batch: int) -> Tensor:
+        """Those of the tokens whose losses this rank computes, [B, n]."""
+        whole = self.step.chunks[-1].splits_logits
+        return (self._batches if whole else self._parts)[micro_batch].labels
+
+    def as_labels(self, micro_batch: int, x: Tensor) -> Tensor:
+        """What belongs to the tokens of a micro-batch as it was read, where `labels` has them."""
+        step, batch = self.step, self.batches[micro_batch]
+        (x,) = step.built.sequence.arranged([x], batch.cu_seqlens)
+        if not step.mesh.topology.mode.facts.slices_batch or step.chunks[-1].splits_logits:
+            return x
+        tensor = step.mesh[Axis.TENSOR]
+        return x.chunk(tensor.size, 1)[tensor.rank]
 
 
 def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
@@ -390,7 +423,3 @@ def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
         return x.chunk(channel.size, dim=1)[channel.rank].contiguous()  # [B, S/p]
 
     return MicroBatch(own(batch.tokens), own(batch.labels), own(batch.positions), batch.cu_seqlens)
-
-
-def _count_valid(batches: Sequence[MicroBatch]) -> Tensor:
-    return torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum().double()

@@ -28,6 +28,7 @@ from isp.run.signals import StopRequest
 from isp.train.balance import ContextBalance
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
+from isp.train.objective import PreferenceLoss, TokenLoss
 from isp.train.out_of_memory import memory_owners
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
@@ -77,7 +78,12 @@ class Trainer:
         """Latest end of the run, in `time.monotonic`; it began at `begin`."""
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(
-            config, mesh, device, clock=self.clock, initial_weights=False
+            config,
+            mesh,
+            device,
+            clock=self.clock,
+            initial_weights=False,
+            objective=_objective(config, mesh, device),
         )
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self.optimizer = self.train_step.optimizer
@@ -357,3 +363,12 @@ def _how_to_generate(checkpoints: Path) -> str:
     here = Path.cwd()
     folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
     return f'{isp} generate {folder} --prompt "The " --temperature 0.8'
+
+
+def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss:
+    """The loss of `training.objective`, with the reference that it needs."""
+    if config.training.objective == "sft":
+        return TokenLoss()
+    model = config.language_model.frozen()
+    reference = make_train_step(config, mesh, device, model=model, weights_may_change=True)
+    return PreferenceLoss(config.training.dpo, reference)

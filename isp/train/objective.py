@@ -1,0 +1,147 @@
+"""What the loss of a step is: of tokens, or of pairs of answers.
+
+B batch, n tokens whose losses a rank computes, d documents of a micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.comm.tag import Tag
+from isp.data.batch import MicroBatch
+from isp.layers.loss import IGNORED
+from isp.parallel import Axis
+from isp.settings import DPOConfig
+
+if TYPE_CHECKING:
+    from isp.train.step import StepWork, TrainStep
+
+__all__ = ["PreferenceLoss", "TokenLoss"]
+
+
+class TokenLoss:
+    """The mean cross-entropy of the tokens that have a label: what a step's loss is by default."""
+
+    def begin(self, batches: Sequence[MicroBatch]) -> None:
+        """Called before the passes of `batches`, of training or of an evaluation."""
+
+    def count(self, batch: MicroBatch) -> Tensor:
+        """What the loss of a micro-batch, all of its tokens, is the sum of; [], whole number."""
+        return (batch.labels != IGNORED).sum()
+
+    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        """This rank's part of the sum, of what the last chunk gave; [].
+
+        `expected` is the gradient that it is going to have.
+        """
+        return work.step.chunks[-1].loss(output, work.labels(micro_batch), expected)
+
+
+class _Documents(NamedTuple):
+    """The documents of a micro-batch, in its order."""
+
+    numbers: Tensor
+    """That of each token, as the tokens are, int64 [1, N]."""
+    num_labels: Tensor
+    """[d]; none of padding."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> _Documents:
+        assert batch.cu_seqlens is not None
+        lengths = batch.cu_seqlens.diff().long()
+        numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+        numbers = numbers.to(batch.labels.device)
+        labelled = (batch.labels[0] != IGNORED).long()
+        num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
+        return cls(numbers.unsqueeze(0), num_labels)
+
+    def num_pairs(self) -> Tensor:
+        """The number of pairs, []; each is two documents that follow each other."""
+        return (self.num_labels > 0).sum() // 2
+
+    def margins(self, gains: Tensor) -> Tensor:
+        """What each pair's first document gains more than its second one, [d]; 0 of others."""
+        labelled = self.num_labels > 0
+        place = (labelled.cumsum(0) - 1).clamp(min=0)
+        signed = gains * (1 - 2 * (place % 2)) * labelled
+        return torch.zeros_like(gains).index_add(0, place // 2, signed)
+
+
+class _DocumentScores(TokenLoss):
+    """The log-probability of each document's labels, kept; no loss."""
+
+    def __init__(self) -> None:
+        self.of_batch: dict[int, Tensor] = {}
+
+    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        documents = _Documents.of(work.batches[micro_batch])
+        self.of_batch[micro_batch] = _log_probs(work, micro_batch, output, documents)
+        return torch.zeros_like(expected)
+
+
+class PreferenceLoss(TokenLoss):
+    """The mean loss of pairs of documents: the preferred answer to a prompt, and another one.
+
+    `reference` has the weights that training does not leave far behind. All ranks of a sequence
+    compute the same loss, each with the gradient of its own tokens.
+    Source: Rafailov et al. 2023, "Direct Preference Optimization"; losses as TRL defines them.
+    """
+
+    def __init__(self, config: DPOConfig, reference: TrainStep) -> None:
+        self._config, self._reference = config, reference
+        self._before = _DocumentScores()
+        reference.objective = self._before
+
+    def begin(self, batches: Sequence[MicroBatch]) -> None:
+        """Score `batches` by the reference."""
+        self._before.of_batch.clear()
+        self._reference.evaluate([batches])
+
+    def count(self, batch: MicroBatch) -> Tensor:
+        return _Documents.of(batch).num_pairs()
+
+    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        documents = _Documents.of(work.batches[micro_batch])
+        found = _log_probs(work, micro_batch, output, documents)
+        gains = found - self._before.of_batch[micro_batch]
+        if self._config.loss_type != "sigmoid":
+            gains = gains / documents.num_labels.clamp(min=1)
+        margins, beta, smoothing = (
+            documents.margins(gains),
+            self._config.beta,
+            self._config.label_smoothing,
+        )
+        if self._config.loss_type == "ipo":
+            losses = (margins - 1 / (2 * beta)) ** 2
+        else:
+            right, wrong = F.logsigmoid(beta * margins), F.logsigmoid(-beta * margins)
+            losses = -(1 - smoothing) * right - smoothing * wrong
+        is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
+        loss = (losses * is_pair).sum().double()
+        ranks = _ranks_of_tokens(work)
+        return loss + (1 / ranks - 1) * loss.detach()  # all ranks count it, and it counts once
+
+
+def _ranks_of_tokens(work: StepWork) -> int:
+    """The ranks that each compute losses of tokens of their own, of the same sequence."""
+    step = work.step
+    return 1 if step.chunks[-1].splits_logits else step.mesh[Axis.TENSOR].size
+
+
+def _log_probs(work: StepWork, index: int, output: Tensor, documents: _Documents) -> Tensor:
+    """Of the labels of each document, summed, the same on all ranks of a sequence; [d]."""
+    step, labels = work.step, work.labels(index)
+    scores = step.chunks[-1].scores(output, labels, temperature=1.0, entropy=False)[0]
+    numbers = work.as_labels(index, documents.numbers).flatten()
+    summed = scores.new_zeros(len(documents.num_labels))
+    own = summed.index_add(0, numbers, scores.flatten())
+    if _ranks_of_tokens(work) == 1:
+        return own
+    tag = Tag(tensor="log_probs")
+    every = step.mesh[Axis.TENSOR].all_reduce(own.detach().clone(), tag=tag).wait()
+    return own + (every - own.detach())

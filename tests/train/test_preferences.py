@@ -1,0 +1,175 @@
+"""Runs of `training.objective: dpo` beside the formulas of TRL on a plain model, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from isp.cli.options import check_planned
+from isp.config import ConfigError, JobConfig, load_config
+from isp.data.config import Format
+from isp.data.dataset import IGNORE_INDEX, Sample
+from isp.data.examples import SourceReader
+from isp.data.sources import open_datasets
+from isp.data.tokenizer import load_tokenizer
+from isp.models.tiny import kept_in_float64
+from isp.train.data import check_data
+from tests.data.chat_folder import chat_folder, write_lines
+from tests.models.folders import write_folder
+from tests.train.jobs import numbers, run_folders, run_forked
+
+JOB = """
+job: {{name: job, dump_folder: {folder}/out}}
+model: {{hf: {folder}/model, loss_chunk_tokens: 24}}
+data: {{source: {folder}/pairs.jsonl, seq_len: 96, valid_fraction: 0.2}}
+optimizer: {{lr: 1.0e-2}}
+lr_scheduler: {{min_lr_factor: 1.0}}
+training: {{steps: 3, device: cpu, dtype: float64, objective: dpo}}
+validation: {{freq: 3, steps: 2}}
+"""
+TEXTS = [
+    {
+        "prompt": "say " + "a" * (i % 7),
+        "chosen": "yes" * (1 + i % 4),
+        "rejected": "no" * (i % 5 + 1),
+    }
+    for i in range(40)
+]
+ISP = ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=1")
+MSP = ("--parallel.tensor.size=2", "--parallel.tensor.mode=msp", "--data.micro_num=2")
+CONTEXT = (
+    "--parallel.tensor.size=4",
+    "--parallel.weight.size=2",
+    "--parallel.sequence_2D.enable=true",
+    "--parallel.sequence_2D.head_size=2",
+    "--parallel.sequence_2D.context_size=2",
+    "--data.micro_num=2",
+)
+PIPELINE = ("--parallel.pipeline.size=2", "--data.micro_num=2")
+CASES = [
+    (4, ISP, ("sigmoid", 0.1)),
+    (2, MSP, ("ipo", 0.0)),
+    (4, CONTEXT, ("sigmoid", 0.0)),
+    (2, PIPELINE, ("sigmoid_norm", 0.2)),
+]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    write_folder(tmp_path / "model", "llama")
+    write_lines(tmp_path / "pairs.jsonl", TEXTS)
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.format(folder=tmp_path))
+    return path
+
+
+def _documents(sample: Sample) -> list[tuple[Tensor, Tensor]]:
+    """The tokens and labels of each document that has any."""
+    tokens, labels, positions = map(torch.from_numpy, sample)
+    lengths = (positions == 0).nonzero().flatten().diff(append=torch.tensor([len(tokens)])).tolist()
+    cut = zip(tokens.split(lengths), labels.split(lengths), strict=True)
+    return [(of, to) for of, to in cut if (to != IGNORE_INDEX).any()]
+
+
+def _log_probs(model: nn.Module, document: tuple[Tensor, Tensor], each: bool) -> Tensor:
+    tokens, labels = document
+    found = model(tokens[None]).logits[0].log_softmax(-1)
+    found = found.gather(-1, labels[:, None].clamp(min=0))[:, 0][labels != IGNORE_INDEX]
+    return found.mean() if each else found.sum()
+
+
+def _plainly(config: JobConfig) -> list[tuple[float, float]]:
+    """The losses and gradient norms of one process, of pairs cut out of the samples."""
+    dpo, folder = config.training.dpo, config.model.hf
+    policy, reference = (
+        kept_in_float64(AutoModelForCausalLM.from_pretrained(folder)) for _ in range(2)
+    )
+    groups = [
+        {"params": [p for p in policy.parameters() if p.dim() >= 2]},
+        {"params": [p for p in policy.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    own = config.optimizer
+    optimizer = torch.optim.AdamW(groups, own.lr, (own.beta1, own.beta2), own.eps, own.weight_decay)
+    dataset, found = open_datasets(config.data, seed=config.training.seed).train, []
+    each = dpo.loss_type != "sigmoid"
+    for step in range(config.training.steps):
+        losses = []
+        for sample in (dataset.sample(2 * step), dataset.sample(2 * step + 1)):
+            documents = _documents(sample)
+            for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+                gains = []
+                for document in (chosen, rejected):
+                    with torch.no_grad():
+                        before = _log_probs(reference, document, each)
+                    gains.append(_log_probs(policy, document, each) - before)
+                margin = gains[0] - gains[1]
+                if dpo.loss_type == "ipo":
+                    losses.append((margin - 1 / (2 * dpo.beta)) ** 2)
+                    continue
+                right, wrong = F.logsigmoid(dpo.beta * margin), F.logsigmoid(-dpo.beta * margin)
+                losses.append(-(1 - dpo.label_smoothing) * right - dpo.label_smoothing * wrong)
+        assert len(losses) > 3
+        loss = torch.stack(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), config.training.max_norm)
+        optimizer.step()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "layout", "loss"), CASES)
+def test_pairs_train_as_in_one_process(
+    job: Path, num_ranks: int, layout: tuple[str, ...], loss: tuple[str, float]
+) -> None:
+    """Catches a pair that is cut, a scalar that counts twice, a reference that moves."""
+    keys = (f"--training.dpo.loss_type={loss[0]}", f"--training.dpo.label_smoothing={loss[1]}")
+    run_forked(job, *layout, *keys, num_ranks=num_ranks)
+    (run,) = run_folders(job)
+    for record, expected in zip(numbers(run), _plainly(load_config(job, keys)), strict=True):
+        assert record[1:3] == pytest.approx(expected, rel=1e-9)
+
+
+def test_pairs_of_conversations_are_those_of_text(tmp_path: Path) -> None:
+    """Catches a prompt that is trained, and messages that are read another way than text."""
+    chat_folder(tmp_path / "model")
+    ask = [{"role": "user", "content": "why"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("so", "no idea")]
+    record = {"prompt": ask, "chosen": answers[0], "rejected": answers[1]}
+    whole = {"chosen": ask + answers[0], "rejected": ask + answers[1]}
+    write_lines(tmp_path / "pairs.jsonl", [record, whole])
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    reader = SourceReader(
+        str(tmp_path / "pairs.jsonl"),
+        tokenizer,
+        asked=Format.AUTO,
+        text_key="text",
+        template=None,
+        key="data.source",
+    )
+    lines = [examples for examples, _ in reader.read(tmp_path / "pairs.jsonl")]
+    for one, two in zip(*lines, strict=True):
+        assert (one.tokens == two.tokens).all()
+        assert (one.labels == two.labels).all()
+    for example, words in zip(lines[0], ("so", "no idea"), strict=True):
+        assert words in tokenizer.decode(example.labels[example.labels != IGNORE_INDEX])
+        assert "why" not in tokenizer.decode(example.labels[example.labels != IGNORE_INDEX])
+
+
+def test_bad_pairs_are_refused_before_ranks_start(job: Path) -> None:
+    """Catches a run that would train on something else than it is asked to."""
+    with pytest.raises(ValueError, match="holds pairs of preferences: use dpo"):
+        check_data(load_config(job, ["--training.objective=sft"]))
+    with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is not defined for"):
+        load_config(job, ["--training.dpo.loss_type=ipo", "--training.dpo.label_smoothing=0.1"])
+    with pytest.raises(ValueError, match="plans do not count the reference"):
+        check_planned(load_config(job))
+    write_lines(job.parent / "pairs.jsonl", [{"chosen": "text"}])
+    with pytest.raises(ValueError, match="'rejected' must be text"):
+        check_data(load_config(job))
