@@ -24,6 +24,7 @@ __all__ = [
     "Targets",
     "TrainState",
     "check_shapes",
+    "kinds_by_name",
     "local_key",
     "saved_rows",
     "saved_shards",
@@ -96,6 +97,16 @@ def state_kinds(keys: Iterable[str]) -> list[str]:
     """The states that an update rule has, by the names of what it saves."""
     kinds = {key.rpartition(".")[2] for key in keys if key.startswith(OPTIMIZER)}
     return sorted(kinds - {MASTER})
+
+
+def kinds_by_name(metadata: Metadata) -> dict[str, list[str]]:
+    """The optimizer states in a checkpoint of each parameter, by name."""
+    found: dict[str, list[str]] = {}
+    for key in metadata.state_dict_metadata:
+        name, _, kind = key.removeprefix(OPTIMIZER).rpartition(".")
+        if key.startswith(OPTIMIZER) and kind != MASTER:
+            found.setdefault(name, []).append(kind)
+    return found
 
 
 def local_key(rank: int) -> str:

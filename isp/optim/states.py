@@ -36,7 +36,7 @@ from isp.comm import host_memory, streams
 from isp.optim.buckets import master_dtype
 from isp.optim.update_rules import GroupValues, Rows, UpdateRule
 
-__all__ = ["MASTER", "STREAM_BYTES", "Resting", "StateMemory", "StateStream", "kept"]
+__all__ = ["MASTER", "STREAM_BYTES", "Resting", "StateMemory", "StateStream", "kept", "take_up"]
 
 MASTER = "master"
 STREAM_BYTES = 128 * 2**20
@@ -308,7 +308,7 @@ class StateStream:
         masters = wide.get(MASTER, weights)
         if self._weights_may_change and masters is not weights:
             for master, weight in zip(masters, weights, strict=True):
-                _take_up(master, weight)
+                take_up(master, weight)
         moments = {name: found for name, found in wide.items() if name != MASTER}
         update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments))
         for name, found in states.items():
@@ -318,7 +318,7 @@ class StateStream:
             torch._foreach_copy_(weights, masters)
 
 
-def _take_up(master: Tensor, weight: Tensor) -> None:
+def take_up(master: Tensor, weight: Tensor) -> None:
     """Let masters follow the weights that somebody has written [Note: Written weights]."""
     rounded = master.to(weight.dtype)
     torch.where(rounded == weight, master, weight, out=master)

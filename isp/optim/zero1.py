@@ -16,7 +16,8 @@ from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels
 from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
 from isp.optim.publisher import Publisher
-from isp.optim.states import MASTER, STREAM_BYTES, Resting, StateMemory, StateStream, kept
+from isp.optim.states import MASTER, STREAM_BYTES, Resting, StateMemory, StateStream, kept, take_up
+from isp.optim.torch_optimizer import MakeOptimizer, NoRule, TorchUpdates
 from isp.optim.update_rules import GroupValues, Rows, group_values, update_rule
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
@@ -83,10 +84,12 @@ class Zero1Optimizer:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         stream_bytes: int = STREAM_BYTES,
         weights_may_change: bool = False,
+        make: MakeOptimizer | None = None,
     ) -> None:
+        """`make`: makes torch's optimizer that takes the place of the rule in `config`."""
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
-        self.rule = update_rule(config)
+        self.rule = update_rule(config) if make is None else NoRule(config)
         """Rule that updates the weights, and says their states."""
         self.num_skipped = 0
         """Steps skipped so far."""
@@ -131,13 +134,18 @@ class Zero1Optimizer:
 
         self._shards = {item: resting(item, rows) for item, rows in owned.items()}
         """The rows of each parameter that this rank updates, and what it keeps of them."""
-        self._stream = StateStream(
-            _groups(self._shards, config),
-            device,
-            on_host=config.offload_states,
-            bucket_bytes=stream_bytes,
-            weights_may_change=weights_may_change,
-        )
+        self._stream: StateStream | TorchUpdates
+        if make is None:
+            self._stream = StateStream(
+                _groups(self._shards, config),
+                device,
+                on_host=config.offload_states,
+                bucket_bytes=stream_bytes,
+                weights_may_change=weights_may_change,
+            )
+        else:
+            shards = {item.name: shard for item, shard in self._shards.items()}
+            self._stream = TorchUpdates(shards, make)
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
 
@@ -168,6 +176,11 @@ class Zero1Optimizer:
         if wait:
             self._publisher.wait()
         return StepResult(norm, skipped=False)
+
+    @property
+    def torch_updates(self) -> TorchUpdates | None:
+        """Those of torch's optimizer, if the caller has made one."""
+        return self._stream if isinstance(self._stream, TorchUpdates) else None
 
     @property
     def work_bytes(self) -> int:
@@ -261,13 +274,17 @@ class Zero1Optimizer:
         self._publisher.wait()
 
     @torch.no_grad()
-    def take_up_weights(self) -> None:
-        """Let master weights be the weights, which others have written, alike on all ranks."""
+    def take_up_weights(self, *, only_written: bool = False) -> None:
+        """Let master weights be the weights, which others have written, alike on all ranks.
+
+        `only_written`: others keep what rounding cuts off [Note: Written weights].
+        """
         self._publisher.wait()
         self._stream.settle()
         for shard in self._shards.values():
             if shard.master is not shard.weights:
-                shard.master.copy_(shard.weights)
+                weights = shard.weights.to(shard.master.device)
+                take_up(shard.master, weights) if only_written else shard.master.copy_(weights)
 
     def skip_state(self) -> dict[str, Any]:
         """The state that skipped steps change; checkpoints keep it beside `state_dict`.

@@ -22,6 +22,7 @@ from isp.config import JobConfig
 from isp.data.batch import MicroBatch, document_bounds
 from isp.layers.loss import IGNORED
 from isp.models.model import TracedModel
+from isp.optim.torch_optimizer import MakeOptimizer
 from isp.parallel import Axis
 from isp.train.callers_graphs import CallersGraphs, TokenScores, padded
 from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
@@ -49,7 +50,12 @@ class ParallelRun:
     """
 
     def __init__(
-        self, traced: TracedModel, config: JobConfig, mesh: Mesh, device: torch.device
+        self,
+        traced: TracedModel,
+        config: JobConfig,
+        mesh: Mesh,
+        device: torch.device,
+        make_optimizer: MakeOptimizer | None = None,
     ) -> None:
         self.model = traced.model
         self._traced = traced
@@ -57,7 +63,12 @@ class ParallelRun:
         self.mesh = mesh
         self.device = device
         self.train_step = make_train_step(
-            config, mesh, device, model=traced, weights_may_change=True
+            config,
+            mesh,
+            device,
+            model=traced,
+            weights_may_change=True,
+            make_optimizer=make_optimizer,
         )
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self._has_stepped = self._adapters_are_off = False
@@ -79,6 +90,12 @@ class ParallelRun:
     def dp_size(self) -> int:
         """Data ranks, each with rows of its own."""
         return self.mesh[Axis.DATA].size
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What `parallelize` was given; None: `optimizer` of the configuration says the update."""
+        updates = self.train_step.optimizer.torch_updates
+        return None if updates is None else updates.optimizer
 
     @property
     def num_steps(self) -> int:
@@ -240,8 +257,13 @@ class ParallelRun:
 
         Without a loss, behind `backward`; the outcome's loss is the sum of what that was given,
         over data ranks. Raises RuntimeError for any loss but the one that the last call of `loss`
-        gave, as it is, and where there was no `backward`.
+        gave, as it is, and where there was no `backward`; ValueError for a rate beside an optimizer
+        of the caller's own.
         """
+        if lr is not None and self.optimizer is not None:
+            raise ValueError(
+                f"run.step(lr={lr}): run.optimizer's groups and schedulers have the rate"
+            )
         lr = self.config.optimizer.lr if lr is None else lr
         self._check(trains=True)
         if loss is None:

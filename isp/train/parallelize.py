@@ -6,6 +6,7 @@ import os
 from dataclasses import field, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,7 +16,9 @@ from isp.config import JobConfig, load_config
 from isp.data.config import DataConfig
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
+from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise
 from isp.parallel import Topology
+from isp.settings import OptimizerConfig
 from isp.settings.section import section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
@@ -25,7 +28,12 @@ from model.config import ModelConfig
 __all__ = ["ParallelRun", "parallelize"]
 
 
-def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun:
+def parallelize(
+    model: nn.Module,
+    config: JobConfig | str | Path,
+    *,
+    optimizer: MakeOptimizer | None = None,
+) -> ParallelRun:
     """Spread `model` over the ranks, in place; its modules and the names of parameters stay.
 
     A causal language model of transformers (adapters of PEFT put on or not), or a module of
@@ -36,7 +44,12 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     not read. Ranks are torchrun's. A model on the meta device gets the weights that it would begin
     with, by `training.seed`, each rank its part alone. Weights that are frozen
     (`requires_grad=False`) stay so; a model whose weights all are, such as a reference beside the
-    trained one, gives `loss` and `log_probs` without gradients. Raises ValueError, before any
+    trained one, gives `loss` and `log_probs` without gradients.
+
+    `optimizer` takes the place of the update rule in `config`: it is called with names and the
+    parameters of this rank, those rows of the float32 master weights that it updates, first a few
+    times with small ones, and gives an optimizer of torch that treats each element by itself;
+    `run.optimizer` is it. Raises ValueError, before any
     process group starts, for a model or sizes that are not supported.
     """
     if not isinstance(config, JobConfig):
@@ -60,6 +73,8 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     )
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)
+    if optimizer is not None:
+        _check_optimizer(optimizer, model, config, world.device)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
@@ -69,7 +84,7 @@ def parallelize(model: nn.Module, config: JobConfig | str | Path) -> ParallelRun
     if config.training.deterministic:
         compute_deterministically()
     mesh = Mesh(topology, world.rank, backend=backend)
-    return ParallelRun(traced, config, mesh, world.device)
+    return ParallelRun(traced, config, mesh, world.device, optimizer)
 
 
 _UNREAD = ("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler")
@@ -86,6 +101,21 @@ class _LoopConfig(JobConfig):
 
     def _check_model(self) -> None:
         """The trace of the caller's model says what fits."""
+
+
+def _check_optimizer(
+    make: MakeOptimizer, model: nn.Module, config: JobConfig, device: torch.device
+) -> None:
+    """Raise ValueError for an optimizer that cannot be, or keys of the rule that it replaces."""
+    plain = OptimizerConfig()
+    for key in ("offload_states", "moment_dtype", "param_groups"):
+        if getattr(config.optimizer, key) != getattr(plain, key):
+            raise ValueError(
+                f"optimizer.{key}={getattr(config.optimizer, key)} is of isp's own update rules:"
+                f" leave the key out beside isp.parallelize(.., optimizer=..)"
+            )
+    dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}
+    check_elementwise(make, dims, device)
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model
 from isp.models.model import TracedModel
 from isp.optim import MainGradients, Zero1Optimizer
+from isp.optim.torch_optimizer import MakeOptimizer
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
@@ -63,12 +64,13 @@ def make_train_step(
     weights_may_change: bool = False,
     initial_weights: bool = True,
     objective: TokenLoss | None = None,
+    make_optimizer: MakeOptimizer | None = None,
 ) -> TrainStep:
     """Model, main gradients and optimizer as `config` says, with the initial weights.
 
     Without `initial_weights` they are left for others to fill (`TrainStep.init_weights`). `model`
-    takes the place of the one that the configuration describes. `weights_may_change`: see
-    `TrainStep`.
+    takes the place of the one that the configuration describes, `make_optimizer`'s of its update
+    rule. `weights_may_change`: see `TrainStep`.
     """
     built = build_model(
         config.language_model if model is None else model,
@@ -86,6 +88,7 @@ def make_train_step(
         max_norm=config.training.max_norm,
         counted_elsewhere=built.counted_elsewhere,
         weights_may_change=weights_may_change,
+        make=make_optimizer,
     )
     return TrainStep(
         built,

@@ -7,10 +7,11 @@ import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 import isp
 from isp.checkpoint.agreement import CheckpointError
@@ -232,3 +233,144 @@ def test_weights_leave_the_device_and_come_back() -> None:
     """Catches a view that has no memory any more, a state that is lost, a gradient that stays."""
     cases = {"masters": job(2, 2, dtype="bfloat16"), "zero1": job(2, 1), "data": job(1, 1)}
     run_each(2, _away, cases)
+
+
+# -- an optimizer of torch -------------------------------------------------------------------
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def _adamw(named: Named) -> torch.optim.Optimizer:
+    """Norms and biases do not decay, as loops say it by names."""
+    kinds = [
+        [p for n, p in named if ("norm" in n or "bias" in n) is flat] for flat in (True, False)
+    ]
+    groups = [{"params": kinds[0], "weight_decay": 0.0}, {"params": kinds[1], "lr": 3e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+def _sgd(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+
+def _rmsprop(named: Named) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(named, lr=1e-3, momentum=0.9, centered=True)
+
+
+def _own(seed: int = 0) -> Own:
+    return Own(seed=seed).double()
+
+
+def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.StepLR:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def _by_torch(model: Any, make: Callable[[Named], torch.optim.Optimizer]) -> Trained:
+    model = copy.deepcopy(model)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = make(named)
+    schedule, losses, norms = _schedule(optimizer), [], []
+    for rows in DATA:
+        loss = plain_loss(model, rows)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_([p for _, p in named], 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
+
+
+def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig, Path]) -> Trained:
+    """Two steps in one layout, two in another."""
+    model, other, make, before, behind, folder = case
+    parts: list[Trained] = []
+    for number, (of_part, config) in enumerate([(model, before), (other, behind)]):
+        run = isp.parallelize(of_part, config, optimizer=make)
+        assert run.optimizer is not None
+        schedule = _schedule(run.optimizer)
+        if number:
+            extra: Any = run.load(folder)
+            schedule.load_state_dict(extra["schedule"])
+        for rows in DATA[2 * number : 2 * number + 2]:
+            parts.append(trained(run, [rows]))
+            schedule.step()
+        run.save(folder, {"schedule": schedule.state_dict()})
+    assert "stepped by run.step" in raised(run.optimizer.step)
+    assert "groups and schedulers have the rate" in raised(lambda: run.step(lr=1.0))
+    losses, norms = ([x for part in parts for x in getattr(part, of)] for of in ("losses", "norms"))
+    return Trained(losses, norms, parts[-1].weights)
+
+
+def test_an_optimizer_of_torch_does_what_it_does_to_the_unmodified_model(tmp_path: Path) -> None:
+    """Catches a state, a count or a rate that is not the plain optimizer's, here or behind load."""
+    layouts = {
+        "llama": (MODELS["llama"], _adamw, FSP, ISP),
+        "adapters": (MODELS["lora"], _sgd, job(2, 2), job(4, 4)),
+        "data": (_own, _rmsprop, job(2, 1), job(1, 4)),
+    }
+    models = {name: (of(), of(seed=1)) for name, (of, *_) in layouts.items()}
+    cases = {
+        name: (*copy.deepcopy(models[name]), *case, tmp_path / name)
+        for name, (_, *case) in layouts.items()
+    }
+    for name, of_ranks in run_each(4, _by_own_optimizer, cases).items():
+        expected = _by_torch(models[name][0], layouts[name][1])
+        for found in of_ranks:
+            assert worst(found, expected) < TOLERANCE, name
+
+
+def _fused(named: Named) -> torch.optim.Optimizer:
+    """As isp's own adamw."""
+    kinds = [[p for _, p in named if (p.dim() < 2) is flat] for flat in (True, False)]
+    groups = [
+        {"params": own, "weight_decay": decay} for own, decay in zip(kinds, (0.0, 0.1), strict=True)
+    ]
+    return torch.optim.AdamW(groups, 1e-2, (0.9, 0.95), weight_decay=0.0, fused=True)
+
+
+def _beside_the_own_rule(rank: int, case: tuple[JobConfig, Path]) -> None:
+    config, folder = case
+    own, run = isp.parallelize(Own(), config), isp.parallelize(Own(), config, optimizer=_fused)
+    for rows in DATA[:2]:
+        assert _equal(trained(run, [rows]), trained(own, [rows]))
+        for model in (run.model, own.model):
+            with torch.no_grad():
+                model.get_parameter("blocks.1.up.weight").mul_(0.5)
+    run._leave()
+    run.to("cpu").save(folder / "torch")
+    own.save(folder / "own")
+    assert "optimizer states were saved by isp, and this" in raised(run.load, folder / "own")
+    other = isp.parallelize(Own(seed=1), config)
+    other.load(folder / "torch")
+    expected = trained(own, DATA[2:])
+    assert _equal(trained(run, DATA[2:]), expected)
+    assert _equal(trained(other, DATA[2:]), expected)
+
+
+def test_an_optimizer_of_torch_has_masters_and_clipping_as_the_own_rule(tmp_path: Path) -> None:
+    """Catches weights that do not follow their masters, or masters that lose what was written."""
+    run_each(2, _beside_the_own_rule, {"own": (job(2, 2, dtype="bfloat16"), tmp_path)})
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
+    """Catches one that would update a rank's rows as if they were the weight."""
+    model, matrices, of = Own(), Own(), torch.optim
+    for parameter in matrices.parameters():
+        parameter.requires_grad_(parameter.dim() == 2)
+    refused: dict[str, tuple[nn.Module, Callable[[list[Any]], torch.optim.Optimizer]]] = {
+        "(weight) depends on others": (matrices, of.Muon),
+        "of the weight, of which a rank has a part": (model, of.Adafactor),
+        "without a closure": (model, of.LBFGS),
+        "leaves out temperature": (model, lambda own: of.SGD(own[1:], lr=0.1)),
+        "was not given": (model, lambda own: of.SGD([*own, torch.ones(1)], lr=0.1)),
+    }
+    for said, (of_case, make) in refused.items():
+
+        def by_parameters(named: Named, make: Any = make) -> torch.optim.Optimizer:
+            return cast(torch.optim.Optimizer, make([p for _, p in named]))
+
+        assert said in raised(partial(isp.parallelize, of_case, job(), optimizer=by_parameters))
+    narrow = job(moment_dtype="bfloat16")
+    said = raised(lambda: isp.parallelize(model, narrow, optimizer=_sgd))
+    assert "optimizer.moment_dtype=bfloat16 is of isp's own" in said

@@ -1,0 +1,186 @@
+"""`TorchUpdates`: rows of a rank, updated by an optimizer of torch that the caller has made.
+
+[Note: Elements by themselves] A rank has some rows, or columns, of a weight. So an optimizer has to
+treat each element by itself: states are of the weights' shape, or numbers that are the same for all
+of a weight, such as a count of steps. Whether it does is tried on small tensors, of which it is
+given all and a part: what it does to the part has to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from isp.optim.states import MASTER, Resting, take_up
+from isp.optim.update_rules import GroupValues, Rows, UpdateRule
+
+__all__ = ["MakeOptimizer", "NoRule", "TorchUpdates", "check_elementwise"]
+
+MakeOptimizer: TypeAlias = "Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
+"""Makes an optimizer of names and parameters."""
+
+
+class NoRule(UpdateRule):
+    """Keeps no state: torch's optimizer has its own."""
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {}
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
+        raise NotImplementedError("torch's optimizer updates")
+
+
+class TorchUpdates:
+    """As `StateStream`, by an optimizer over `nn.Parameter`s that lie in the master weights.
+
+    They have a gradient within an update alone, and the optimizer cannot be stepped outside of one.
+    """
+
+    work_bytes = 0
+
+    def __init__(self, shards: Mapping[str, Resting], make: MakeOptimizer) -> None:
+        self._shards = shards
+        self._parameters = {name: nn.Parameter(shard.master) for name, shard in shards.items()}
+        self.optimizer = make([*self._parameters.items()])
+        self.optimizer.register_step_pre_hook(self._check_step)
+        self._updates = False
+
+    def _check_step(self, *_: object) -> None:
+        if not self._updates:
+            raise RuntimeError("the optimizer is stepped by run.step: leave out optimizer.step()")
+
+    def pass_through(self, update: Callable[[GroupValues, Rows], None]) -> None:
+        """Update all rows; weights follow their masters. What `update` would do is not done."""
+        for name, shard in self._shards.items():
+            if MASTER in shard.states:
+                take_up(shard.master, shard.weights)
+            self._parameters[name].grad = shard.grad
+        self._updates = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._updates = False
+            for parameter in self._parameters.values():
+                parameter.grad = None
+        for shard in self._shards.values():
+            if MASTER in shard.states:
+                shard.weights.copy_(shard.master)
+
+    def settle(self) -> None:
+        """Let the states of shards be those that the optimizer has now."""
+        for name, shard in self._shards.items():
+            for kind in shard.states.keys() - {MASTER}:
+                del shard.states[kind]
+            shard.states.update(self._own_states(name)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `settle` does not give: plain values of weights by name, and of groups."""
+        groups = [_without_parameters(group) for group in self.optimizer.param_groups]
+        values = {name: self._own_states(name)[1] for name in self._shards}
+        return {"kind": self.kind, "groups": groups, "values": values}
+
+    def load_state_dict(self, state: Mapping[str, Any], kinds: Mapping[str, list[str]]) -> None:
+        """Take up a `state_dict` of any layout, and make room for states of these `kinds` by name.
+
+        Raises ValueError for one of another optimizer, or of other groups.
+        """
+        if state.get("kind") != self.kind:
+            raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
+        own = self.optimizer.state_dict()["param_groups"]
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        of_index: dict[int, Any] = {}
+        for packed, group in zip(own, self.optimizer.param_groups, strict=True):
+            for index, parameter in zip(packed["params"], group["params"], strict=True):
+                name = names[id(parameter)]
+                made = {kind: torch.zeros_like(parameter) for kind in kinds.get(name, ())}
+                if found := made | state["values"].get(name, {}):
+                    of_index[index] = found
+        if len(own) != len(saved := state["groups"]):
+            raise ValueError(f"saved with {len(saved)} groups, and this run has {len(own)}")
+        groups = [{**old, **new} for old, new in zip(own, saved, strict=True)]
+        self.optimizer.load_state_dict({"state": of_index, "param_groups": groups})
+        self.settle()
+
+    @property
+    def kind(self) -> str:
+        """The name of the optimizer's class."""
+        return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
+
+    def _own_states(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """States of a weight's shape, and others."""
+        parameter = self._parameters[name]
+        of_one = self.optimizer.state.get(parameter, {})
+        alike = {k: x for k, x in of_one.items() if _is_alike(x, parameter)}
+        return alike, {k: x for k, x in of_one.items() if k not in alike}
+
+
+def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torch.device) -> None:
+    """Raise ValueError unless `make` gives an optimizer of elements by themselves, of all weights.
+
+    `dims`: the dimensions of each weight, by name. See [Note: Elements by themselves].
+    """
+    if not dims:
+        raise ValueError("optimizer=..: all weights are frozen, leave it out")
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        name: torch.randn(4, *[3] * dim, dtype=torch.float64, generator=generator).to(device)
+        for name, dim in dims.items()
+    }
+    parts = {name: x[(slice(None), *[slice(2)] * dims[name])] for name, x in whole.items()}
+    found, expected = _tried(make, parts), _tried(make, whole)
+    for name, of_whole in expected.items():
+        for kind, x in of_whole.items():
+            own = x[(slice(2),) * x.dim()] if x.dim() else x
+            y = found[name].get(kind)
+            if y is None or y.shape != own.shape or not torch.allclose(y, own, 1e-9, 1e-30):
+                raise ValueError(
+                    f"optimizer=..: what it does to an element of {name} ({kind}) depends on others"
+                    f" of the weight, of which a rank has a part: use one that treats each element"
+                    f" by itself, such as SGD, Adam, AdamW, RMSprop"
+                )
+
+
+def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Weights and states by name, after steps from the first of `values`, by the others."""
+    parameters = {name: nn.Parameter(x[0].clone()) for name, x in values.items()}
+    try:
+        optimizer = make([*parameters.items()])
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 if not group.get("lr") else group["lr"]  # of a warm-up, perhaps
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for step in range(1, 4):
+            for name, parameter in parameters.items():
+                parameter.grad = values[name][step].clone()
+            optimizer.step()
+    except Exception as error:  # of the caller's own function, or of somebody's optimizer
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"optimizer=.. fails on small weights: {type(error).__name__}: {first} (it is called"
+            f" with (name, parameter) pairs, each of some elements of a weight, and stepped without"
+            f" a closure)"
+        ) from error
+    if left := [name for name, p in parameters.items() if id(p) not in held]:
+        raise ValueError(
+            f"optimizer=..: it leaves out {left[0]}{f' +{len(left) - 1}' * (len(left) > 1)}:"
+            f" freeze what is not trained by requires_grad_(False) before isp.parallelize"
+        )
+    if len(held) > len(parameters):
+        raise ValueError("optimizer=..: it has parameters that it was not given: use those alone")
+    return {
+        name: {
+            "weight": parameter.detach(),
+            **{k: x for k, x in optimizer.state[parameter].items() if isinstance(x, Tensor)},
+        }
+        for name, parameter in parameters.items()
+    }
+
+
+def _is_alike(x: object, parameter: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == parameter.shape
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
