@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isp.comm import Mesh
 from isp.comm.cuda import compute_deterministically
@@ -22,6 +23,7 @@ from isp.settings import OptimizerConfig
 from isp.settings.section import section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
+from isp.train.parameter_guard import refuse_optimizers
 from isp.train.run import make_world
 from model.config import ModelConfig
 
@@ -62,6 +64,7 @@ def parallelize(
     given = f"the {type(model).__name__} that isp.parallelize is given"
     config.model.check_beside(given)
     _check_parameters(model)
+    whole = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
     config = replace(config, data=replace(config.data, micro_num=1))  # of each call of `loss`
     traced = TracedModel(
         model,
@@ -84,7 +87,9 @@ def parallelize(
     if config.training.deterministic:
         compute_deterministically()
     mesh = Mesh(topology, world.rank, backend=backend)
-    return ParallelRun(traced, config, mesh, world.device, optimizer)
+    run = ParallelRun(traced, config, mesh, world.device, optimizer)
+    refuse_optimizers(model, whole)
+    return run
 
 
 _UNREAD = ("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["ParameterGuard"]
+__all__ = ["ParameterGuard", "refuse_optimizers"]
 
 
 class _Place(NamedTuple):
@@ -70,6 +73,24 @@ class ParameterGuard:
             if _memory(parameter) != _memory(storage):
                 storage.copy_(parameter.clone())  # it may lie in the same memory, transposed
                 parameter.data = storage
+
+
+def refuse_optimizers(model: nn.Module, own: WeakIdKeyDictionary) -> None:
+    """Let a step of any of torch's optimizers over parameters of `model` raise while it lives.
+
+    They never have a gradient, so that it would change nothing, without a word. `own`: those that
+    it had before it was parallelised, kept alive by nobody here.
+    """
+    own.update(dict.fromkeys(model.parameters()))
+
+    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any(p in own for group in optimizer.param_groups for p in group["params"][:1]):
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} has parameters of a parallelised model, which get"
+                f" no gradient: let isp.parallelize(.., optimizer=..) make it, and call run.step()"
+            )
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(check).remove)
 
 
 def _kind(x: Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -374,3 +375,22 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     narrow = job(moment_dtype="bfloat16")
     said = raised(lambda: isp.parallelize(model, narrow, optimizer=_sgd))
     assert "optimizer.moment_dtype=bfloat16 is of isp's own" in said
+
+
+def _silent(rank: int, _: None) -> None:
+    """Optimizers over parameters, made before or behind; with the model the refusal goes."""
+    model = Own().double()
+    before = torch.optim.SGD(model.parameters(), lr=1.0)
+    run = isp.parallelize(model, job(2, 2))
+    behind = torch.optim.AdamW([*run.model.parameters()])
+    assert "this SGD has parameters of a parallelised model" in raised(before.step)
+    assert "this AdamW has parameters of a parallelised model" in raised(behind.step)
+    torch.optim.SGD(Own().parameters()).step()
+    del run, model
+    gc.collect()
+    behind.step()
+
+
+def test_what_would_be_without_effect_is_refused() -> None:
+    """Catches a step that trains nothing and says nothing, and hooks that outlive their model."""
+    run_each(2, _silent, {"own": None})
