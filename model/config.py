@@ -79,6 +79,11 @@ class ModelConfig:
 
     loss_chunk_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 4096
     """Tokens whose logits and losses a rank computes at a time; 0: all at once."""
+    router_aux_loss_coef: Annotated[NotNegative, KeyRole.METHOD] = 0.0
+    """Weight of the load-balancing loss of experts; 0: that of config.json, if it has
+    output_router_logits.  Name and loss: transformers."""
+    router_z_loss_coef: Annotated[NotNegative, KeyRole.METHOD] = 0.0
+    """Weight of the routers' z-loss, the mean square of their logits' log-sum-exp."""
     checkpoint: Annotated[Fraction, KeyRole.METHOD] = 0.0
     """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
     checkpoint_keeps_attention: Annotated[bool, KeyRole.METHOD] = False

@@ -35,10 +35,13 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
 
 
 def _how(model: ModelConfig) -> dict[str, Any]:
+    from isp.models.router_losses import RouterCoefficients
+
     return {
         "recomputation": model.recomputation,
         "attention_backend": model.attention_backend,
         "loss_chunk_tokens": model.loss_chunk_tokens,
+        "router_losses": RouterCoefficients(model.router_aux_loss_coef, model.router_z_loss_coef),
     }
 
 

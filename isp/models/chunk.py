@@ -24,6 +24,7 @@ from isp.models.forward_pass import ForwardPass, Instead, Masks, outer_calls
 from isp.models.holders import WeightHolders
 from isp.models.hosts import Host, check_row
 from isp.models.positions import by_document, token_lengths
+from isp.models.router_losses import RouterLosses
 from isp.models.stages import Stage
 from isp.models.swap import InitialWeights
 from isp.models.trace import check_not_compiled
@@ -46,6 +47,7 @@ class TracedChunk:
         weights: InitialWeights | None = None,
         loss_chunk_tokens: int = 0,
         gives_scores: bool = False,
+        routers: RouterLosses | None = None,
     ) -> None:
         """`weights`: the source of the initial ones; None: they are there.
 
@@ -57,6 +59,8 @@ class TracedChunk:
         self._stage: Stage | None = None
         """None: the whole model."""
         self._gives_scores = gives_scores
+        self.routers = routers
+        """Losses of routers; None: without."""
         self.model, self.trace = holders.model, follower.trace
         self.splits_logits = holders.layers.splits_logits
         """Whether the losses need the labels of the whole sequence, or those of its tokens."""

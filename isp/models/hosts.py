@@ -15,6 +15,7 @@ from isp.models.adapters import use_registered_mixers, wrap_free_functions
 from isp.models.indexers import chosen_by
 from isp.models.own_attention import check_dropout
 from isp.models.positions import at_positions, give_positions
+from isp.models.router_losses import RouterCoefficients
 
 __all__ = ["Host", "HuggingFace", "check_row", "host_of"]
 
@@ -64,6 +65,10 @@ class Host:
         """Tokens of a row from which the model's own count of them matters; None: it has none."""
         return None
 
+    def router_coefficients(self, model: nn.Module) -> RouterCoefficients:
+        """Those of the losses that the model's own configuration asks for."""
+        return RouterCoefficients()
+
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole weights of a block under the names and in the pieces in which they are saved."""
         return weights
@@ -104,9 +109,20 @@ class HuggingFace(Host):
         first = self.first_position(model)
         with at_positions(positions):
             own = positions + first if first else positions
-            output = model(input_ids=ids, position_ids=own, use_cache=False)
+            output = model(input_ids=ids, position_ids=own, use_cache=False, **self._more(model))
         logits: Tensor = output.logits
         return logits
+
+    def _more(self, model: Any) -> dict[str, bool]:
+        """The model's own losses of routers would be of a rank's tokens."""
+        return {"output_router_logits": False} if _adds_router_losses(model) else {}
+
+    def router_coefficients(self, model: nn.Module) -> RouterCoefficients:
+        whole: Any = model
+        config = whole.config.get_text_config(decoder=True)
+        if not _adds_router_losses(model):
+            return RouterCoefficients()
+        return RouterCoefficients(float(getattr(config, "router_aux_loss_coef", 0.0)))
 
     def first_position(self, model: nn.Module) -> int:
         for module in model.modules():  # RoBERTa and its kind count from behind that of padding
@@ -186,17 +202,17 @@ def check_row(most: int | None, tokens: int) -> None:
         )
 
 
+def _adds_router_losses(model: Any) -> bool:
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
 def _check_options(model: Any) -> None:
     """Raise ValueError for what was asked of a model and would not happen."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ValueError(
             "gradient checkpointing is on: call model.gradient_checkpointing_disable(), and set"
             " model.checkpoint, the fraction of blocks that isp recomputes"
-        )
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits=True asks for a loss that balances experts, which isp does not"
-            " have: set it to False in the model's configuration"
         )
 
 

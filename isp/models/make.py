@@ -6,6 +6,7 @@ of tokens alone does not call (its tower and projector) is then taken out.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["made", "parameters_on_meta", "sees", "take_out_tower"]
+__all__ = ["made", "on_meta", "parameters_on_meta", "sees", "take_out_tower"]
 
 
 @contextmanager
@@ -21,17 +22,26 @@ def parameters_on_meta() -> Iterator[None]:
     """In this context parameters lose their memory as modules take them; buffers keep theirs."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             grad = parameter.requires_grad
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
         register(module, name, parameter)
 
-    setattr(nn.Module, "register_parameter", on_meta)  # noqa: B010
+    setattr(nn.Module, "register_parameter", without_memory)  # noqa: B010
     try:
         yield
     finally:
         setattr(nn.Module, "register_parameter", register)  # noqa: B010
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of `model` without memory for its parameters and buffers."""
+    empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
+    for parameter in model.parameters():
+        value = torch.empty_like(parameter, device="meta")
+        empty[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, empty)
 
 
 def sees(config: Any) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from isp.attention import HeadPlan, LocalAttention, make_local_attention
@@ -24,9 +23,15 @@ from isp.models.chunk import TracedChunk
 from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
+from isp.models.make import on_meta
 from isp.models.model_folder import check_layout, check_model_config
 from isp.models.probe import check_local
 from isp.models.roles import ParameterRole
+from isp.models.router_losses import (
+    RouterCoefficients,
+    check_router_losses,
+    make_router_losses,
+)
 from isp.models.share import run_with_a_share
 from isp.models.stages import Stage, check_stages, stages_of, tied_weight
 from isp.models.swap import InitialWeights
@@ -57,10 +62,12 @@ class TracedModel:
         in_place: bool = True,
         loss_chunk_tokens: int = 4096,
         gives_scores: bool = False,
+        router_losses: RouterCoefficients = RouterCoefficients(),  # noqa: B008
         earlier_names: Mapping[str, RowsOf] | None = None,
     ) -> None:
         """`weights`: the source of those of a `model` without memory; None: it has them.
         `gives_scores`: chunks have `scores` with gradients, for which backward reads the head.
+        `router_losses`: those of the model's own configuration where they are 0.
         `earlier_names`: of parameters, by name, what they are in checkpoints of earlier versions.
 
         Not `in_place`, `build` takes a copy of the model each time.
@@ -69,6 +76,7 @@ class TracedModel:
         self.recomputation = recomputation
         self.loss_chunk_tokens = loss_chunk_tokens
         self.gives_scores = gives_scores
+        self.router_losses = router_losses
         self.attention_backend = attention_backend
         self.model = model
         self.earlier_names = earlier_names or {}
@@ -275,6 +283,13 @@ class TracedModel:
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.facts.splits_features:
             self._check_exchanged(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
+        check_router_losses(
+            self.model,
+            self.host.config(self.model),
+            self._router_losses(),
+            num_stages=num_stages,
+            tiles=self.recomputation.mlp_tile_tokens,
+        )
         if num_stages > 1:
             self._check_stages(num_stages, parallel.pipeline)
         if parallel.tensor.mode.facts.splits_features:
@@ -367,6 +382,7 @@ class TracedModel:
     def _chunk(
         self, layers: RankLayers, attention: LocalAttention | None, stages: tuple[Stage, ...]
     ) -> TracedChunk:
+        plans_or_generates = layers.device.type == "meta" or layers.cache is not None
         if layers.device.type == "meta":
             model = self._empty()
         else:
@@ -405,9 +421,13 @@ class TracedModel:
             weights=self._weights,
             loss_chunk_tokens=self.loss_chunk_tokens,
             gives_scores=self.gives_scores,
+            routers=None
+            if plans_or_generates
+            else make_router_losses(
+                model, self.host.config(model), self._router_losses(), layers.tensor
+            ),
         )
-        trains = layers.device.type != "meta" and layers.cache is None
-        if trains and self.loss_chunk_tokens and self.trace.head is None:
+        if not plans_or_generates and self.loss_chunk_tokens and self.trace.head is None:
             logger.warning(
                 "the logits of %s exist as a whole, model.loss_chunk_tokens=%d notwithstanding:"
                 " they are made of more than what its last linear gives",
@@ -416,11 +436,7 @@ class TracedModel:
             )
         return chunk
 
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` without memory for its parameters and buffers."""
-    empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    for parameter in model.parameters():
-        value = torch.empty_like(parameter, device="meta")
-        empty[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, empty)
+    def _router_losses(self) -> RouterCoefficients:
+        """The weights of the losses of routers."""
+        asked, own = self.router_losses, self.host.router_coefficients(self.model)
+        return RouterCoefficients(*(a or b for a, b in zip(asked, own, strict=True)))

@@ -64,11 +64,6 @@ def check_model_folder(folder: str, parallel: ParallelConfig) -> None:
                 f"model.hf={folder}: {name}={config[name]} in config.json drops attention, which"
                 f" isp does not have: set it to 0 there"
             )
-    if config.get("output_router_logits"):
-        raise ValueError(
-            f"model.hf={folder}: output_router_logits=true in config.json adds a loss of the"
-            f" routers, which isp does not have: set it to false there"
-        )
     try:
         check_model_config(config, parallel)
     except ValueError as error:

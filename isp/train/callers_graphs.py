@@ -16,7 +16,8 @@ from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.parallel import Axis
-from isp.train.step import StepOutcome, TrainStep, arrange, slice_sequence
+from isp.train.step import StepOutcome, TrainStep
+from isp.train.step_work import arrange, slice_sequence
 from isp.weights.trace import Action, ActionKind
 
 __all__ = ["CallersGraphs", "TokenScores", "padded"]
@@ -70,6 +71,11 @@ class CallersGraphs:
         """
         step, (chunk,) = self._step, self._step.chunks
         trains = torch.is_grad_enabled()
+        if trains and chunk.routers is not None:
+            raise ValueError(
+                "losses of routers belong to run.loss: set model.router_aux_loss_coef and"
+                " model.router_z_loss_coef to 0 for losses of your own"
+            )
         if not self._begun and not self._alive:
             step.begin()
         own = arranged = arrange(batch, step.built.sequence)

@@ -19,9 +19,10 @@ from isp.parallel import Axis
 from isp.settings import DPOConfig
 
 if TYPE_CHECKING:
-    from isp.train.step import StepWork, TrainStep
+    from isp.train.step import TrainStep
+    from isp.train.step_work import StepWork
 
-__all__ = ["PreferenceLoss", "TokenLoss"]
+__all__ = ["Documents", "PreferenceLoss", "TokenLoss"]
 
 
 class TokenLoss:
@@ -42,23 +43,24 @@ class TokenLoss:
         return work.step.chunks[-1].loss(output, work.labels(micro_batch), expected)
 
 
-class _Documents(NamedTuple):
+class Documents(NamedTuple):
     """The documents of a micro-batch, in its order."""
 
     numbers: Tensor
-    """That of each token, as the tokens are, int64 [1, N]."""
+    """That of each token, int64, of the shape of the tokens."""
     num_labels: Tensor
     """[d]; none of padding."""
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> _Documents:
-        assert batch.cu_seqlens is not None
-        lengths = batch.cu_seqlens.diff().long()
-        numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-        numbers = numbers.to(batch.labels.device)
-        labelled = (batch.labels[0] != IGNORED).long()
+    def of(cls, batch: MicroBatch) -> Documents:
+        rows, tokens = batch.labels.shape
+        lengths = torch.tensor([tokens]).repeat(rows)
+        if batch.cu_seqlens is not None:
+            lengths = batch.cu_seqlens.diff().long()
+        numbers = torch.arange(len(lengths)).repeat_interleave(lengths).to(batch.labels.device)
+        labelled = (batch.labels != IGNORED).long().flatten()
         num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
-        return cls(numbers.unsqueeze(0), num_labels)
+        return cls(numbers.view_as(batch.labels), num_labels)
 
     def num_pairs(self) -> Tensor:
         """The number of pairs, []; each is two documents that follow each other."""
@@ -79,7 +81,7 @@ class _DocumentScores(TokenLoss):
         self.of_batch: dict[int, Tensor] = {}
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        documents = _Documents.of(work.batches[micro_batch])
+        documents = Documents.of(work.batches[micro_batch])
         self.of_batch[micro_batch] = _log_probs(work, micro_batch, output, documents)
         return torch.zeros_like(expected)
 
@@ -103,10 +105,10 @@ class PreferenceLoss(TokenLoss):
         self._reference.evaluate([batches])
 
     def count(self, batch: MicroBatch) -> Tensor:
-        return _Documents.of(batch).num_pairs()
+        return Documents.of(batch).num_pairs()
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        documents = _Documents.of(work.batches[micro_batch])
+        documents = Documents.of(work.batches[micro_batch])
         found = _log_probs(work, micro_batch, output, documents)
         gains = found - self._before.of_batch[micro_batch]
         if self._config.loss_type != "sigmoid":
@@ -123,24 +125,18 @@ class PreferenceLoss(TokenLoss):
             losses = -(1 - smoothing) * right - smoothing * wrong
         is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
         loss = (losses * is_pair).sum().double()
-        ranks = _ranks_of_tokens(work)
+        ranks = work.token_ranks
         return loss + (1 / ranks - 1) * loss.detach()  # all ranks count it, and it counts once
 
 
-def _ranks_of_tokens(work: StepWork) -> int:
-    """The ranks that each compute losses of tokens of their own, of the same sequence."""
-    step = work.step
-    return 1 if step.chunks[-1].splits_logits else step.mesh[Axis.TENSOR].size
-
-
-def _log_probs(work: StepWork, index: int, output: Tensor, documents: _Documents) -> Tensor:
+def _log_probs(work: StepWork, index: int, output: Tensor, documents: Documents) -> Tensor:
     """Of the labels of each document, summed, the same on all ranks of a sequence; [d]."""
     step, labels = work.step, work.labels(index)
     scores = step.chunks[-1].scores(output, labels, temperature=1.0, entropy=False)[0]
     numbers = work.as_labels(index, documents.numbers).flatten()
     summed = scores.new_zeros(len(documents.num_labels))
     own = summed.index_add(0, numbers, scores.flatten())
-    if _ranks_of_tokens(work) == 1:
+    if work.token_ranks == 1:
         return own
     tag = Tag(tensor="log_probs")
     every = step.mesh[Axis.TENSOR].all_reduce(own.detach().clone(), tag=tag).wait()

@@ -29,7 +29,8 @@ from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
 from isp.train.off_device import OffDevice
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.peft_adapters import turned_off
-from isp.train.step import StepOutcome, StepWork, make_train_step
+from isp.train.step import StepOutcome, make_train_step
+from isp.train.step_work import StepWork
 from isp.train.whole_weights import WholeWeights
 
 __all__ = ["ParallelRun"]

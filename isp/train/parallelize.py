@@ -17,6 +17,7 @@ from isp.config import JobConfig, load_config
 from isp.data.config import DataConfig
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
+from isp.models.router_losses import RouterCoefficients
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise
 from isp.parallel import Topology
 from isp.settings import OptimizerConfig
@@ -72,6 +73,9 @@ def parallelize(
         attention_backend=config.model.attention_backend,
         loss_chunk_tokens=config.model.loss_chunk_tokens,
         gives_scores=True,
+        router_losses=RouterCoefficients(
+            config.model.router_aux_loss_coef, config.model.router_z_loss_coef
+        ),
         weights=begun_by_the_model(model),
     )
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come

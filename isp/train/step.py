@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from isp.attention.sequence import SequenceRanks
-from isp.comm import Channel, Mesh, host_memory
+from isp.comm import Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
 from isp.data.batch import MicroBatch
@@ -26,15 +25,9 @@ from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, SchedulerHook
 from isp.train.objective import TokenLoss
+from isp.train.step_work import StepWork
 
-__all__ = [
-    "StepOutcome",
-    "StepWork",
-    "TrainStep",
-    "arrange",
-    "make_train_step",
-    "slice_sequence",
-]
+__all__ = ["StepOutcome", "TrainStep", "make_train_step"]
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
@@ -351,78 +344,3 @@ class TrainStep:
 
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
         return self.mesh[axis].all_reduce(x, tag=Tag(tensor="metrics")).wait()
-
-
-class StepWork:
-    """The micro-batches of a step on this rank, and the loss that has been found for them."""
-
-    def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], valid: Tensor) -> None:
-        self.step = step
-        self.batches = batches
-        """As they were read: whole sequences, in their own order."""
-        self._batches = [arrange(b, step.built.sequence) for b in batches]
-        self._parts = list(self._batches)
-        if step.mesh.topology.mode.facts.slices_batch:
-            self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in self._batches]
-        self.valid = valid
-        """Tokens with a label in the global batch."""
-        self.tokens = [part.tokens for part in self._parts]
-        """Of each micro-batch, [B, S']."""
-        self.total = torch.zeros((), dtype=torch.float64, device=valid.device)
-        """This rank's part of the loss."""
-
-    def between(self, micro_batch: int) -> Tensor:
-        """A new tensor such as travels between stages, [B, S', D]."""
-        step, (rows, tokens) = self.step, self.tokens[micro_batch].shape
-        facts = step.mesh.topology.mode.facts
-        if facts.splits_sequence and not facts.slices_batch:
-            tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
-        weight = step.built.parameters[0].parameter
-        return weight.new_empty(rows, tokens, step.built.model.hidden_size)
-
-    def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
-        """Through the model, or the part of it that is this rank's chunk number `chunk`."""
-        part = self._parts[micro_batch]
-        y: Tensor = self.step.chunks[chunk](x, part.positions, part.cu_seqlens)
-        return y
-
-    def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Counts the loss of a micro-batch; what is to be differentiated."""
-        step = self.step
-        step.hook.before_criterion()
-        valid = self.valid.clamp(min=1)
-        expected = step.optimizer.scale_loss(torch.ones_like(valid)) / valid
-        loss = step.objective.loss(self, micro_batch, output, expected) / valid
-        step.hook.after_criterion()
-        self.total += loss.detach()
-        return step.optimizer.scale_loss(loss)
-
-    def labels(self, micro_batch: int) -> Tensor:
-        """Those of the tokens whose losses this rank computes, [B, n]."""
-        whole = self.step.chunks[-1].splits_logits
-        return (self._batches if whole else self._parts)[micro_batch].labels
-
-    def as_labels(self, micro_batch: int, x: Tensor) -> Tensor:
-        """What belongs to the tokens of a micro-batch as it was read, where `labels` has them."""
-        step, batch = self.step, self.batches[micro_batch]
-        (x,) = step.built.sequence.arranged([x], batch.cu_seqlens)
-        if not step.mesh.topology.mode.facts.slices_batch or step.chunks[-1].splits_logits:
-            return x
-        tensor = step.mesh[Axis.TENSOR]
-        return x.chunk(tensor.size, 1)[tensor.rank]
-
-
-def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
-    """Whole rows, of which each rank's tokens are together; `cu_seqlens` stays that of the rows."""
-    rows = (batch.tokens, batch.labels, batch.positions)
-    tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
-    return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
-
-
-def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
-    """This rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
-
-    def own(x: Tensor) -> Tensor:
-        return x.chunk(channel.size, dim=1)[channel.rank].contiguous()  # [B, S/p]
-
-    return MicroBatch(own(batch.tokens), own(batch.labels), own(batch.positions), batch.cu_seqlens)

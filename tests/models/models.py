@@ -139,7 +139,7 @@ def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
     """The mean loss of the unmodified model, each document by itself; `total`: the sum."""
     losses, count = [], 0
     for row in range(len(rows.input_ids)):
-        for document in _documents(rows, row):
+        for document in documents_of(rows, row):
             ids, labels = rows.input_ids[row, document], rows.input_ids[row, document].clone()
             labels[0] = IGNORED
             if rows.labels is not None:
@@ -164,7 +164,7 @@ def logits_of(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def _documents(rows: Rows, row: int) -> list[slice]:
+def documents_of(rows: Rows, row: int) -> list[slice]:
     length = rows.input_ids.shape[1]
     starts = [0]
     if rows.position_ids is not None:

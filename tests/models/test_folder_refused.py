@@ -81,7 +81,6 @@ def test_keys_that_do_not_go_with_a_folder_are_named(
     ("values", "message"),
     [
         ({"attention_dropout": 0.1}, "attention_dropout=0.1 in config.json drops attention"),
-        ({"output_router_logits": True}, "output_router_logits=true in config.json"),
         ({"attention_chunk_size": 16}, "attention_chunk_size=16 in config.json attends in chunks"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

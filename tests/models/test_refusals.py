@@ -296,10 +296,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _without_positions,
         "(TrOCRSinusoidalPositionalEmbedding) mixes or counts tokens",
     ),
-    "balance": (
-        lambda: tiny("deepseek_v3", output_router_logits=True),
-        "asks for a loss that balances experts",
-    ),
 }
 
 

@@ -1,0 +1,246 @@
+"""The losses that balance experts: load balancing and z-loss, of the routers of a model.
+
+[Note: Gradients of router losses] The load-balancing loss is num_experts * sum(f * p), of experts'
+shares of the tokens f, which have no gradient, and mean probabilities p, both over all layers and
+all tokens of a sequence. f is known when the forward is over, before any backward. So a router's
+outputs pass through a node that adds to the gradient of its logits, in backward, what the losses
+would bring; no graph leads from the routers to a loss.
+
+N tokens that a router is called with, E experts, k of them a token
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from isp.autograd import Function, once_differentiable
+from isp.comm import Channel
+from isp.comm.tag import Purpose, Tag
+
+__all__ = ["RouterCoefficients", "RouterLosses", "check_router_losses", "make_router_losses"]
+
+
+class RouterCoefficients(NamedTuple):
+    """The weights of the losses; 0: without."""
+
+    aux: float = 0.0
+    """Of load balancing, num_experts * sum(f * p)."""
+    z: float = 0.0
+    """Of the mean square of the logits' log-sum-exp over layers and tokens."""
+
+
+class _Router(NamedTuple):
+    """A module that routes tokens."""
+
+    module: nn.Module
+    output: int
+    """Of the logits [N, E] among what it gives."""
+
+
+def _find_routers(model: Any) -> list[_Router]:
+    """The routers of a model of transformers, as it names them for its own losses.
+
+    Raises ValueError for a model without any.
+    """
+    found, kinds = (
+        [],
+        [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()],
+    )
+    recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
+    for recorder in recorders.values():
+        if isinstance(recorder, list) or not hasattr(recorder, "target_class"):
+            break
+        found += [
+            _Router(part, recorder.index)
+            for name, part in model.named_modules()
+            if isinstance(part, recorder.target_class)
+            and (recorder.layer_name is None or recorder.layer_name in name)
+        ]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no routers whose logits transformers records: leave out"
+            f" model.router_aux_loss_coef, model.router_z_loss_coef and output_router_logits"
+        )
+    return found
+
+
+class _Routing:
+    """What is known of the tokens of one forward."""
+
+    def __init__(self, mask: Tensor, own: Tensor, weight: float, scale: Tensor) -> None:
+        self.mask, self.own = mask, own
+        self.weight, self.scale = weight, scale
+        self.counts: Tensor | None = None
+        """[E], tokens sent to each expert, in all layers."""
+        self.probabilities: Tensor | None = None
+        """[E], summed."""
+        self.z = mask.new_zeros((), dtype=torch.float64)
+        self.num_rows = mask.new_zeros((), dtype=torch.float64)
+        """Tokens that count, of all layers."""
+        self.whole = False
+        """Whether routers are called with all tokens of the sequence."""
+        self.is_over = False
+
+    def tokens(self, count: int) -> Tensor:
+        """Which of the `count` tokens of a router count, [N]."""
+        self.whole = count == self.mask.numel()
+        found = self.mask if self.whole else self.own
+        assert found.numel() == count, (found.shape, count)
+        return found.flatten()
+
+    def add(self, logits: Tensor, top_k: int) -> None:
+        """Count the tokens of a router."""
+        seen = self.tokens(len(logits)).unsqueeze(-1)
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.topk(top_k, dim=-1).indices
+        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1).mul_(seen).sum(0)
+        probabilities = probabilities.mul_(seen).sum(0)
+        if self.counts is not None and self.probabilities is not None:
+            counts, probabilities = counts + self.counts, probabilities + self.probabilities
+        self.counts, self.probabilities = counts, probabilities
+        self.z = self.z + (logits.logsumexp(-1) ** 2 * seen[:, 0]).sum()
+        self.num_rows = self.num_rows + seen.sum()
+
+    def gradient(self, logits: Tensor, coefficients: RouterCoefficients) -> Tensor:
+        """That of the logits of a router, [N, E]."""
+        assert self.counts is not None
+        seen = self.tokens(len(logits)).unsqueeze(-1)
+        softmax = logits.softmax(-1)
+        of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
+        of_logits = softmax * (of_p - (softmax * of_p).sum(-1, keepdim=True))
+        if coefficients.z:
+            lse = logits.logsumexp(-1, keepdim=True)
+            of_logits += softmax * (lse * 2 * coefficients.z / self.num_rows)
+        return of_logits * seen * (self.scale * self.weight)
+
+
+def _experts_of_a_token(config: dict[str, Any]) -> int:
+    """The number of experts that a token is sent to.  Raises ValueError if the config has none."""
+    for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"):
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ValueError("router losses need num_experts_per_tok in the model's configuration")
+
+
+class RouterLosses:
+    """The losses of the routers of a model, over the tokens of all ranks of a sequence.
+
+    Source: Switch Transformer (arXiv 2101.03961), equations 4 to 6, and ST-MoE for the z-loss; as
+    `load_balancing_loss_func` of transformers, over all layers together.
+    """
+
+    def __init__(
+        self, routers: list[_Router], top_k: int, of: RouterCoefficients, channel: Channel
+    ) -> None:
+        self._top_k, self.coefficients, self._channel = top_k, of, channel
+        self._routing: _Routing | None = None
+        for router in routers:
+            router.module.register_forward_hook(self._hook(router.output))
+
+    def begin(self, mask: Tensor, own: Tensor, *, weight: float, scale: Tensor) -> None:
+        """A forward in training begins, whose losses have this `weight` in that of the step.
+
+        `mask` tells which tokens of the sequence count, [B, S], `own` those of this rank, [B, S'].
+        Gradients are multiplied by `scale` [].
+        """
+        self._routing = _Routing(mask, own, weight, scale)
+
+    def leave_out(self) -> None:
+        """A forward without these losses begins."""
+        self._routing = None
+
+    def end(self) -> Tensor:
+        """The forward is over: the weighted sum of the losses, the same on all ranks; []."""
+        routing = self._routing
+        assert routing is not None
+        routing.is_over = True
+        assert routing.counts is not None
+        assert routing.probabilities is not None
+        rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
+        totals = torch.cat((routing.counts, routing.probabilities, rest))
+        if not routing.whole:
+            tag = Tag(Purpose.LOSS, tensor="routers")
+            totals = self._channel.all_reduce(totals, tag=tag).wait()
+        num_rows = totals[-1].clamp(min=1)
+        counts, probabilities = (totals[:-2] / num_rows).chunk(2)
+        routing.counts, routing.num_rows = counts, num_rows
+        z = totals[-2] / num_rows
+        aux = (counts * probabilities).sum() * len(counts)
+        return (self.coefficients.aux * aux + self.coefficients.z * z) * routing.weight
+
+    def _hook(self, index: int) -> Any:
+        def routed(module: nn.Module, _: object, given: Any) -> Any:
+            routing = self._routing
+            if routing is None:
+                return given
+            leaves, spec = tree_flatten(given)
+            logits = given[index]
+            if not routing.is_over:
+                routing.add(_wide(logits.detach().flatten(0, -2)), self._top_k)
+            if not (torch.is_grad_enabled() and logits.requires_grad):
+                return given
+            places = [i for i, x in enumerate(leaves) if x.requires_grad]
+            tied = _Tied.apply(logits, routing, self.coefficients, *(leaves[i] for i in places))
+            for place, x in zip(places, tied, strict=True):
+                leaves[place] = x
+            return tree_unflatten(leaves, spec)
+
+        return routed
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class _Tied(Function):
+    """forward   what a router gives, as it is
+    backward  the same, and the gradient of the losses to the logits
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, routing: _Routing, of: RouterCoefficients, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(logits)
+        ctx.routing, ctx.coefficients = routing, of
+        return tuple(x.view_as(x) for x in given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        gradient = ctx.routing.gradient(_wide(logits.flatten(0, -2)), ctx.coefficients)
+        return gradient.view_as(logits).to(logits.dtype), None, None, *dy
+
+
+def make_router_losses(
+    model: Any, config: dict[str, Any], of: RouterCoefficients, channel: Channel
+) -> RouterLosses | None:
+    """The losses of a model's routers; None where their weights are 0."""
+    if not any(of):
+        return None
+    return RouterLosses(_find_routers(model), _experts_of_a_token(config), of, channel)
+
+
+def check_router_losses(
+    model: Any, config: dict[str, Any], of: RouterCoefficients, *, num_stages: int, tiles: int
+) -> None:
+    """Raise ValueError for losses of routers that this model, or this layout, cannot have."""
+    if not any(of):
+        return
+    _find_routers(model)
+    _experts_of_a_token(config)
+    if num_stages > 1:
+        raise ValueError(
+            "the losses of routers are of all layers together, so that pipelines cannot have them:"
+            " use parallel.pipeline.size=1, or model.router_aux_loss_coef=0 and"
+            " output_router_logits=false in the model's configuration"
+        )
+    if tiles:
+        raise ValueError(
+            f"model.mlp_tile_tokens={tiles} does not go with the losses of routers: use 0"
+        )

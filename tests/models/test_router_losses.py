@@ -1,0 +1,131 @@
+"""The losses of routers beside their formulas on the unmodified model, in float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import isp
+from isp.config import JobConfig
+from isp.layers.loss import IGNORED
+from isp.models.model import TracedModel
+from isp.models.router_losses import RouterCoefficients
+from isp.parallel import Mode
+from isp.parallel.config import PipelineConfig
+from tests.models.models import (
+    Rows,
+    Trained,
+    documents_of,
+    job,
+    packed_rows,
+    plain_loss,
+    tiny,
+    trained,
+    worst,
+)
+from tests.models.test_loops import raised
+from tests.ranks import run_each
+
+DATA = [packed_rows(4, 24, [[24], [10, 1, 13], [3, 21], [24]], seed) for seed in range(2)]
+NOTHING = DATA[1].labels
+assert NOTHING is not None
+NOTHING[0] = IGNORED  # of the first sequence nothing counts
+
+
+def _router_losses(model: Any, rows: Rows, of: RouterCoefficients) -> Tensor:
+    """Those of all documents of a data rank that have a label."""
+    logits: list[Tensor] = []
+    for row in range(len(rows.input_ids)):
+        for document in documents_of(rows, row):
+            assert rows.labels is not None
+            if (rows.labels[row, document][1:] == IGNORED).all():
+                continue
+            ids = rows.input_ids[row : row + 1, document]
+            logits += model(ids, use_cache=False, output_router_logits=True).router_logits
+    probabilities = [of_layer.softmax(-1) for of_layer in logits]
+    every = torch.cat(probabilities)
+    chosen = every.topk(model.config.num_experts_per_tok).indices
+    shares = torch.zeros_like(every).scatter(1, chosen, 1).mean(0)
+    aux = every.shape[1] * (shares * every.mean(0)).sum()
+    return of.aux * aux + of.z * (torch.cat(logits).logsumexp(-1) ** 2).mean()
+
+
+def _plainly(model: nn.Module, config: JobConfig, of: RouterCoefficients, ranks: int) -> Trained:
+    model = copy.deepcopy(model)
+    own = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in own if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    rule = config.optimizer
+    optimizer = torch.optim.AdamW(groups, rule.lr, (rule.beta1, rule.beta2), rule.eps)
+    losses, norms = [], []
+    for rows in DATA:
+        loss = plain_loss(model, rows)
+        for rank in range(ranks):
+            loss = loss + _router_losses(model, rows.part(rank, ranks), of) / ranks
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(own, 1.0).item())
+        losses.append(loss.item())
+        optimizer.step()
+    return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
+
+
+class Case(NamedTuple):
+    kind: str
+    config: JobConfig
+    ranks: int
+    """That have sequences of their own, of 4."""
+    of: RouterCoefficients = RouterCoefficients(0.3, 0.2)
+    asked: bool = False
+    """Whether the model's configuration asks, not a key."""
+
+
+CASES = {
+    "isp": Case("qwen3_moe", job(2, 4), 2),
+    "recomputed, asked for by the model": Case(
+        "mixtral", job(4, 2, recompute=1.0), 1, RouterCoefficients(0.3), asked=True
+    ),
+    "heads x context": Case("olmoe", job(4, 4, context=2), 1),
+    "msp": Case("qwen3_moe", job(2, mode=Mode.MSP), 2),
+    "fsp": Case("mixtral", job(2, mode=Mode.FSP), 2),
+    "mtp": Case("qwen3_moe", job(2, mode=Mode.MTP), 2),
+    "without a loss of its own": Case("deepseek_v3", job(2, 2), 2),
+}
+
+
+def _model(case: Case) -> Any:
+    asked = {"output_router_logits": True, "router_aux_loss_coef": case.of.aux}
+    return tiny(case.kind, **(asked if case.asked else {}))
+
+
+def _run(rank: int, case: Case) -> Trained:
+    keys = {} if case.asked else {"router_aux_loss_coef": case.of.aux}
+    model = replace(case.config.model, router_z_loss_coef=case.of.z, **keys)
+    run = isp.parallelize(_model(case), replace(case.config, model=model))
+    with torch.no_grad():
+        assert run.loss(*DATA[0].part(run.dp_rank, run.dp_size)).isfinite()
+    return trained(run, DATA)
+
+
+def test_losses_of_routers_are_those_of_the_formulas() -> None:
+    """Catches shares of a rank's tokens alone, layers one by one, padding that counts."""
+    found = run_each(4, _run, CASES, timeout_seconds=100)
+    for name, case in CASES.items():
+        expected = _plainly(_model(case), case.config, case.of, case.ranks)
+        for of_rank in found[name]:
+            assert worst(of_rank, expected) < 1e-9, name
+
+
+def test_what_has_no_such_loss_is_refused() -> None:
+    """Catches a loss that is asked for and left out."""
+    dense = replace(job().model, router_aux_loss_coef=0.1)
+    assert "has no routers" in raised(isp.parallelize, tiny("llama"), replace(job(), model=dense))
+    staged = replace(job().parallel, pipeline=PipelineConfig(size=2))
+    model = TracedModel(tiny("mixtral"), router_losses=RouterCoefficients(0.1))
+    assert "of all layers together" in raised(model.check_layout, staged, 24)
