@@ -39,7 +39,6 @@ TOLERANCE = 1e-9  # float64, sums in another order
 
 DOCUMENTS = [[24], [10, 14], [3, 21], [24]]
 DATA = [packed_rows(4, 24, DOCUMENTS, seed) for seed in range(4)]
-MODELS: dict[str, Callable[..., Any]] = {"llama": partial(tiny, "llama"), "lora": _with_lora}
 ISP, FSP = job(2, 4, recompute=0.5), job(2, mode=Mode.FSP)
 
 
@@ -77,18 +76,11 @@ def _interrupted(rank: int, case: tuple[Any, Any, JobConfig, JobConfig, Path]) -
 
 def test_a_checkpoint_resumes_in_any_layout(tmp_path: Path) -> None:
     """Catches a state, a count or a place that a checkpoint loses; one found by the wrong name."""
-    models = {
-        "llama": (tiny("llama"), tiny("llama", seed=1)),
-        "lora": (_with_lora(), _with_lora(1)),
-    }
-    cases = {
-        "llama": (*copy.deepcopy(models["llama"]), FSP, ISP, tmp_path / "a"),
-        "lora": (*copy.deepcopy(models["lora"]), job(2, 2), job(4, 4), tmp_path / "b"),
-    }
-    for name, of_ranks in run_each(4, _interrupted, cases).items():
-        expected = trained_plainly(models[name][0], DATA)
-        for found in of_ranks:
-            assert worst(found, expected) < TOLERANCE, name
+    model = tiny("llama")
+    case = (copy.deepcopy(model), tiny("llama", seed=1), FSP, ISP, tmp_path)
+    expected = trained_plainly(model, DATA)
+    for found in run_each(4, _interrupted, {"fsp to isp": case})["fsp to isp"]:
+        assert worst(found, expected) < TOLERANCE
 
 
 def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
@@ -144,12 +136,10 @@ def _streamed(rank: int, case: tuple[Any, Any, JobConfig]) -> None:
 
 def test_whole_weights_feed_a_plain_model() -> None:
     """Catches a name, a shard or an adapter that is missing, and weights that are not copies."""
-    lora = _with_lora()
     cases = {
-        "isp": (tiny("llama"), tiny("llama", seed=1), ISP),
         "msp": (tiny("phi3"), tiny("phi3", seed=1), job(2, mode=Mode.MSP)),
         "mtp, tied": (tiny("gemma3_text"), tiny("gemma3_text", seed=1), job(2, mode=Mode.MTP)),
-        "adapters": (lora, tiny("llama", seed=1), job(2, 4)),
+        "adapters": (_with_lora(), tiny("llama", seed=1), job(2, 4)),
     }
     run_each(4, _streamed, cases)
 
@@ -306,8 +296,8 @@ def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig
 def test_an_optimizer_of_torch_does_what_it_does_to_the_unmodified_model(tmp_path: Path) -> None:
     """Catches a state, a count or a rate that is not the plain optimizer's, here or behind load."""
     layouts = {
-        "llama": (MODELS["llama"], _adamw, FSP, ISP),
-        "adapters": (MODELS["lora"], _sgd, job(2, 2), job(4, 4)),
+        "llama": (partial(tiny, "llama"), _adamw, FSP, ISP),
+        "adapters": (_with_lora, _sgd, job(2, 2), job(4, 4)),
         "data": (_own, _rmsprop, job(2, 1), job(1, 4)),
     }
     models = {name: (of(), of(seed=1)) for name, (of, *_) in layouts.items()}
