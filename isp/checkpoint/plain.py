@@ -15,7 +15,7 @@ __all__ = ["Plain", "from_json", "from_tensor", "to_json", "to_tensor"]
 Plain: TypeAlias = (
     "bool | int | float | str | bytes | Tensor | Sequence[Plain] | Mapping[str, Plain] | None"
 )
-"""A value kept beside the tensors of a model; lists, tuples and dicts of such too."""
+"""A value kept beside the tensors of a model; lists, tuples and dicts (by numbers, too) of such."""
 
 
 def to_json(value: Plain) -> str:
@@ -54,6 +54,8 @@ def _encode(value: Plain, place: str) -> Any:
         return [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, dict) and all(isinstance(k, str) and k[:1] != "$" for k in value):
         return {k: _encode(v, f"{place}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, dict) and all(isinstance(k, str | int | float | None) for k in value):
+        return {"$items": [[k, _encode(v, f"{place}[{k!r}]")] for k, v in value.items()]}
     raise TypeError(f"{place} is a {type(value).__name__}, which a checkpoint cannot keep")
 
 
@@ -61,6 +63,8 @@ def _decode(encoded: dict[str, Any]) -> Any:
     match encoded:
         case {"$bytes": str(data), **rest} if not rest:
             return base64.b64decode(data)
+        case {"$items": list(pairs), **rest} if not rest:
+            return _dict(pairs)
         case {"$tuple": list(content), **rest} if not rest:
             return tuple(content)
         case {"$tensor": [str(dtype), list(shape), str(data)], **rest} if not rest:
@@ -68,6 +72,13 @@ def _decode(encoded: dict[str, Any]) -> Any:
     if odd := [key for key in encoded if key.startswith("$")]:
         raise ValueError(f"{', '.join(odd)} stands for no value")
     return encoded
+
+
+def _dict(pairs: list[Any]) -> dict[Any, Any]:
+    try:
+        return dict(pairs)
+    except TypeError:  # no pairs, or no keys
+        raise ValueError("$items stands for no dict") from None
 
 
 def _tensor(name: str, shape: list[Any], data: bytes) -> Tensor:

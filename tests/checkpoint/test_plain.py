@@ -18,6 +18,7 @@ def test_values_come_back_as_they_were() -> None:
         "bytes": b"\x00\xff",
         "random": random.getstate(),
         "nested": {"a": [{"b": ()}]},
+        "numbered": {3: {"$bytes": "x"}, 0.5: None, None: "as the milestones of a scheduler"},
         "text": "learning rate: 3e-4 # ümlaut\n",
     }
     assert from_json(to_json(value)) == value
@@ -42,7 +43,7 @@ def test_a_generator_goes_on_where_it_was() -> None:
     assert torch.equal(torch.rand(4, generator=torch.Generator().set_state(state)), expected)
 
 
-@pytest.mark.parametrize("value", [{"a": [object()]}, {1: 2}, {"$bytes": "x"}, {1, 2}])
+@pytest.mark.parametrize("value", [{"a": [object()]}, {(1,): 2}, {1, 2}])
 def test_what_is_not_plain_is_refused(value: object) -> None:
     """Catches an object kept as its repr, and a key that reads back as something else."""
     with pytest.raises(TypeError, match="which a checkpoint cannot keep"):
