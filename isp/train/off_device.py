@@ -23,7 +23,8 @@ class OffDevice:
     def __init__(self, train_step: TrainStep, device: torch.device) -> None:
         self._train_step, self._device = train_step, device
         self._sizes: dict[UntypedStorage, int] = {}
-        """Bytes of those that are empty."""
+        """Bytes of those that are empty: first those whose contents are kept."""
+        self._num_kept = 0
         self._host = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -36,8 +37,10 @@ class OffDevice:
 
         Raises MemoryError, before anything has left, if the host has too little.
         """
-        step = self._train_step
+        step, on_cuda = self._train_step, self._device.type == "cuda"
         step.drain()
+        if on_cuda:  # streams that gather or publish may still read what is about to go
+            torch.cuda.synchronize(self._device)
         if (communicator := step.communicator) is not None:
             communicator.pool.reset_lazy_pools()
             communicator.reduce_pool.reset_lazy_pools()
@@ -47,7 +50,7 @@ class OffDevice:
         kept = self._storages((*weights, *states))
         total = sum(storage.nbytes() for storage in kept)
         if self._host.nbytes < total:
-            self._host = self._host[:0]
+            self._host = self._host.new_empty(0)  # before there is more
             self._host = host_memory.zeros(total, torch.uint8, self._device)
         for storage, place in zip(kept, self._places(kept), strict=True):
             place.copy_(self._bytes(storage))
@@ -56,7 +59,7 @@ class OffDevice:
         self._num_kept = len(kept)
         for storage in self._sizes:
             storage.resize_(0)
-        if self._device.type == "cuda":
+        if on_cuda:
             torch.cuda.empty_cache()
 
     def come_back(self) -> None:
