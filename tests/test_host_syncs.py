@@ -184,7 +184,7 @@ def _guarded(step: TrainStep, batches: Sequence[Any]) -> Found:
         step(batches, 1e-3)
         guard.take()
         work = step.start(batches)
-        step._run(work, training=True)
+        step.run(work, training=True)
         passes = guard.take()
         step.finish(work, 1e-3)
         end = guard.take()
@@ -264,7 +264,7 @@ def test_a_step_waits_once_on_cuda(name: str) -> None:
         run.step(batches, 1e-3)
     with syncs_on_cuda() as passes:
         work = run.step.start(batches)
-        run.step._run(work, training=True)
+        run.step.run(work, training=True)
     with syncs_on_cuda() as end:
         run.step.finish(work, 1e-3)
     assert passes == []

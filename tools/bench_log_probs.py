@@ -26,8 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isp
 from isp.comm import Channel
 from isp.layers.head import HeadLoss
+from isp.layers.head_results import results_of_head
 from isp.layers.linear import Moves
-from isp.layers.token_scores import head_scores
+from isp.layers.token_scores import TokenScoreRules
 from isp.weights.wp import LocalWeights
 
 TOKENS, VOCAB, CHUNK = 8192, 32768, 1024
@@ -94,8 +95,9 @@ def _bench_head(hidden: int, rounds: int) -> None:
     x = torch.randn(1, TOKENS, hidden)
 
     def scores(x: Tensor, entropy: bool) -> Tensor:
-        found = head_scores(of, x, labels, temperature=1.0, entropy=entropy)
-        return found[0].sum() + found[-1].sum()
+        rules = TokenScoreRules(1.0, entropy, of.channel, of.first)
+        found = results_of_head(of, x, labels, rules)
+        return found[..., 0].sum() + found[..., -1].sum()
 
     ways = {
         "loss": lambda: of.total(x.requires_grad_(), labels).backward(),

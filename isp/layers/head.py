@@ -7,7 +7,7 @@ whose tokens' losses a rank computes together (1 where each has its own), c chun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from isp.layers.weight_gradients import weight_gradient
 from isp.parallel.phase import Phase
 from isp.weights.wp import FullWeights
 
-__all__ = ["HeadLoss", "num_chunks", "one_ahead"]
+__all__ = ["HeadGradients", "HeadLoss", "deliver", "num_chunks", "one_ahead"]
 
 
 class _ChunkedLoss(Function):
@@ -54,71 +54,35 @@ class _ChunkedLoss(Function):
         training: bool,
     ) -> Tensor:
         ctx.head = head = of.head
-        need_x, need_w, need_b = (training and need for need in ctx.needs_input_grad[:3])
-        needs = need_x or need_w or need_b
-        moves, communicator = of.moves, head.communicator
-        pieces = x.chunk(num_chunks(x, labels, of.chunk_tokens), dim=1)  # [B, S'/c, D]
-        count = len(pieces)
+        needs = [training and need for need in ctx.needs_input_grad[:3]]
+        pieces = x.chunk(num_chunks(x, labels.numel(), of.chunk_tokens), dim=1)  # [B, S'/c, D]
         by_ranks = labels.unflatten(1, (-1, x.shape[1]))  # [B, p, S']
-        targets = [target.flatten(1) for target in by_ranks.chunk(count, dim=2)]  # [B, p S'/c]
-        dx = torch.empty_like(x) if need_x else None
-        dx_parts = [None] * count if dx is None else dx.chunk(count, dim=1)
-        dw_dtype = communicator.gradient_dtype(x.dtype)
-        loss, dw, db = torch.zeros((), dtype=torch.float64, device=x.device), None, None
-        with communicator.unshard(head, Phase.FORWARD, shard, bias) as full:
-            for own_x, target, dx_part in zip(
-                one_ahead(moves, head.name, pieces), targets, dx_parts, strict=True
-            ):
-                losses, dy = of.chunk(own_x, full, target, expected if needs else None)
+        targets = [t.flatten(1) for t in by_ranks.chunk(len(pieces), dim=2)]  # [B, p S'/c]
+        sums = HeadGradients(of, x, len(pieces), needs)
+        loss = torch.zeros((), dtype=torch.float64, device=x.device)
+        with head.communicator.unshard(head, Phase.FORWARD, shard, bias) as full:
+            for own_x, target in zip(one_ahead(of.moves, head.name, pieces), targets, strict=True):
+                losses, dy = of.chunk(own_x, full, target, expected if any(needs) else None)
                 loss += losses.sum()
                 if each is not None:
                     each.append(losses.unflatten(1, (by_ranks.shape[1], -1)))  # [B, p, S'/c]
-                if dy is None:
-                    continue
-                arriving = None
-                if dx_part is not None:
-                    tag = Tag(Purpose.INPUT_GRADIENT, head.name, "dx")
-                    arriving = moves.dx(dy @ full.weight.to(dy.dtype), tag=tag)
-                if need_w:
-                    wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dw_dtype
-                    flat_x = own_x.flatten(0, 1).to(dy.dtype)  # no name but `dy` holds the logits
-                    dw = weight_gradient(dy.flatten(0, 1), flat_x, dtype=wide, into=dw, add=True)
-                if need_b:
-                    wide = torch.promote_types(dy.dtype, torch.float32) if count > 1 else dy.dtype
-                    summed = dy.flatten(0, 1).sum(0, dtype=wide)
-                    db = summed if db is None else db + summed
+                if dy is not None:
+                    sums.add(own_x, dy, full.weight)
                 del dy
-                if dx_part is not None and arriving is not None:
-                    dx_part.copy_(arriving.wait())
-        dw = None if dw is None else dw.to(dw_dtype)
-        db = None if db is None else db.to(x.dtype)
-        ctx.save_for_backward(dx, dw, db, expected)
+        ctx.save_for_backward(*sums.sums(), expected)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        needs_x, needs_w, needs_b = needs_grad(ctx, 3)
-        dx, dw, db, expected = ctx.saved_tensors
-        head, communicator = ctx.head, ctx.head.communicator
-        factor = dloss / expected  # 1, unless somebody has done something else with the loss
+        needs = needs_grad(ctx, 3)
+        *sums, expected = ctx.saved_tensors
+        head, factor = ctx.head, dloss / expected  # 1, unless somebody changed the loss
         # No weight is read: the use says that backward has come here.
-        use = communicator.unshard(head, Phase.BACKWARD, head.weight) if needs_x else nullcontext()
-
-        def delivered(gradient: Tensor, needs: NeedsGrad, is_bias: bool) -> Tensor | None:
-            if not needs:
-                return None
-            found: Tensor | None = communicator.grad_hook(
-                gradient.mul_(factor),
-                module=head,
-                is_bias=is_bias,
-                returned=needs is NeedsGrad.VALUE,
-            )
-            return found
-
-        with use:
-            dw, db = delivered(dw, needs_w, False), delivered(db, needs_b, True)
-        dx = dx.mul_(factor) if needs_x else None
+        unshard = head.communicator.unshard
+        with unshard(head, Phase.BACKWARD, head.weight) if needs[0] else nullcontext():
+            dx, dw, db = (x.mul_(factor) if n else None for x, n in zip(sums, needs, strict=True))
+            dw, db = deliver(head, dw, db, needs[1:])
         return dx, dw, db, None, None, None, None, None
 
 
@@ -135,12 +99,65 @@ def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Te
     yield before.wait()
 
 
-def num_chunks(x: Tensor, labels: Tensor, chunk_tokens: int) -> int:
-    """The chunks of x's sequence, as equal as may be."""
-    if not chunk_tokens or not labels.numel():
+def num_chunks(x: Tensor, num_tokens: int, chunk_tokens: int) -> int:
+    """The chunks of x's sequence, as equal as may be; `num_tokens`: of all rows and ranks."""
+    if not chunk_tokens or not num_tokens:
         return 1
-    at_each = labels.numel() // x.shape[1]  # losses, of all rows and ranks
+    at_each = num_tokens // x.shape[1]
     return math.ceil(x.shape[1] / max(1, chunk_tokens // at_each))
+
+
+class HeadGradients:
+    """dx, dW and db of a head, of one chunk after the other [Note: Sum of products]."""
+
+    def __init__(self, of: HeadLoss, x: Tensor, count: int, needs: Sequence[Any]) -> None:
+        """`count`: the chunks of x; `needs`: whether x, the weight and the bias need one."""
+        self._of, self._count, self._narrow = of, count, x.dtype
+        _, self._of_weight, self._of_bias = needs
+        self._dx = torch.empty_like(x) if needs[0] else None
+        self._dx_parts = iter(() if self._dx is None else self._dx.chunk(count, dim=1))
+        self._dtype = of.head.communicator.gradient_dtype(x.dtype)
+        self._dw: Tensor | None = None
+        self._db: Tensor | None = None
+
+    def add(self, x: Tensor, dy: Tensor, weight: Tensor) -> None:
+        """Those of the next chunk: what was multiplied, and the gradient of what came of it."""
+        arriving = None
+        if self._dx is not None:
+            tag = Tag(Purpose.INPUT_GRADIENT, self._of.head.name, "dx")
+            arriving = self._of.moves.dx(dy @ weight.to(dy.dtype), tag=tag)
+        flat = dy.flatten(0, 1)
+        several = torch.promote_types(dy.dtype, torch.float32) if self._count > 1 else None
+        if self._of_weight:
+            flat_x, wide = x.flatten(0, 1).to(dy.dtype), several or self._dtype
+            self._dw = weight_gradient(flat, flat_x, dtype=wide, into=self._dw, add=True)
+        if self._of_bias:
+            summed = flat.sum(0, dtype=several or dy.dtype)
+            self._db = summed if self._db is None else self._db + summed
+        if arriving is not None:
+            next(self._dx_parts).copy_(arriving.wait())
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dx, dW and db of all chunks."""
+        dw = None if self._dw is None else self._dw.to(self._dtype)
+        return self._dx, dw, None if self._db is None else self._db.to(self._narrow)
+
+
+def deliver(
+    head: LinearLayer, dw: Tensor | None, db: Tensor | None, needs: Sequence[NeedsGrad]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Give dW and db to the communicator, as far as the weight and the bias need them."""
+
+    def given(gradient: Tensor | None, need: NeedsGrad, is_bias: bool) -> Tensor | None:
+        if gradient is None or not need:
+            return None
+        returned = need is NeedsGrad.VALUE
+        found: Tensor | None = head.communicator.grad_hook(
+            gradient, module=head, is_bias=is_bias, returned=returned
+        )
+        return found
+
+    return given(dw, needs[0], False), given(db, needs[1], True)
 
 
 class HeadLoss(NamedTuple):

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isp.comm import Channel
 from isp.layers.head import HeadLoss
+from isp.layers.head_results import ResultRules, results_of_head, results_of_logits
 from isp.layers.linear import multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.rank_layers import RankLayers
-from isp.layers.token_scores import head_scores, logit_scores
 from isp.models.calls import ForwardEnd
 from isp.models.follow import CallFollower
 from isp.models.forward_pass import ForwardPass, Instead, Masks, outer_calls
@@ -166,23 +167,19 @@ class TracedChunk:
             return self._whole_losses(output, labels)
         return self._loss.each(output, labels)
 
-    def scores(
-        self, output: Tensor, labels: Tensor, *, temperature: float, entropy: bool
+    def results(
+        self, output: Tensor, beside: Tensor, make: Callable[[Channel, int, int], ResultRules]
     ) -> Tensor:
-        """As `isp.layers.token_scores`, with gradients: of what a forward gave, and the labels.
+        """As `isp.layers.head_results`, with gradients: of what a forward gave -> [B, n, K].
 
-        Labels are as `loss` takes them, [B, n]; -> [K, B, n].
+        `beside` [B, n, ..] is of the tokens that `loss` takes labels of. `make` is given the ranks
+        over which a token's logits are split, this rank's first logit, and the number of all.
         """
-        if self._loss is not None:
-            return head_scores(self._loss, output, labels, temperature=temperature, entropy=entropy)
-        return logit_scores(
-            output,
-            labels,
-            temperature=temperature,
-            entropy=entropy,
-            channel=self._layers.loss_channel,
-            first=self._layers.first_logit(self.trace.vocab_size),
-        )
+        size, channel = self.trace.vocab_size, self._layers.loss_channel
+        rules = make(channel, self._layers.first_logit(size), size)
+        if self._loss is None:
+            return results_of_logits(output, beside, rules)
+        return results_of_head(self._loss, output, beside, rules)
 
     def shards(self) -> Iterator[ShardedParameter]:
         """The parameters, each once, with their names in the model; of a stage, those it reads."""

@@ -5,7 +5,9 @@ B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,10 +19,21 @@ from isp.models.own_attention import check_dropout
 from isp.models.positions import at_positions, give_positions
 from isp.models.router_losses import RouterCoefficients
 
-__all__ = ["Host", "HuggingFace", "check_row", "host_of"]
+__all__ = ["Host", "HuggingFace", "LogitsOf", "check_row", "host_of"]
 
 _COUNTS = "create_position_ids_from_input_ids"
 _WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+class LogitsOf(Enum):
+    """What a model's logits are of."""
+
+    VOCABULARY = auto()
+    """The next token of each token."""
+    TOKEN_LABELS = auto()
+    """The labels of each token: a head for the classification of tokens."""
+    ROW_LABELS = auto()
+    """The labels of each row, by its last token: a head for the classification of sequences."""
 
 
 class Host:
@@ -39,6 +52,10 @@ class Host:
         with at_positions(positions):
             logits: Tensor = model(ids, positions)
         return logits
+
+    def logits_of(self, model: nn.Module) -> LogitsOf:
+        """What they are of, as `forward` gives them: of all tokens, whatever the model picks."""
+        return LogitsOf.VOCABULARY
 
     def first_position(self, model: nn.Module) -> int:
         """The number of the first token of a document, in the model's own count."""
@@ -72,6 +89,10 @@ class Host:
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole weights of a block under the names and in the pieces in which they are saved."""
         return weights
+
+
+class _Scored(Exception):
+    """The logits of all tokens are there."""
 
 
 class HuggingFace(Host):
@@ -109,9 +130,46 @@ class HuggingFace(Host):
         first = self.first_position(model)
         with at_positions(positions):
             own = positions + first if first else positions
-            output = model(input_ids=ids, position_ids=own, use_cache=False, **self._more(model))
-        logits: Tensor = output.logits
-        return logits
+            with self._ended_by_score(model) as logits:
+                output = model(
+                    input_ids=ids, position_ids=own, use_cache=False, **self._more(model)
+                )
+                logits.append(output.logits)
+        return logits[0]
+
+    def logits_of(self, model: nn.Module) -> LogitsOf:
+        whole: Any = model  # transformers goes by the names of classes, too
+        kinds = {"ForSequenceClassification": LogitsOf.ROW_LABELS}
+        kinds["ForTokenClassification"] = LogitsOf.TOKEN_LABELS
+        return kinds.get(whole.loss_type, LogitsOf.VOCABULARY)
+
+    @contextmanager
+    def _ended_by_score(self, model: nn.Module) -> Iterator[list[Tensor]]:
+        """A forward that ends with the logits of all tokens, where the model takes one of each row.
+
+        Raises ValueError for a model that classifies sequences in another way.
+        """
+        logits: list[Tensor] = []
+        if self.logits_of(model) is not LogitsOf.ROW_LABELS:
+            yield logits
+            return
+        whole: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+        if not hasattr(whole, "score"):
+            raise ValueError(
+                f"{type(whole).__name__} classifies sequences by more than a linear, `score`, at"
+                f" the last token: isp has no other such head"
+            )
+
+        def end(_: nn.Module, __: Any, found: Tensor) -> None:
+            logits.append(found)
+            raise _Scored
+
+        hook = whole.score.register_forward_hook(end)
+        try:
+            with suppress(_Scored):
+                yield logits
+        finally:
+            hook.remove()
 
     def _more(self, model: Any) -> dict[str, bool]:
         """The model's own losses of routers would be of a rank's tokens."""

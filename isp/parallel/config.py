@@ -209,12 +209,12 @@ class PipelineConfig:
         if self.schedule is PipelineSchedule.ZBV and self.num_chunks != 2:
             raise ValueError(f"{schedule} has two chunks on each rank, not {chunks}: use 2")
 
-    def check_micro_batches(self, micro_num: int) -> None:
-        """Raise ValueError if this schedule cannot be run over `data.micro_num` micro-batches."""
+    def check_micro_batches(self, micro_num: int, key: str = "data.micro_num") -> None:
+        """Raise ValueError if this schedule cannot be run over so many, which `key` says."""
         if micro_num < self.size:
             raise ValueError(
                 f"parallel.pipeline.size={self.size} needs as many micro-batches to be busy, and"
-                f" data.micro_num={micro_num}: use data.micro_num={self.size} or more, a multiple"
+                f" {key}={micro_num}: use {key}={self.size} or more, a multiple"
                 f" of it for the smallest bubble"
             )
         rounds = micro_num // self.size
@@ -222,7 +222,7 @@ class PipelineConfig:
         if self.size > 1 and self.schedule in loops and micro_num % rounds:
             raise ValueError(
                 f"parallel.pipeline.schedule={self.schedule} goes through its"
-                f" data.micro_num={micro_num} micro-batches in {rounds} equal rounds: use a"
+                f" {key}={micro_num} micro-batches in {rounds} equal rounds: use a"
                 f" multiple of parallel.pipeline.size={self.size}"
             )
 

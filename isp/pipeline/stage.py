@@ -52,7 +52,8 @@ class Pipeline:
     """One step of `work` on this rank's stages of a pipeline over `channel`.
 
     With `gradients` a step is forward and backward, without them it is forward alone. `deferred`
-    has the weight gradients that a schedule with a split backward computes on their own.
+    has the weight gradients that a schedule with a split backward computes on their own. `last`: no
+    backward pass of the same step comes behind these.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Pipeline:
         hook: SchedulerHook,
         gradients: MainGradients | None,
         deferred: DeferredWeightGradients | None,
+        last: bool = True,
     ) -> None:
+        self._last = last
         self._channel = channel
         self._order = order
         self._work = work
@@ -151,7 +154,7 @@ class Pipeline:
         if stage < self._order.num_stages - 1:
             dy = self._coming.pop(Hop(ActionKind.BACKWARD, micro_batch, stage + 1)).wait()
         self._backwards_left[chunk] -= 1
-        is_last = self._backwards_left[chunk] == 0
+        is_last = self._last and self._backwards_left[chunk] == 0
         if is_last:
             self._gradients.expect_last()
         self._hook.before_backward(chunk)

@@ -232,7 +232,11 @@ def _rehearsed(
                 if recomputed:
                     loss = output.sum()
                 else:
-                    chunks = 1 if headless else num_chunks(output, labels, model.loss_chunk_tokens)
+                    chunks = (
+                        1
+                        if headless
+                        else num_chunks(output, labels.numel(), model.loss_chunk_tokens)
+                    )
                     loss, rest = _loss(whole, output, labels, chunks, recorder)
             if not recomputed:  # [Note: Plain loss]
                 over_logits = Compute(Work.MEMORY, 4 * logits * max(4, output.itemsize))

@@ -1,161 +1,290 @@
-"""`CallersGraphs`: forwards whose per-token results go into a loss of the caller's own.
+"""`CallersGraphs`: forwards whose results of each token go into a loss of the caller's own.
 
-B batch, S sequence, N tokens whose scores this rank computes in a row
+B batch, S sequence, N tokens whose results this rank computes in a row, K numbers of each
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from isp.comm import Mesh
+from isp.autograd import Function, once_differentiable, writable
+from isp.comm import Channel, Mesh
 from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
-from isp.layers.loss import IGNORED
+from isp.models.chunk import TracedChunk
 from isp.parallel import Axis
 from isp.train.step import StepOutcome, TrainStep
-from isp.train.step_work import arrange, slice_sequence
+from isp.train.step_work import StepWork
 from isp.weights.trace import Action, ActionKind
 
-__all__ = ["CallersGraphs", "TokenScores", "padded"]
+__all__ = ["Asked", "CallersGraphs"]
 
 _CHUNK = 0
-_FORWARD, _BACKWARD = (Action(kind, 0) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+_BACKWARD = Action(ActionKind.BACKWARD, 0)
+_TAG, _METRICS = Tag(tensor="results"), Tag(tensor="metrics")
 
 
-class TokenScores(NamedTuple):
-    """What is known of each token's distribution, [B, S] each; 0 where there is no label."""
+class Asked(NamedTuple):
+    """What is asked of each token of a micro-batch."""
 
-    log_probs: Tensor
-    """Of the label, by the tokens before it."""
-    logsumexp: Tensor
-    entropy: Tensor | None = None
-    """In nats; None unless it is asked for."""
+    batch: MicroBatch
+    """Whole rows, in the caller's order, [B, S]."""
+    width: int
+    """K."""
+    find: Callable[[TracedChunk, Tensor, Tensor], Tensor]
+    """Of what the model's last chunk gave, and `beside` of the tokens: [B, N, K]."""
+    beside: Tensor
+    """Something of each token of the whole rows, [B, S, ..]."""
+    num_labels: Tensor
+    """The tokens that count as such with a label; []."""
+    ahead: int = 0
+    """How many places on in its row a result lies: 1 where it is of the next token."""
+
+
+LossFunction = Callable[[int, Tensor], Tensor]
+"""Of the number of a micro-batch, and its results [B, S, K]: a scalar."""
+
+
+class _Places(NamedTuple):
+    """Where the caller has the results of the tokens that lie arranged for the ranks."""
+
+    places: Tensor
+    """Of each arranged token, in all rows; B S where nobody gets it."""
+    rows: int
+    tensor: Channel
+
+    def whole(self, own: Tensor) -> Tensor:
+        """Results [B, N, K] of the ranks of a sequence as the caller has them, [B, S, K]."""
+        own, total = own.detach(), self.places.numel()
+        if own.shape[1] < self.places.shape[1]:
+            own = self.tensor.all_gather(own, 1, tag=_TAG).wait()
+        whole = own.new_zeros(total + 1, own.shape[2])
+        whole.index_copy_(0, self.places.flatten(), own.flatten(0, 1))
+        return whole[:-1].view(self.rows, -1, own.shape[2])
+
+    def own(self, gradient: Tensor, num: int) -> Tensor:
+        """Of the caller's [B, S, K] those of the N = `num` that this rank computed, [B, N, K]."""
+        places, total = self.places, self.places.numel()
+        if num < places.shape[1]:
+            places = places.chunk(self.tensor.size, 1)[self.tensor.rank]
+        found = gradient.flatten(0, 1)[places.clamp(max=total - 1)]
+        return found.masked_fill_((places == total).unsqueeze(-1), 0)
+
+
+class _Work(StepWork):
+    """Micro-batches whose results somebody else makes a loss of."""
+
+    def __init__(
+        self, step: TrainStep, asked: Sequence[Asked], loss_function: LossFunction | None = None
+    ) -> None:
+        """`loss_function`: what goes backward, where gradients are on, is what it gives."""
+        nothing = torch.zeros((), dtype=torch.float64, device=asked[0].batch.tokens.device)
+        super().__init__(step, [each.batch for each in asked], nothing)
+        self._asked, self._loss_function = asked, loss_function
+        self.losses = nothing.repeat(len(asked))
+        """On the last stage, if there is a function."""
+        self.found: list[tuple[Tensor, _Places]] = []
+        """On the last stage, if there is none: of each micro-batch, [B, N, K]."""
+
+    def loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        step, asked = self.step, self._asked[micro_batch]
+        beside = self.as_labels(micro_batch, asked.beside)
+        step.hook.before_criterion()
+        found = asked.find(step.chunks[-1], output, beside)  # [B, N, K]
+        step.hook.after_criterion()
+        (order,) = step.built.sequence.arranged([_places(asked)], asked.batch.cu_seqlens)
+        places = _Places(order, len(asked.batch.tokens), step.mesh[Axis.TENSOR])
+        if self._loss_function is None:
+            self.found.append((found, places))
+            return found
+        whole = places.whole(found).requires_grad_(torch.is_grad_enabled())
+        loss = _scalar(self._loss_function(micro_batch, whole), "the loss function gave")
+        self.losses[micro_batch] = loss.detach()
+        if not torch.is_grad_enabled():
+            return loss
+        if loss.requires_grad:
+            loss.backward()
+        gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        own = places.own(gradient, found.shape[1])
+        # Not the loss, but with its gradient: the caller's graph, which it has passed, is gone.
+        return step.optimizer.scale_loss((found * own).sum(dtype=torch.float64))
+
+
+def _places(asked: Asked) -> Tensor:
+    tokens, total = asked.batch.tokens, asked.batch.tokens.numel()
+    places = torch.arange(total, device=tokens.device).view(tokens.shape) + asked.ahead
+    places[:, tokens.shape[1] - asked.ahead :] = total
+    return places
 
 
 class _Graph(NamedTuple):
-    """A forward that waits for the gradients of its scores."""
+    """A forward that waits for the gradients of its results."""
 
-    own: Tensor
-    """Those that this rank computed, [K, B, N], with their graph."""
-    given: Tensor
-    """All scores as the caller has them, [K, B S], a leaf."""
-    places: Tensor
-    """Of each of `own` in `given`, [B, N]; B S for those that nobody gets."""
+    number: int
+    weights: int
+    """The number of the weights that it was computed with."""
+    end: GradientEdge
+    """Of the results that this rank computed."""
+    num: int
+    """N of these."""
+    places: _Places
     num_labels: Tensor
 
 
-class CallersGraphs:
-    """The forwards that are alive, and the step that their backward passes belong to.
+class _Handed(Function):
+    """forward   results [B, S, K] as the caller has them, in a graph because of `door`
+    backward  their gradient to `arrived`
 
-    The caller's graph begins at a leaf, all scores of the row; the model's ends at those that this
-    rank computed. So the caller's code is the same on all ranks of a sequence, and backward takes
-    of its gradients those of the rank's own tokens: equal scalars count once.
+    So the forward is kept by what the caller makes of its results, and no longer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, door: Tensor, whole: Tensor, graph: _Graph, arrived: Callable[..., None]
+    ) -> Tensor:
+        ctx.graph, ctx.arrived = graph, arrived
+        return writable(whole.view_as(whole))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.arrived(ctx.graph, gradient)
+        return None, None, None, None
+
+
+class CallersGraphs:
+    """The forwards of results, and the step that their backward passes belong to.
+
+    The caller's graph begins at all results of the rows; the model's ends at those that this rank
+    computed. So the caller's code is the same on all ranks of a sequence, and backward takes of its
+    gradients those of the rank's own tokens: equal scalars count once.
     """
 
     def __init__(self, step: TrainStep, mesh: Mesh) -> None:
         self._step, self._mesh = step, mesh
-        self._alive: list[_Graph] = []
-        self._begun = False
-        """Whether there was a backward since the last step."""
-        self._goes_backward = False
-        self._loss = self._num_labels = torch.zeros(())
+        self._forwards = self._weights = 0
+        """Forwards so far, and how often graphs were dropped since weights changed."""
+        self._arrived: list[tuple[_Graph, Tensor]] | None = None
+        """What `backward` has come to; None: it does not run."""
+        self._went: set[int] = set()
+        """The numbers of graphs that went backward since the last step."""
+        self._begun = self._ended = False
+        """Whether there was a backward since the last step, and whether that was the last."""
+        self._loss = self._count = torch.zeros((), dtype=torch.float64)
 
-    def scores(self, batch: MicroBatch, rows: int, *, temperature: float, entropy: bool) -> Tensor:
-        """The scores of a batch of `rows` whole rows, in their order: [K, B, S].
+    def results(self, asked: Asked) -> Tensor:
+        """What is asked of a batch, in the caller's order: [B, S, K]."""
+        step, work = self._step, _Work(self._step, [asked])
+        self._run(work, training=False)
+        if not step.is_last_stage:
+            wide = torch.promote_types(step.built.parameters[0].parameter.dtype, torch.float32)
+            shape = *asked.batch.tokens.shape, asked.width
+            whole = torch.zeros(shape, dtype=wide, device=asked.batch.tokens.device)
+        else:
+            ((found, places),) = work.found
+            whole = places.whole(found)
+        stages = self._mesh[Axis.PIPELINE]
+        if stages.size > 1:
+            return stages.all_reduce(whole, tag=_TAG).wait()
+        self._forwards += 1
+        if not found.requires_grad:
+            return whole
+        given = self._forwards, self._weights, get_gradient_edge(found), found.shape[1]
+        graph = _Graph(*given, places, asked.num_labels)
+        handed: Tensor = _Handed.apply(
+            whole.new_empty(0).requires_grad_(), whole, graph, self._arrive
+        )
+        return handed
 
-        Those of place t are of the label that the token at t - 1 predicts. K is 3 with `entropy`.
-        """
-        step, (chunk,) = self._step, self._step.chunks
-        trains = torch.is_grad_enabled()
-        if trains and chunk.routers is not None:
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """As `ParallelRun.backward`."""
+        _scalar(loss, "run.backward takes a scalar, got")
+        self._check_open()
+        arrived: list[tuple[_Graph, Tensor]] = []
+        self._arrived = arrived
+        try:
+            if loss.requires_grad:
+                loss.backward()
+        finally:
+            self._arrived = None
+        if not arrived:
+            raise RuntimeError(
+                "the loss is made of no result of the run that waits for a backward, such as"
+                " run.log_probs gives with gradients"
+            )
+        # On all ranks in one order, which is not that of autograd.
+        graphs = sorted(arrived, key=lambda item: item[0].number)
+        with self._all_or_none():
+            self._begin()
+            while graphs:
+                if last and len(graphs) == 1:
+                    self._step.gradients.expect_last()
+                self._go_backward(*graphs.pop())
+        self._loss, self._ended = self._loss + loss.detach().double(), last
+
+    def forward_backward(
+        self, asked: Sequence[Asked], loss_function: LossFunction, *, last: bool
+    ) -> Tensor:
+        """As `ParallelRun.forward_backward`; the losses [micro-batches], float64."""
+        self._check_open()
+        work, training = _Work(self._step, asked, loss_function), torch.is_grad_enabled()
+        with self._all_or_none() if training else nullcontext():
+            if training:
+                self._begin()
+            if training and last:
+                self._step.expect_both()
+            self._run(work, training=training, last=last)
+        losses = self._mesh[Axis.PIPELINE].all_reduce(work.losses, tag=_TAG).wait()
+        if training:
+            self._loss, self._ended = self._loss + losses.sum(), last
+            self._count = self._count + torch.stack([each.num_labels for each in asked]).sum()
+        return losses
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Of what fails here an unknown part of the gradients is there: all are dropped."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+
+    def _run(self, work: _Work, *, training: bool, last: bool = False) -> None:
+        step = self._step
+        if torch.is_grad_enabled() and any(chunk.routers for chunk in step.chunks):
             raise ValueError(
                 "losses of routers belong to run.loss: set model.router_aux_loss_coef and"
                 " model.router_z_loss_coef to 0 for losses of your own"
             )
-        if not self._begun and not self._alive:
-            step.begin()
-        own = arranged = arrange(batch, step.built.sequence)
-        if step.mesh.topology.mode.facts.slices_batch:
-            own = slice_sequence(arranged, self._mesh[Axis.TENSOR])
-        step.hook.before_step((_FORWARD,))
-        step.hook.before_forward(_CHUNK)
-        output = chunk(own.tokens, own.positions, own.cu_seqlens)
-        labels = (arranged if chunk.splits_logits else own).labels
-        step.hook.before_criterion()
-        found = chunk.scores(output, labels, temperature=temperature, entropy=entropy)  # [K, B, N]
-        step.hook.after_criterion()
+        actions = step.built.order.actions(
+            self._mesh[Axis.PIPELINE].rank, len(work.tokens), training=training
+        )
+        step.hook.before_step(actions)
+        step.run(work, training=training, last=last)
         step.hook.after_step()
-        places = self._places(batch, rows)
-        every = found.detach()
-        if labels.shape[1] < arranged.labels.shape[1]:
-            tensor = self._mesh[Axis.TENSOR]
-            every = tensor.all_gather(every, 2, tag=Tag(tensor="scores")).wait()
-            own_places = places.chunk(tensor.size, 1)[tensor.rank]
-        else:
-            own_places = places
-        leaf = every.new_zeros(len(every), places.numel() + 1)
-        leaf = leaf.index_copy_(1, places.flatten(), every.flatten(1))[:, :-1].contiguous()
-        if trains and found.requires_grad:
-            leaf.requires_grad_()
-            leaf.register_hook(self._check_backward)
-            num_labels = (batch.labels != IGNORED).sum().double()
-            self._alive.append(_Graph(found, leaf, own_places, num_labels))
-        return leaf.view(len(leaf), rows, -1)
 
-    def _places(self, batch: MicroBatch, rows: int) -> Tensor:
-        """Where the caller has the score of each arranged token: one place on, in its row."""
-        total = batch.tokens.numel()
-        length = total // rows
-        places = torch.arange(1, total + 1, device=batch.tokens.device).view(rows, length)
-        places[:, -1] = total  # the last token of a row predicts nothing
-        places = places.view(batch.tokens.shape)
-        (arranged,) = self._step.built.sequence.arranged([places], batch.cu_seqlens)
-        return arranged
+    def _begin(self) -> None:
+        if not self._begun:
+            self._step.begin()
+            self._begun, self._went = True, set()
+            self._loss = self._count = torch.zeros_like(self._loss, device=self._step.device)
 
-    def backward(self, loss: Tensor) -> None:
-        """As `ParallelRun.backward`."""
-        if self._begun and self._step.gradients.reduced:
-            raise RuntimeError(
-                "run.backward behind run.grad_norm(), which has summed the gradients over the"
-                " ranks: call run.step() first, or run.zero_grad() to drop them"
-            )
-        if loss.dim():
-            raise ValueError(f"run.backward takes a scalar, got a loss of shape {[*loss.shape]}")
-        self._goes_backward = True
-        try:
-            if loss.requires_grad:
-                loss.backward()
-            reached = [graph for graph in self._alive if graph.given.grad is not None]
-            if not reached:
-                raise RuntimeError(
-                    "the loss is made of no result of run.log_probs that waits for a backward: each"
-                    " goes backward once, in one call of run.backward, and was computed with"
-                    " gradients"
-                )
-            if not self._begun:
-                zero = torch.zeros((), dtype=torch.float64, device=loss.device)
-                self._begun, self._loss, self._num_labels = True, zero, zero
-            for graph in reversed(reached):
-                self._go_backward(graph)
-        finally:
-            self._goes_backward = False
-            self._alive = [graph for graph in self._alive if graph.given.grad is None]
-        self._loss = self._loss + loss.detach().double()
-
-    def _go_backward(self, graph: _Graph) -> None:
-        step, gradient = self._step, graph.given.grad
-        assert gradient is not None
-        gradient = F.pad(gradient, (0, 1))[:, graph.places]  # [K, B, N]
+    def _go_backward(self, graph: _Graph, gradient: Tensor) -> None:
+        step = self._step
+        own = graph.places.own(gradient, graph.num)
         step.hook.before_step((_BACKWARD,))
         step.hook.before_backward(_CHUNK)
-        graph.own.backward(step.optimizer.scale_loss(gradient))
+        torch.autograd.backward(graph.end, step.optimizer.scale_loss(own))
         step.hook.after_backward(_CHUNK)
         step.hook.after_step()
-        self._num_labels = self._num_labels + graph.num_labels
+        self._went.add(graph.number)
+        self._count = self._count + graph.num_labels
 
     def grad_norm(self) -> float:
         """As `ParallelRun.grad_norm`."""
@@ -168,15 +297,15 @@ class CallersGraphs:
         """As `ParallelRun.step` without a loss."""
         if not self._begun:
             raise RuntimeError("step() without a loss comes behind run.backward(loss)")
-        self._alive = []
-        totals = torch.stack((self._loss, self._num_labels))
-        tag, data = Tag(tensor="metrics"), self._mesh[Axis.DATA]
-        self._begun = False
-        return self._step.update(lambda: data.all_reduce(totals, tag=tag).wait(), lr)
+        totals = torch.stack((self._loss, self._count))
+        data = self._mesh[Axis.DATA]
+        self.drop()
+        return self._step.update(lambda: data.all_reduce(totals, tag=_METRICS).wait(), lr)
 
     def drop(self) -> None:
         """Forget all graphs and gradients; the next step begins with none."""
-        self._alive, self._begun = [], False
+        self._begun = self._ended = False
+        self._weights += 1
 
     def refuse(self, name: str) -> None:
         """Raise RuntimeError where there are gradients of `backward`, which `name` would drop."""
@@ -185,43 +314,32 @@ class CallersGraphs:
                 f"run.{name} comes between run.backward and the step: call run.step(), or"
                 f" run.zero_grad() to drop the gradients"
             )
-        self._alive = []
 
-    def _check_backward(self, _: Tensor) -> None:
-        if not self._goes_backward:
+    def _check_open(self) -> None:
+        if self._begun and self._step.gradients.reduced:
             raise RuntimeError(
-                "a loss made of run.log_probs went backward by itself: call run.backward(loss)"
+                "run.backward behind run.grad_norm(), which has summed the gradients over the"
+                " ranks: call run.step() first, or run.zero_grad() to drop them"
             )
+        if self._ended:
+            raise RuntimeError("there was a backward with last=True: run.step() comes next")
 
-
-def padded(
-    multiple: int,
-    input_ids: Tensor,
-    labels: Tensor | None,
-    position_ids: Tensor | None,
-    attention_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that are a `multiple` of tokens long, in which each token of padding stands alone.
-
-    Raises ValueError for shapes that do not fit.
-    """
-    given = {"labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
-    for name, tensor in given.items():
-        if tensor is not None and tensor.shape != input_ids.shape:
-            raise ValueError(
-                f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
-                f" {list(tensor.shape)}"
+    def _arrive(self, graph: _Graph, gradient: Tensor) -> None:
+        if self._arrived is None:
+            raise RuntimeError(
+                "a loss made of results of the run went backward by itself: call run.backward(loss)"
             )
-    seen = torch.ones_like(input_ids, dtype=torch.bool)
-    if attention_mask is not None:
-        seen = attention_mask.to(input_ids.device).bool()
-    if position_ids is None:
-        position_ids = seen.long().cumsum(1) - 1
-    position_ids = position_ids.to(input_ids.device).masked_fill(~seen, 0)
-    labels = (input_ids if labels is None else labels).masked_fill(~seen, IGNORED)
-    more = (0, -input_ids.shape[1] % multiple)
-    return (
-        F.pad(input_ids, more),
-        F.pad(labels, more, value=IGNORED),
-        F.pad(position_ids, more).cpu(),
-    )
+        if graph.weights != self._weights or graph.number in self._went:
+            raise RuntimeError(
+                "results of the run go backward once, in one call of run.backward, and before the"
+                " step that follows them: compute them again"
+            )
+        self._arrived.append((graph, gradient))
+
+
+def _scalar(loss: Tensor, what: str) -> Tensor:
+    """The loss.  Raises ValueError if it is no scalar."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"a loss of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"{loss!r}"
+        raise ValueError(f"{what} {found}: give one scalar, a tensor of no dimension")
+    return loss

@@ -15,6 +15,7 @@ from torch import Tensor
 from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
+from isp.layers.token_scores import TokenScoreRules
 from isp.parallel import Axis
 from isp.settings import DPOConfig
 
@@ -132,7 +133,7 @@ class PreferenceLoss(TokenLoss):
 def _log_probs(work: StepWork, index: int, output: Tensor, documents: Documents) -> Tensor:
     """Of the labels of each document, summed, the same on all ranks of a sequence; [d]."""
     step, labels = work.step, work.labels(index)
-    scores = step.chunks[-1].scores(output, labels, temperature=1.0, entropy=False)[0]
+    scores = step.chunks[-1].results(output, labels, TokenScoreRules.made)[..., 0]
     numbers = work.as_labels(index, documents.numbers).flatten()
     summed = scores.new_zeros(len(documents.num_labels))
     own = summed.index_add(0, numbers, scores.flatten())

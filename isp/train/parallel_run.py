@@ -17,18 +17,18 @@ from torch.utils.hooks import RemovableHandle
 
 from isp.checkpoint.plain import Plain
 from isp.comm import Mesh
-from isp.comm.tag import Tag
 from isp.config import JobConfig
-from isp.data.batch import MicroBatch, document_bounds
-from isp.layers.loss import IGNORED
 from isp.models.model import TracedModel
 from isp.optim.torch_optimizer import MakeOptimizer
 from isp.parallel import Axis
-from isp.train.callers_graphs import CallersGraphs, TokenScores, padded
+from isp.train.asked import Asking
+from isp.train.callers_graphs import CallersGraphs
 from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
 from isp.train.off_device import OffDevice
+from isp.train.own_losses import OwnLosses
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.peft_adapters import turned_off
+from isp.train.rows import RowReader
 from isp.train.step import StepOutcome, make_train_step
 from isp.train.step_work import StepWork
 from isp.train.whole_weights import WholeWeights
@@ -36,7 +36,7 @@ from isp.train.whole_weights import WholeWeights
 __all__ = ["ParallelRun"]
 
 
-class ParallelRun:
+class ParallelRun(OwnLosses):
     """A model under way: its loss, its steps, its weights.
 
         run = isp.parallelize(model, "config.yaml")
@@ -79,6 +79,8 @@ class ParallelRun:
         self._done = LoopProgress()
         self._off_device = OffDevice(self.train_step, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
+        self._rows = RowReader(mesh[Axis.TENSOR].size, traced.vocab_size, device)
+        self._asking = Asking(traced, self._rows)
         self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
         """The loss to go backward from, what it was found of, and what keeps others from it."""
 
@@ -121,11 +123,12 @@ class ParallelRun:
         replaced or converted; so does its backward outside of `step`.
         """
         self._graphs.refuse("loss")
+        self._asking.check_predicts("loss")
         self._pending = None  # what the last call began is dropped
-        batch = self._batch(input_ids, labels, position_ids)
+        self._check_stages("loss")
+        batch = self._rows.read(input_ids, labels, position_ids)
         self._check(trains=torch.is_grad_enabled())
-        if torch.is_grad_enabled() and not self.train_step.built.trained:
-            raise RuntimeError("all weights are frozen: call run.loss under torch.no_grad()")
+        self._check_trained("loss")
         if not torch.is_grad_enabled():
             found = self.train_step.evaluate([[batch]])
             return torch.tensor(math.nan if found is None else found, dtype=torch.float64)
@@ -135,71 +138,6 @@ class ParallelRun:
         loss = loss + (step.over_ranks(work.total) - loss.detach())
         self._pending = loss, work, loss.register_hook(_refuse_backward)
         return loss
-
-    def log_probs(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> TokenScores:
-        """The log-probability of each label, the log-sum-exp and `entropy` if asked, each [B, S].
-
-        Of place t of a row that is log p(labels[t]) by the tokens before it, of logits divided by
-        `temperature`; 0, without a gradient, at the first token of a document and where a label is
-        -100. The same on all ranks of a sequence, in the caller's order, float32 at least; logits
-        never exist as a whole. `input_ids`, `labels` and `position_ids` are as in `loss`; None: the
-        tokens. Rows may be of any length; what `attention_mask` [B, S] leaves out, on whichever
-        side, is neither seen nor scored. Compute any scalar of it and give that to `backward`;
-        several may be alive until then. Under `torch.no_grad()` nothing is kept. Raises ValueError
-        for shapes that do not fit, and with pipeline stages.
-        """
-        if self.mesh[Axis.PIPELINE].size > 1:
-            raise ValueError(
-                f"log_probs with parallel.pipeline.size={self.mesh[Axis.PIPELINE].size}: only the"
-                f" last stage has logits. Use tensor and weight ranks instead, or run.loss"
-            )
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature} must be above 0")
-        self._pending = None
-        length = input_ids.shape[-1]
-        if attention_mask is not None or length % self.mesh[Axis.TENSOR].size:
-            input_ids, labels, position_ids = padded(
-                self.mesh[Axis.TENSOR].size, input_ids, labels, position_ids, attention_mask
-            )
-        batch = self._batch(input_ids, labels, position_ids, skip_first=True)
-        self._check(trains=torch.is_grad_enabled())
-        scores = self._graphs.scores(
-            batch, len(input_ids), temperature=temperature, entropy=entropy
-        )
-        return TokenScores(*scores[:, :, :length])
-
-    def backward(self, loss: Tensor) -> None:
-        """The backward pass of a scalar that the caller made of `log_probs`.
-
-        Any number of times before a `step`: gradients add up, those of data ranks, too; the ranks
-        of a sequence compute the same scalar, which counts once. Nothing is divided by anything:
-        see `count`. Raises RuntimeError where no graph of `log_probs` is alive.
-        """
-        self._check(trains=True)
-        self._graphs.backward(loss)
-
-    def count(self, mask: Tensor) -> Tensor:
-        """The sum of `mask`, the same on the ranks of a sequence, over data ranks; [], float64."""
-        total = mask.to(self.device).sum().double()
-        return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
-
-    def grad_norm(self) -> float:
-        """The global norm of the gradients of `backward`, as `step` will report it.
-
-        The last call before a `step` or `zero_grad`: gradients are summed over the ranks by it.
-        Raises RuntimeError where there was no `backward`; `step(loss)` reports it itself.
-        """
-        self._check(trains=True)
-        return self._graphs.grad_norm()
 
     def train(self, mode: bool = True) -> Self:
         """Modules in the mode of training (dropout is on) or not, as `nn.Module.train`."""
@@ -245,12 +183,13 @@ class ParallelRun:
 
     def _leave(self) -> None:
         self._graphs.refuse("to")
+        self._graphs.drop()
         self._pending = None
         self._guard.check(trains=False)
         self._off_device.leave()
 
     def zero_grad(self) -> None:
-        """Drop the graphs of `log_probs`, and the gradients since the last step."""
+        """Drop what waits for a backward, and the gradients since the last step."""
         self._graphs.drop()
 
     def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
@@ -273,12 +212,13 @@ class ParallelRun:
             if self._pending is None or self._pending[0] is not loss:
                 raise RuntimeError(
                     "step takes the loss that the last call of loss gave, as it is, once; what was"
-                    " made of log_probs goes to backward, and step() is called without it"
+                    " made of other results goes to backward, and step() is called without it"
                 )
             (_, work, refusal), self._pending = self._pending, None
             refusal.remove()
             self.train_step.backward(loss, last=True)
             outcome = self.train_step.finish(work, lr)
+            self._graphs.drop()
         steps, tokens = self._done
         self._done = LoopProgress(steps + 1, tokens + outcome.valid_tokens)
         if not self._has_stepped:
@@ -358,56 +298,6 @@ class ParallelRun:
                 " torch.no_grad(), and train behind it"
             )
         self._guard.check(trains=trains)
-
-    def _batch(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None,
-        position_ids: Tensor | None,
-        *,
-        skip_first: bool = False,
-    ) -> MicroBatch:
-        """`skip_first`: labels of documents' first tokens are ignored."""
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
-        rows, length = input_ids.shape
-        if not input_ids.numel():
-            raise ValueError(f"input_ids of shape {list(input_ids.shape)} have no tokens")
-        ranks = self.mesh[Axis.TENSOR].size
-        if length % ranks:
-            raise ValueError(
-                f"rows of {length} tokens do not divide by parallel.tensor.size={ranks}: pad them"
-                f" to {-(-length // ranks) * ranks}, with labels of {IGNORED}"
-            )
-        if position_ids is None:
-            position_ids = torch.arange(length).expand(rows, length)
-        for name, given in (("labels", labels), ("position_ids", position_ids)):
-            if given is not None and given.shape != input_ids.shape:
-                raise ValueError(
-                    f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
-                    f" {list(given.shape)}"
-                )
-        begins = torch.ones_like(position_ids, dtype=torch.bool)
-        begins[:, 1:] = position_ids.diff(dim=1) != 1
-        if labels is None:
-            labels, skip_first = input_ids, True
-        if skip_first:
-            labels = labels.masked_fill(begins.to(labels.device), IGNORED)
-        self._check_labels(labels)
-        targets = torch.full_like(labels, IGNORED)
-        targets[:, :-1] = labels[:, 1:]
-        cu_seqlens = document_bounds(begins.flatten().cpu())
-        return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
-
-    def _check_labels(self, labels: Tensor) -> None:
-        """Raise ValueError for one that is no token: its loss would be of nothing."""
-        size = self._traced.trace.vocab_size
-        foreign = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]
-        if foreign.numel():
-            raise ValueError(
-                f"labels has {foreign[0].item()}: give tokens below {size}, or {IGNORED} where"
-                f" there is nothing to predict"
-            )
 
 
 def _refuse_backward(_: Tensor) -> None:

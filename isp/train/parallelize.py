@@ -39,7 +39,8 @@ def parallelize(
 ) -> ParallelRun:
     """Spread `model` over the ranks, in place; its modules and the names of parameters stay.
 
-    A causal language model of transformers (adapters of PEFT put on or not), or a module of
+    A causal language model of transformers (adapters of PEFT put on or not), one that classifies
+    tokens, or sequences by their last token, or a module of
     `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
     `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
     `optimizer`, `comm`, and of `model` how to compute (`checkpoint`, `checkpoint_offload`,
@@ -66,7 +67,8 @@ def parallelize(
     config.model.check_beside(given)
     _check_parameters(model)
     whole = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
-    config = replace(config, data=replace(config.data, micro_num=1))  # of each call of `loss`
+    least = config.parallel.pipeline.size  # of each call of `loss`, or of `forward_backward`
+    config = replace(config, data=replace(config.data, micro_num=least))
     traced = TracedModel(
         model,
         recomputation=config.model.recomputation,

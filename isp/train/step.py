@@ -156,6 +156,15 @@ class TrainStep:
         """Whether the last step ended with an exception."""
         self._gather_ahead()
 
+    @property
+    def device(self) -> torch.device:
+        return self.built.parameters[0].parameter.device
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the stage that gives logits."""
+        return self.built.order.num_stages - 1 in self.built.stages
+
     def init_weights(self, seed: int) -> None:
         """Give the model the initial weights of `seed`; then call `weights_changed`."""
         for chunk in self.chunks:
@@ -183,7 +192,7 @@ class TrainStep:
         gradient behind, if all ranks left it at the same place.
         """
         work = self.start(batches)
-        self._run(work, training=True)
+        self.run(work, training=True)
         return self.finish(work, lr)
 
     def start(self, batches: Sequence[MicroBatch]) -> StepWork:
@@ -192,9 +201,13 @@ class TrainStep:
         if self._weights_may_change:
             self.hook.before_step(self._actions)
         valid = self._count(batches)
-        for parameter in self._shared:
-            self.gradients.promise(parameter)  # final after the last backward of both its chunks
+        self.expect_both()
         return StepWork(self, batches, valid)
+
+    def expect_both(self) -> None:
+        """The gradients of weights that two chunks of a rank use are final after both's last."""
+        for parameter in self._shared:
+            self.gradients.promise(parameter)
 
     def begin(self) -> None:
         """Begin a step whose passes the caller runs; what another began is dropped."""
@@ -241,6 +254,27 @@ class TrainStep:
         self.gradients.reduce()
         self._add_tied()
 
+    def run(self, work: StepWork, *, training: bool, last: bool = True) -> None:
+        """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline.
+
+        `last`: no backward pass of the step comes behind these.
+        """
+        if self._stages.size > 1:
+            Pipeline(
+                self._stages,
+                self.built.order,
+                work,
+                hook=self.hook,
+                gradients=self.gradients if training else None,
+                deferred=self._deferred if training else None,
+                last=last,
+            ).run()
+            return
+        for index in range(len(work.tokens)):
+            loss = self.forward(work, index)
+            if training:
+                self.backward(loss, last=last and index == len(work.tokens) - 1)
+
     @torch.no_grad()
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float | None:
         """The mean loss of all valid tokens of `steps` over all data ranks; changes nothing.
@@ -251,14 +285,13 @@ class TrainStep:
         if self._unfinished or self.gradients.owed:
             self._clear_up()
         self._unfinished = True
-        device = self.built.parameters[0].parameter.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batches in steps:
             actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
             self.hook.before_step(actions)
             count = self._count(batches)
             work = StepWork(self, batches, torch.ones_like(count))
-            self._run(work, training=False)
+            self.run(work, training=False)
             sums += torch.stack((self.over_ranks(work.total), count))
         self._gather_ahead()
         self._unfinished = False
@@ -270,23 +303,6 @@ class TrainStep:
         self.objective.begin(batches)
         counts = torch.stack([self.objective.count(batch) for batch in batches])
         return self._sum(Axis.DATA, counts.sum().double())
-
-    def _run(self, work: StepWork, *, training: bool) -> None:
-        """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline."""
-        if self._stages.size > 1:
-            Pipeline(
-                self._stages,
-                self.built.order,
-                work,
-                hook=self.hook,
-                gradients=self.gradients if training else None,
-                deferred=self._deferred if training else None,
-            ).run()
-            return
-        for index in range(len(work.tokens)):
-            loss = self.forward(work, index)
-            if training:
-                self.backward(loss, last=index == len(work.tokens) - 1)
 
     def forward(self, work: StepWork, index: int) -> Tensor:
         """The loss of a micro-batch, to be given to `backward`; keeps no logits."""

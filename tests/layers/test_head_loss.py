@@ -178,7 +178,7 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
             return func(*args, **(kwargs or {}))
 
     head, of_head = solo_head(chunk)
-    chunks = num_chunks(wanted.x, wanted.labels, chunk)
+    chunks = num_chunks(wanted.x, wanted.labels.numel(), chunk)
     assert chunks == (6 if chunk else 1)
     assert of_head.total(wanted.x[:0], wanted.labels[:0]) == 0  # no row
     for of_x, of_w, training, number in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +65,17 @@ OF_ITS_OWN = {
 }  # fmt: skip
 
 
-def tiny(name: str, *, seed: int = 0, **sizes: Any) -> Any:
-    """A model of this architecture in float64, its vectors no longer all ones or zeros."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def tiny(name: str, *, seed: int = 0, kind: str = "CausalLM", **sizes: Any) -> Any:
+    """A model of this architecture in float64, its vectors no longer all ones or zeros.
+
+    `kind`: what transformers has its class for.
+    """
+    import transformers
 
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(name, **{**SIZES, **OF_ITS_OWN.get(name, {}), **sizes})
-    model = AutoModelForCausalLM.from_config(config)
+    sizes = {**SIZES, **OF_ITS_OWN.get(name, {}), **sizes}
+    config = transformers.AutoConfig.for_model(name, **sizes)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
     for parameter in model.parameters():
         with torch.no_grad():
             if parameter.dim() < 2:
@@ -172,7 +176,12 @@ def documents_of(rows: Rows, row: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], length], strict=True)]
 
 
-def trained_plainly(model: nn.Module, data: list[Rows], **keys: Any) -> Trained:
+def trained_plainly(
+    model: nn.Module,
+    data: Sequence[Any],
+    loss_of: Callable[[nn.Module, Any], Tensor] = plain_loss,
+    **keys: Any,
+) -> Trained:
     """The unmodified model in the plainest loop, by torch's AdamW."""
     model = copy.deepcopy(model)
     settings = job(**keys).optimizer
@@ -188,7 +197,7 @@ def trained_plainly(model: nn.Module, data: list[Rows], **keys: Any) -> Trained:
     )
     losses, norms = [], []
     for rows in data:
-        loss = plain_loss(model, rows)
+        loss = loss_of(model, rows)
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(own, 1.0).item())

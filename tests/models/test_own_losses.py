@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import isp
 from isp.layers.loss import IGNORED
 from isp.parallel import Mode
-from isp.train.callers_graphs import TokenScores
+from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     Rows,
@@ -26,6 +26,7 @@ from tests.models.models import (
     logits_of,
     packed_rows,
     tiny,
+    trained_plainly,
     whole_weights,
     worst,
 )
@@ -104,30 +105,15 @@ def _plain(model: nn.Module, rows: Rows) -> TokenScores:
 
 
 def _trained_plainly(model: nn.Module, loss_of: Loss) -> Trained:
-    model = copy.deepcopy(model)
-    own = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in own if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    settings = job().optimizer
-    optimizer = torch.optim.AdamW(
-        groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps
-    )
-    losses, norms = [], []
     with torch.no_grad():
         before = [_plain(model, rows).log_probs for rows in BATCHES]
-    for _ in range(2):
-        total = 0.0
-        for rows, weights, old in zip(BATCHES, WEIGHTS, before, strict=True):
-            loss = loss_of(lambda rows: _plain(model, rows), rows, weights, old)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        norms.append(torch.nn.utils.clip_grad_norm_(own, 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
+
+    def total(model: nn.Module, _: int) -> Tensor:
+        given = zip(BATCHES, WEIGHTS, before, strict=True)
+        losses = [loss_of(lambda rows: _plain(model, rows), *each) for each in given]
+        return torch.stack(losses).sum()
+
+    return trained_plainly(model, range(2), total)
 
 
 def _part(run: ParallelRun, rows: Rows) -> Rows:
@@ -262,19 +248,21 @@ def test_a_frozen_reference_beside_the_model() -> None:
     run_each(4, _beside_a_reference, {"llama": "llama"})
 
 
-def _example(rank: int, config: str) -> list[float]:
+def _examples(rank: int, config: str) -> tuple[list[float], list[float]]:
     sys.path.insert(0, str(ROOT / "tools" / "examples"))
+    import distill
     import dpo
 
-    losses: list[float] = dpo.main(config, 25)
-    return losses
+    return dpo.main(config, 25), distill.main(config, 15)
 
 
-def test_the_example_of_preferences_learns() -> None:
+def test_the_examples_learn() -> None:
     """Catches an example that does not run, or whose loss does not fall."""
-    (*_, losses) = run_programs(4, _example, str(ROOT / "configs" / "quickstart.yaml"))
-    assert abs(losses[0] - math.log(2)) < 1e-5
-    assert sum(losses[-5:]) / 5 < 0.66
+    (*_, found) = run_programs(4, _examples, str(ROOT / "configs" / "quickstart.yaml"))
+    preferences, distances = found
+    assert abs(preferences[0] - math.log(2)) < 1e-5
+    assert sum(preferences[-5:]) / 5 < 0.66
+    assert distances[-1] < distances[0] / 2
 
 
 def test_padding_is_neither_seen_nor_scored() -> None:

@@ -49,7 +49,11 @@ def _moved(rank: int, layout: Layout, task: Task) -> tuple[list[Any], Counter[st
     run.close()
     labels = Counter(t.label for t in mesh.log.take() if ".weight" in t.label)
     batch = task.batch(1, rank)
-    return numbers, labels, num_chunks(batch.tokens, batch.labels, task.model.loss_chunk_tokens)
+    return (
+        numbers,
+        labels,
+        num_chunks(batch.tokens, batch.labels.numel(), task.model.loss_chunk_tokens),
+    )
 
 
 def test_ranks_with_different_numbers_of_chunks_move_the_same() -> None:

@@ -1,0 +1,114 @@
+"""Rows of tokens as a caller has them, brought into the form that the runtime computes with.
+
+B batch, S sequence
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.data.batch import MicroBatch, document_bounds
+from isp.layers.loss import IGNORED
+
+__all__ = ["RowReader"]
+
+
+class RowReader(NamedTuple):
+    """Reads rows [B, S] for a model of `vocab_size` labels, whose `ranks` share a sequence."""
+
+    ranks: int
+    vocab_size: int
+    device: torch.device
+
+    def read(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        skip_first: bool = False,
+    ) -> MicroBatch:
+        """Whole rows; `skip_first`: labels of documents' first tokens are ignored.
+
+        Raises ValueError for shapes and labels that do not fit.
+        """
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [batch, sequence], got {list(input_ids.shape)}")
+        rows, length = input_ids.shape
+        if not input_ids.numel():
+            raise ValueError(f"input_ids of shape {list(input_ids.shape)} have no tokens")
+        if length % self.ranks:
+            raise ValueError(
+                f"rows of {length} tokens do not divide by parallel.tensor.size={self.ranks}: pad"
+                f" them to {-(-length // self.ranks) * self.ranks}, with labels of {IGNORED}"
+            )
+        if position_ids is None:
+            position_ids = torch.arange(length).expand(rows, length)
+        _check_shapes(input_ids, labels=labels, position_ids=position_ids)
+        begins = torch.ones_like(position_ids, dtype=torch.bool)
+        begins[:, 1:] = position_ids.diff(dim=1) != 1
+        if labels is None:
+            labels, skip_first = input_ids, True
+        if skip_first:
+            labels = labels.masked_fill(begins.to(labels.device), IGNORED)
+        self._check_labels(labels)
+        targets = torch.full_like(labels, IGNORED)
+        targets[:, :-1] = labels[:, 1:]
+        cu_seqlens = document_bounds(begins.flatten().cpu())
+        return MicroBatch(input_ids, targets, position_ids, cu_seqlens).to(self.device)
+
+    def read_padded(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+    ) -> MicroBatch:
+        """As `read` with `skip_first`, of rows of any length, filled up for the ranks.
+
+        Each token of padding, which `attention_mask` leaves out, stands alone, without a label.
+        """
+        length = input_ids.shape[-1]
+        if attention_mask is None and length % self.ranks == 0:
+            return self.read(input_ids, labels, position_ids, skip_first=True)
+        _check_shapes(
+            input_ids, labels=labels, position_ids=position_ids, attention_mask=attention_mask
+        )
+        seen = torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is not None:
+            seen = attention_mask.to(input_ids.device).bool()
+        if position_ids is None:
+            position_ids = seen.long().cumsum(-1) - 1
+        position_ids = position_ids.to(input_ids.device).masked_fill(~seen, 0)
+        labels = (input_ids if labels is None else labels).masked_fill(~seen, IGNORED)
+        more = (0, -length % self.ranks)
+        return self.read(
+            F.pad(input_ids, more),
+            F.pad(labels, more, value=IGNORED),
+            F.pad(position_ids, more).cpu(),
+            skip_first=True,
+        )
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Raise ValueError for one that is no token: its loss would be of nothing."""
+        size = self.vocab_size
+        foreign = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]
+        if foreign.numel():
+            raise ValueError(
+                f"labels has {foreign[0].item()}: give tokens below {size}, or {IGNORED} where"
+                f" there is nothing to predict"
+            )
+
+
+def _check_shapes(input_ids: Tensor, **given: Tensor | None) -> None:
+    """Raise ValueError for what is not of the shape of the tokens."""
+    for name, tensor in given.items():
+        if tensor is not None and tensor.shape != input_ids.shape:
+            raise ValueError(
+                f"{name} must be of the shape of input_ids, {list(input_ids.shape)}, got"
+                f" {list(tensor.shape)}"
+            )
