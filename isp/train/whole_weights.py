@@ -75,9 +75,14 @@ class WholeWeights:
         inner = model.get_base_model() if merges else model
         for weights in self._by_blocks(wanted=wanted):
             own = merged(model, traced.shape, weights) if merges else weights
-            for name, weight in traced.host.published(inner, own).items():
+            published = traced.host.published(inner, own)
+            del weights, own  # with the next block there is none of this one
+            while published:
+                name = next(iter(published))
+                weight = published.pop(name)
                 converts = dtype is not None and weight.is_floating_point()
                 yield name, weight.to(dtype) if converts else weight
+                del weight
 
     def _by_blocks(self, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
         """All that is saved: block by block, as some are saved in other pieces.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import resource
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -129,6 +130,10 @@ def _streamed(rank: int, case: tuple[Any, Any, JobConfig]) -> None:
     before = copy.deepcopy(weights)
     trained(run, DATA[2:3])
     assert all(torch.equal(weights[name], weight) for name, weight in before.items())
+    alive: list[tuple[str, Any]] = []
+    for name, weight in run.named_weights():
+        alive.append((name.partition(".layers.")[2][:1], weakref.ref(weight)))
+        assert len({block for block, whole in alive if whole() is not None}) == 1
     narrow = dict(run.named_weights(torch.bfloat16, to_rank=1))
     assert {x.dtype for x in narrow.values()} == ({torch.bfloat16} if rank == 1 else set())
     assert "to_rank=4 must be a rank, from 0 to 3" in raised(lambda: run.named_weights(to_rank=4))
