@@ -18,7 +18,8 @@ from torch import nn
 import isp
 from isp.checkpoint.agreement import CheckpointError
 from isp.config import JobConfig
-from isp.parallel import Mode
+from isp.layers.loss import IGNORED
+from isp.parallel import Axis, Mode
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     Rows,
@@ -34,6 +35,7 @@ from tests.models.models import (
 from tests.models.own import Own
 from tests.models.test_adapters import _with_lora
 from tests.models.test_loops import raised
+from tests.models.test_own_outputs import _staged
 from tests.ranks import run_each
 
 TOLERANCE = 1e-9  # float64, sums in another order
@@ -277,6 +279,21 @@ def _by_torch(model: Any, make: Callable[[Named], torch.optim.Optimizer]) -> Tra
     return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
 
 
+def _stepped(run: ParallelRun, rows: Rows) -> Trained:
+    """A step of the mean loss, in a pipeline of two micro-batches if there are stages."""
+    if run.mesh[Axis.PIPELINE].size == 1:
+        return trained(run, [rows])
+    part = rows.part(run.dp_rank, run.dp_size)
+    assert part.labels is not None
+    total = run.count(part.labels[:, 1:] != IGNORED)
+    batches = [part.part(index, 2)._asdict() for index in range(2)]
+    run.forward_backward(batches, lambda scores, _: -scores.log_probs.sum() / total)
+    norm = run.grad_norm()
+    outcome = run.step()
+    assert outcome.grad_norm == norm
+    return Trained([outcome.loss], [norm], {})
+
+
 def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig, Path]) -> Trained:
     """Two steps in one layout, two in another."""
     model, other, make, before, behind, folder = case
@@ -289,7 +306,7 @@ def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig
             extra: Any = run.load(folder)
             schedule.load_state_dict(extra["schedule"])
         for rows in DATA[2 * number : 2 * number + 2]:
-            parts.append(trained(run, [rows]))
+            parts.append(_stepped(run, rows))
             schedule.step()
         run.save(folder, {"schedule": schedule.state_dict()})
     assert "stepped by run.step" in raised(run.optimizer.step)
@@ -301,7 +318,7 @@ def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig
 def test_an_optimizer_of_torch_does_what_it_does_to_the_unmodified_model(tmp_path: Path) -> None:
     """Catches a state, a count or a rate that is not the plain optimizer's, here or behind load."""
     layouts = {
-        "llama": (partial(tiny, "llama"), _adamw, FSP, ISP),
+        "stages": (partial(tiny, "llama"), _adamw, _staged("1F1B"), FSP),
         "adapters": (_with_lora, _sgd, job(2, 2), job(4, 4)),
         "data": (_own, _rmsprop, job(2, 1), job(1, 4)),
     }
