@@ -61,7 +61,7 @@ def check_planned(config: JobConfig) -> None:
     """Raise ValueError for a step that plans do not count."""
     if config.training.objective != "sft":
         raise ValueError(
-            f"training.objective={config.training.objective}: plans do not count the reference:"
+            f"training.objective={config.training.objective}: plans do not count a second model:"
             f" plan with --training.objective=sft, and add its weights, split over weight ranks"
         )
 

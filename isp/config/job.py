@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from isp.config.faults import describe_faults, place
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
+from isp.config.objective import check_objective, second_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
 from isp.models.model_folder import check_layout, check_model_folder, with_sizes
@@ -106,7 +107,7 @@ class JobConfig:
                 f" model.init_from={self.model.init_from} both give the weights to begin from:"
                 f" leave one out (`isp config` prints the sizes to give instead of init_from)"
             )
-        self._check_objective()
+        check_objective(self)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
         decay = self.lr_scheduler.num_decay_steps(steps)
@@ -115,23 +116,6 @@ class JobConfig:
                 f"lr_scheduler.warmup_steps={warmup} and the {decay} steps of "
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
-            )
-
-    def _check_objective(self) -> None:
-        objective, dpo = self.training.objective, self.training.dpo
-        if objective == "sft":
-            return
-        if self.model.hf is None:
-            raise ValueError(
-                f"training.objective={objective} needs model.hf, whose weights are the reference:"
-                f" write a folder with `isp checkpoint export`"
-            )
-        if not self.data.pack:
-            raise ValueError(f"training.objective={objective} needs data.pack=true")
-        if dpo.label_smoothing and dpo.loss_type == "ipo":
-            raise ValueError(
-                f"training.dpo.label_smoothing={dpo.label_smoothing} is not defined for"
-                f" training.dpo.loss_type=ipo: use 0, or sigmoid"
             )
 
     def _check_model(self) -> None:
@@ -148,7 +132,12 @@ class JobConfig:
         return model if self.training.objective == "sft" else model.computed(gives_scores=True)
 
     def check_folder_model(self) -> None:
-        """Raise ValueError if the model of `model.hf` cannot be made, or be split as asked."""
+        """Raise ValueError if the model of `model.hf` cannot be made, or be split as asked.
+
+        The teacher is checked with it.
+        """
+        if self.training.objective == "distill":
+            second_model(self)
         if self.model.hf is None:
             return
         model = self.language_model

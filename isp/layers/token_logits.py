@@ -47,20 +47,20 @@ class PickedLogits(NamedTuple):
     needs_logits: bool = False
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, None]:
-        local, held = self._local(beside, logits)
+        local, held = self.local(beside, logits)
         own = logits.gather(-1, local) if logits.shape[-1] else logits.new_zeros(beside.shape)
         return self.channel.all_reduce(_wide(own).masked_fill(~held, 0), tag=_TAG).wait(), None
 
     def gradient(
         self, logits: Tensor, beside: Tensor, kept: Tensor | None, given: Tensor
     ) -> Tensor:
-        local, held = self._local(beside, logits)
+        local, held = self.local(beside, logits)
         gradient = given.new_zeros(logits.shape)
         if logits.shape[-1]:
             gradient.scatter_add_(-1, local, given.masked_fill(~held, 0))
         return gradient.to(logits.dtype)
 
-    def _local(self, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def local(self, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The places of tokens among a rank's logits, 0 if it does not hold one; and whether."""
         local = tokens - self.first
         held = (local >= 0) & (local < logits.shape[-1])

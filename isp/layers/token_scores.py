@@ -15,9 +15,15 @@ from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
 from isp.layers.loss import IGNORED
 
-__all__ = ["TokenScoreRules"]
+__all__ = ["TokenScoreRules", "scaled_logits"]
 
 _MAX, _SUM = (Tag(Purpose.LOSS, tensor=f"scores.{part}") for part in ("max", "sum"))
+
+
+def scaled_logits(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature in float32 at least, in their place if they are that wide."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide if temperature == 1 else wide.div_(temperature)
 
 
 class TokenScoreRules(NamedTuple):
@@ -51,7 +57,7 @@ class TokenScoreRules(NamedTuple):
 
     def find(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The scores, and of all but the log-probability those of tokens without a label, too."""
-        z, channel = self._scaled(logits), self.channel
+        z, channel = scaled_logits(logits, self.temperature), self.channel
         top = channel.all_reduce(z.amax(-1), op="max", tag=_MAX).wait()
         z = z.sub_(top.unsqueeze(-1))
         local, held = self._local(target, z.shape[-1])
@@ -69,7 +75,7 @@ class TokenScoreRules(NamedTuple):
 
     def gradient(self, logits: Tensor, target: Tensor, known: Tensor, given: Tensor) -> Tensor:
         """That of the logits, in their place; `known` is what `find` has found beside."""
-        z = self._scaled(logits).sub_(known[..., :1])  # log-probabilities
+        z = scaled_logits(logits, self.temperature).sub_(known[..., :1])  # log-probabilities
         given = given.masked_fill((target == IGNORED).unsqueeze(-1), 0) / self.temperature
         of_log_prob, of_lse = given[..., :1], given[..., 1:2]
         if self.entropy:
@@ -81,11 +87,6 @@ class TokenScoreRules(NamedTuple):
         local, held = self._local(target, z.shape[-1])
         z.scatter_add_(-1, local, of_log_prob * held.unsqueeze(-1))
         return z if z.dtype == logits.dtype else logits.copy_(z)
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        """logits / temperature in float32 at least, in their place if they are that wide."""
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return wide if self.temperature == 1 else wide.div_(self.temperature)
 
     def _local(self, target: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
         """The place of each target, [.., 1], and whether this rank holds it; 0 if it does not."""

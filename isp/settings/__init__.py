@@ -96,6 +96,18 @@ class DPOConfig:
     """The probability that the labels of a pair are swapped; not of ipo."""
 
 
+@section("training.distill", KeyRole.METHOD)
+class DistillConfig:
+    """`training.distill`: the loss by a teacher's distribution of each token."""
+
+    teacher: Annotated[str | None, KeyRole.PLACE] = None
+    """Folder of a Hugging Face model with the same tokens."""
+    top_k: Count = 64
+    """Tokens that the teacher holds most likely, among which its distribution is normalised."""
+    temperature: Positive = 1.0
+    """Logits of both are divided by it."""
+
+
 @section("training", KeyRole.METHOD)
 class TrainingConfig:
     """`training`: length, numbers and device of a run."""
@@ -103,11 +115,14 @@ class TrainingConfig:
     global_batch_size: Count | None = None
     """Sequences of a step over all data ranks, from which data.micro_num follows on any number of
     ranks; null: data.micro_num says it.  Name: torchtitan."""
-    objective: Literal["sft", "dpo"] = "sft"
+    objective: Literal["sft", "dpo", "distill"] = "sft"
     """sft: the cross-entropy of tokens; dpo: direct preference optimization of `preferences`, with
-    the weights of model.hf as the reference, which a second copy of the model has."""
+    the weights of model.hf as the reference, which a second copy of the model has; distill: the
+    divergence from a teacher's distribution, of tokens that have a label."""
     dpo: DPOConfig = field(default_factory=DPOConfig)
     """The loss of dpo."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """The loss of distill."""
     steps: Count = 100
     """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
     max_time: Annotated[int | str | None, AfterValidator(_duration)] = None

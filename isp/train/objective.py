@@ -12,18 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.comm import Channel
 from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
+from isp.layers.token_divergence import DivergenceRules
+from isp.layers.token_logits import TopLogits
 from isp.layers.token_scores import TokenScoreRules
 from isp.parallel import Axis
-from isp.settings import DPOConfig
+from isp.settings import DistillConfig, DPOConfig
 
 if TYPE_CHECKING:
     from isp.train.step import TrainStep
     from isp.train.step_work import StepWork
 
-__all__ = ["Documents", "PreferenceLoss", "TokenLoss"]
+__all__ = ["DistillLoss", "Documents", "PreferenceLoss", "TokenLoss"]
 
 
 class TokenLoss:
@@ -142,3 +145,52 @@ def _log_probs(work: StepWork, index: int, output: Tensor, documents: Documents)
     tag = Tag(tensor="log_probs")
     every = step.mesh[Axis.TENSOR].all_reduce(own.detach().clone(), tag=tag).wait()
     return own + (every - own.detach())
+
+
+class _TeacherTokens(TokenLoss):
+    """The most likely tokens of each token's distribution, kept; no loss."""
+
+    def __init__(self, config: DistillConfig) -> None:
+        self._config = config
+        self.of_batch: dict[int, Tensor] = {}
+        """log q and the tokens, [B, n, 2 top_k]."""
+
+    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        top_k = self._config.top_k
+
+        def top(channel: Channel, first: int, _: int) -> TopLogits:
+            return TopLogits(channel, first, top_k)
+
+        labels = work.labels(micro_batch)
+        logits, tokens = work.step.chunks[-1].results(output, labels, top).split(top_k, -1)
+        log_q = (logits / self._config.temperature).log_softmax(-1)
+        self.of_batch[micro_batch] = torch.cat([log_q, tokens], -1)
+        return torch.zeros_like(expected)
+
+
+class DistillLoss(TokenLoss):
+    """The mean divergence from a teacher's distribution, of the tokens that have a label.
+
+    Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", without the factor
+    of the squared temperature, as TRL has it.
+    """
+
+    def __init__(self, config: DistillConfig, teacher: TrainStep) -> None:
+        self._config, self._teacher = config, teacher
+        self._tokens = _TeacherTokens(config)
+        teacher.objective = self._tokens
+
+    def begin(self, batches: Sequence[MicroBatch]) -> None:
+        """Let the teacher see `batches`."""
+        self._tokens.of_batch.clear()
+        self._teacher.evaluate([batches])
+
+    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        temperature = self._config.temperature
+
+        def divergence(channel: Channel, first: int, _: int) -> DivergenceRules:
+            return DivergenceRules(temperature, channel, first)
+
+        beside = self._tokens.of_batch[micro_batch]
+        found = work.step.chunks[-1].results(output, beside, divergence)[..., 0]
+        return (found * (work.labels(micro_batch) != IGNORED)).sum().double()

@@ -17,6 +17,7 @@ from isp.checkpoint import CheckpointError
 from isp.checkpoint.agreement import attempt_first
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.config.objective import second_model
 from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops, shared_cores
 from isp.metrics.phases import PhaseClock, is_of_step
@@ -28,7 +29,7 @@ from isp.run.signals import StopRequest
 from isp.train.balance import ContextBalance
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
-from isp.train.objective import PreferenceLoss, TokenLoss
+from isp.train.objective import DistillLoss, PreferenceLoss, TokenLoss
 from isp.train.out_of_memory import memory_owners
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
@@ -367,8 +368,10 @@ def _how_to_generate(checkpoints: Path) -> str:
 
 def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss:
     """The loss of `training.objective`, with the reference that it needs."""
-    if config.training.objective == "sft":
+    model = second_model(config)
+    if model is None:
         return TokenLoss()
-    model = config.language_model.frozen()
-    reference = make_train_step(config, mesh, device, model=model, weights_may_change=True)
-    return PreferenceLoss(config.training.dpo, reference)
+    second = make_train_step(config, mesh, device, model=model, weights_may_change=True)
+    if config.training.objective == "dpo":
+        return PreferenceLoss(config.training.dpo, second)
+    return DistillLoss(config.training.distill, second)

@@ -1,7 +1,8 @@
-"""Runs of `training.objective: dpo` beside the formulas of TRL on a plain model, in float64."""
+"""Runs of `training.objective` beside the formulas on plain models, in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ CONTEXT = (
     "--data.micro_num=2",
 )
 PIPELINE = ("--parallel.pipeline.size=2", "--data.micro_num=2")
+MTP = (
+    "--parallel.tensor.size=2",
+    "--parallel.tensor.mode=mtp",
+    "--parallel.weight.vocab_parallel_loss=true",
+    "--data.micro_num=2",
+)
 CASES = [
     (4, ISP, ("sigmoid", 0.1)),
     (2, MSP, ("ipo", 0.0)),
@@ -84,41 +91,70 @@ def _log_probs(model: nn.Module, document: tuple[Tensor, Tensor], each: bool) ->
     return found.mean() if each else found.sum()
 
 
-def _plainly(config: JobConfig) -> list[tuple[float, float]]:
-    """The losses and gradient norms of one process, of pairs cut out of the samples."""
-    dpo, folder = config.training.dpo, config.model.hf
-    policy, reference = (
-        kept_in_float64(AutoModelForCausalLM.from_pretrained(folder)) for _ in range(2)
+Objective = Callable[[nn.Module, nn.Module, list[tuple[Tensor, Tensor]], JobConfig], list[Tensor]]
+"""The losses of the trained model, beside the other one, of the documents of a sequence."""
+
+
+def _preferences(
+    policy: nn.Module, other: nn.Module, documents: list[tuple[Tensor, Tensor]], config: JobConfig
+) -> list[Tensor]:
+    """Of pairs."""
+    dpo, losses = config.training.dpo, []
+    each = dpo.loss_type != "sigmoid"
+    for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
+        gains = []
+        for document in (chosen, rejected):
+            with torch.no_grad():
+                before = _log_probs(other, document, each)
+            gains.append(_log_probs(policy, document, each) - before)
+        margin = gains[0] - gains[1]
+        if dpo.loss_type == "ipo":
+            losses.append((margin - 1 / (2 * dpo.beta)) ** 2)
+            continue
+        right, wrong = F.logsigmoid(dpo.beta * margin), F.logsigmoid(-dpo.beta * margin)
+        losses.append(-(1 - dpo.label_smoothing) * right - dpo.label_smoothing * wrong)
+    assert len(losses) > 1
+    return losses
+
+
+def _divergences(
+    student: nn.Module, other: nn.Module, documents: list[tuple[Tensor, Tensor]], config: JobConfig
+) -> list[Tensor]:
+    """Of tokens that have a label."""
+    distill, losses = config.training.distill, list[Tensor]()
+    for tokens, labels in documents:
+        with torch.no_grad():
+            logits, chosen = (other(tokens[None]).logits[0] / distill.temperature).topk(
+                distill.top_k
+            )
+        log_q = logits.log_softmax(-1)
+        log_p = (student(tokens[None]).logits[0] / distill.temperature).log_softmax(-1)
+        found = (log_q.exp() * (log_q - log_p.gather(-1, chosen))).sum(-1)
+        losses += found[labels != IGNORE_INDEX].unbind()
+    return losses
+
+
+def _plainly(config: JobConfig, objective: Objective) -> list[tuple[float, float]]:
+    """The losses and gradient norms of one process."""
+    second = config.training.distill.teacher or config.model.hf
+    model, other = (
+        kept_in_float64(AutoModelForCausalLM.from_pretrained(folder))
+        for folder in (config.model.hf, second)
     )
     groups = [
-        {"params": [p for p in policy.parameters() if p.dim() >= 2]},
-        {"params": [p for p in policy.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() >= 2]},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     own = config.optimizer
     optimizer = torch.optim.AdamW(groups, own.lr, (own.beta1, own.beta2), own.eps, own.weight_decay)
     dataset, found = open_datasets(config.data, seed=config.training.seed).train, []
-    each = dpo.loss_type != "sigmoid"
     for step in range(config.training.steps):
-        losses = []
-        for sample in (dataset.sample(2 * step), dataset.sample(2 * step + 1)):
-            documents = _documents(sample)
-            for chosen, rejected in zip(documents[::2], documents[1::2], strict=True):
-                gains = []
-                for document in (chosen, rejected):
-                    with torch.no_grad():
-                        before = _log_probs(reference, document, each)
-                    gains.append(_log_probs(policy, document, each) - before)
-                margin = gains[0] - gains[1]
-                if dpo.loss_type == "ipo":
-                    losses.append((margin - 1 / (2 * dpo.beta)) ** 2)
-                    continue
-                right, wrong = F.logsigmoid(dpo.beta * margin), F.logsigmoid(-dpo.beta * margin)
-                losses.append(-(1 - dpo.label_smoothing) * right - dpo.label_smoothing * wrong)
-        assert len(losses) > 3
+        samples = (dataset.sample(2 * step), dataset.sample(2 * step + 1))
+        losses = [loss for s in samples for loss in objective(model, other, _documents(s), config)]
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(policy.parameters(), config.training.max_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
         optimizer.step()
         found.append((loss.item(), norm.item()))
     return found
@@ -132,7 +168,29 @@ def test_pairs_train_as_in_one_process(
     keys = (f"--training.dpo.loss_type={loss[0]}", f"--training.dpo.label_smoothing={loss[1]}")
     run_forked(job, *layout, *keys, num_ranks=num_ranks)
     (run,) = run_folders(job)
-    for record, expected in zip(numbers(run), _plainly(load_config(job, keys)), strict=True):
+    plain = _plainly(load_config(job, keys), _preferences)
+    for record, expected in zip(numbers(run), plain, strict=True):
+        assert record[1:3] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, ISP), (2, MTP), (2, PIPELINE)])
+def test_a_student_trains_as_in_one_process(
+    job: Path, num_ranks: int, layout: tuple[str, ...]
+) -> None:
+    """Catches a teacher's tokens beside their places, and a softmax over a rank's logits alone."""
+    teacher = write_folder(job.parent / "teacher", "qwen3", num_hidden_layers=3)
+    (job.parent / "text.txt").write_text("".join(f"word {i} of many\n" for i in range(200)))
+    keys = (
+        "--training.objective=distill",
+        f"--training.distill.teacher={teacher}",
+        "--training.distill.top_k=20",
+        "--training.distill.temperature=1.5",
+        f"--data.source={job.parent}/text.txt",
+    )
+    run_forked(job, *layout, *keys, num_ranks=num_ranks)
+    (run,) = run_folders(job)
+    plain = _plainly(load_config(job, keys), _divergences)
+    for record, expected in zip(numbers(run), plain, strict=True):
         assert record[1:3] == pytest.approx(expected, rel=1e-9)
 
 
@@ -168,8 +226,10 @@ def test_bad_pairs_are_refused_before_ranks_start(job: Path) -> None:
         check_data(load_config(job, ["--training.objective=sft"]))
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is not defined for"):
         load_config(job, ["--training.dpo.loss_type=ipo", "--training.dpo.label_smoothing=0.1"])
-    with pytest.raises(ValueError, match="plans do not count the reference"):
+    with pytest.raises(ValueError, match="plans do not count a second model"):
         check_planned(load_config(job))
+    with pytest.raises(ConfigError, match="distill needs the folder of a teacher"):
+        load_config(job, ["--training.objective=distill"])
     write_lines(job.parent / "pairs.jsonl", [{"chosen": "text"}])
     with pytest.raises(ValueError, match="'rejected' must be text"):
         check_data(load_config(job))
