@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from isp.config.faults import describe_faults, place
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
-from isp.config.objective import check_objective, second_model
+from isp.config.objective import check_logits, check_objective, second_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
 from isp.models.model_folder import check_layout, check_model_folder, with_sizes
@@ -129,6 +129,7 @@ class JobConfig:
     def language_model(self) -> TracedModel:
         """The model that `model` describes; one of `model.hf` is read and traced, once."""
         model = language_model(self.model, self.training.dtype)
+        check_logits(self, model)
         return model if self.training.objective == "sft" else model.computed(gives_scores=True)
 
     def check_folder_model(self) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from isp.config.job import JobConfig
     from isp.models.model import TracedModel
 
-__all__ = ["check_objective", "second_model"]
+__all__ = ["check_logits", "check_objective", "second_model"]
 
 
 def check_objective(config: JobConfig) -> None:
@@ -26,12 +26,12 @@ def check_objective(config: JobConfig) -> None:
         )
     if teacher is not None:
         check_model_folder(teacher, config.parallel)
-    if objective != "dpo":
+    if objective not in ("dpo", "reward"):
         return
     if config.model.hf is None:
         raise ValueError(
-            f"training.objective={objective} needs model.hf, whose weights are the reference:"
-            f" write a folder with `isp checkpoint export`"
+            f"training.objective={objective} needs model.hf, the folder of the model to begin from:"
+            f" write one with `isp checkpoint export`"
         )
     if not config.data.pack:
         raise ValueError(f"training.objective={objective} needs data.pack=true")
@@ -48,7 +48,7 @@ def second_model(config: JobConfig) -> TracedModel | None:
     Raises ValueError for a teacher that is of other tokens, or cannot be split as the model is.
     """
     training = config.training
-    if training.objective == "sft":
+    if training.objective in ("sft", "reward"):
         return None
     if training.objective == "dpo":
         return config.language_model.frozen()
@@ -67,3 +67,15 @@ def second_model(config: JobConfig) -> TracedModel | None:
         )
     teacher.check_layout(config.parallel, config.row_tokens)
     return teacher.frozen()
+
+
+def check_logits(config: JobConfig, model: TracedModel) -> None:
+    """Raise ValueError for a model whose logits are not those of `training.objective`."""
+    rewards = model.host.logits_of(model.model).name == "ROW_LABELS"
+    if (config.training.objective == "reward") != rewards or (rewards and model.vocab_size != 1):
+        given = f"{model.vocab_size} labels of a sequence" if rewards else "a token's vocabulary"
+        raise ValueError(
+            f"training.objective={config.training.objective}: the logits of"
+            f" {type(model.model).__name__} are of {given}: reward takes the folder of a"
+            f" ...ForSequenceClassification with num_labels=1, and nothing else does"
+        )

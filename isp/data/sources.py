@@ -48,11 +48,11 @@ def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = 
     """
     for reader in _readers(config, tokenizer):
         reader.check()
-        if reader.is_pairs != (objective == "dpo"):
+        if reader.is_pairs != (objective in ("dpo", "reward")):
             held = "pairs of preferences" if reader.is_pairs else "no pairs of preferences"
             raise ValueError(
                 f"training.objective={objective}: {', '.join(reader.items)} holds {held}: use"
-                f" {'dpo' if reader.is_pairs else 'sft, or lines with chosen and rejected'}"
+                f" {'dpo or reward' if reader.is_pairs else 'sft, or chosen and rejected'}"
             )
 
 

@@ -54,9 +54,15 @@ def sees(config: Any) -> bool:
 
 def made(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The model of a configuration, a vision-language one whole; without code of a folder's."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
 
-    kind = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    kind: Any = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        kind = AutoModelForSequenceClassification
     return kind.from_config(config, dtype=dtype, trust_remote_code=False)
 
 

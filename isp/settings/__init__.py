@@ -115,10 +115,12 @@ class TrainingConfig:
     global_batch_size: Count | None = None
     """Sequences of a step over all data ranks, from which data.micro_num follows on any number of
     ranks; null: data.micro_num says it.  Name: torchtitan."""
-    objective: Literal["sft", "dpo", "distill"] = "sft"
+    objective: Literal["sft", "dpo", "reward", "distill"] = "sft"
     """sft: the cross-entropy of tokens; dpo: direct preference optimization of `preferences`, with
-    the weights of model.hf as the reference, which a second copy of the model has; distill: the
-    divergence from a teacher's distribution, of tokens that have a label."""
+    the weights of model.hf as the reference, which a second copy of the model has; reward: the
+    reward of the preferred answer above that of the other, by a model.hf that classifies sequences
+    by one logit; distill: the divergence from a teacher's distribution, of tokens that have a
+    label."""
     dpo: DPOConfig = field(default_factory=DPOConfig)
     """The loss of dpo."""
     distill: DistillConfig = field(default_factory=DistillConfig)

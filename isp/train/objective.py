@@ -17,7 +17,7 @@ from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.layers.token_divergence import DivergenceRules
-from isp.layers.token_logits import TopLogits
+from isp.layers.token_logits import AllLogits, TopLogits
 from isp.layers.token_scores import TokenScoreRules
 from isp.parallel import Axis
 from isp.settings import DistillConfig, DPOConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from isp.train.step import TrainStep
     from isp.train.step_work import StepWork
 
-__all__ = ["DistillLoss", "Documents", "PreferenceLoss", "TokenLoss"]
+__all__ = ["DistillLoss", "Documents", "PreferenceLoss", "RewardLoss", "TokenLoss"]
 
 
 class TokenLoss:
@@ -127,16 +127,45 @@ class PreferenceLoss(TokenLoss):
         else:
             right, wrong = F.logsigmoid(beta * margins), F.logsigmoid(-beta * margins)
             losses = -(1 - smoothing) * right - smoothing * wrong
-        is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
-        loss = (losses * is_pair).sum().double()
-        ranks = work.token_ranks
-        return loss + (1 / ranks - 1) * loss.detach()  # all ranks count it, and it counts once
+        return _of_pairs(work, losses, documents)
+
+
+class RewardLoss(TokenLoss):
+    """The mean of -log sigmoid(difference) of the rewards of pairs: of Bradley and Terry.
+
+    The reward of a document is the one logit of its last token. Source: TRL's reward trainer.
+    """
+
+    def count(self, batch: MicroBatch) -> Tensor:
+        return Documents.of(batch).num_pairs()
+
+    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        documents = Documents.of(work.batches[micro_batch])
+        last = documents.numbers.diff(append=documents.numbers[:, -1:] + 1) > 0
+        rewards = work.step.chunks[-1].results(output, work.labels(micro_batch), AllLogits)[..., 0]
+        rewards = rewards * work.as_labels(micro_batch, last)
+        margins = documents.margins(_summed(work, micro_batch, rewards, documents))
+        return _of_pairs(work, -F.logsigmoid(margins), documents)
+
+
+def _of_pairs(work: StepWork, losses: Tensor, documents: Documents) -> Tensor:
+    """This rank's part of the sum of the losses [d], of which the first ones are of pairs; []."""
+    is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
+    loss = (losses * is_pair).sum().double()
+    ranks = work.token_ranks
+    return loss + (1 / ranks - 1) * loss.detach()  # all ranks count it, and it counts once
 
 
 def _log_probs(work: StepWork, index: int, output: Tensor, documents: Documents) -> Tensor:
     """Of the labels of each document, summed, the same on all ranks of a sequence; [d]."""
     step, labels = work.step, work.labels(index)
     scores = step.chunks[-1].results(output, labels, TokenScoreRules.made)[..., 0]
+    return _summed(work, index, scores, documents)
+
+
+def _summed(work: StepWork, index: int, scores: Tensor, documents: Documents) -> Tensor:
+    """What tokens [B, n] of each document have together, the same on all ranks; [d]."""
+    step = work.step
     numbers = work.as_labels(index, documents.numbers).flatten()
     summed = scores.new_zeros(len(documents.num_labels))
     own = summed.index_add(0, numbers, scores.flatten())

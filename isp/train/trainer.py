@@ -29,7 +29,7 @@ from isp.run.signals import StopRequest
 from isp.train.balance import ContextBalance
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
-from isp.train.objective import DistillLoss, PreferenceLoss, TokenLoss
+from isp.train.objective import DistillLoss, PreferenceLoss, RewardLoss, TokenLoss
 from isp.train.out_of_memory import memory_owners
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
@@ -370,7 +370,7 @@ def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss
     """The loss of `training.objective`, with the reference that it needs."""
     model = second_model(config)
     if model is None:
-        return TokenLoss()
+        return RewardLoss() if config.training.objective == "reward" else TokenLoss()
     second = make_train_step(config, mesh, device, model=model, weights_may_change=True)
     if config.training.objective == "dpo":
         return PreferenceLoss(config.training.dpo, second)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from isp.cli.options import check_planned
 from isp.config import ConfigError, JobConfig, load_config
@@ -21,7 +21,7 @@ from isp.data.tokenizer import load_tokenizer
 from isp.models.tiny import kept_in_float64
 from isp.train.data import check_data
 from tests.data.chat_folder import chat_folder, write_lines
-from tests.models.folders import write_folder
+from tests.models.folders import small_config, write_folder
 from tests.train.jobs import numbers, run_folders, run_forked
 
 JOB = """
@@ -134,12 +134,23 @@ def _divergences(
     return losses
 
 
+def _rewards(
+    model: nn.Module, _: nn.Module, documents: list[tuple[Tensor, Tensor]], __: JobConfig
+) -> list[Tensor]:
+    """Of pairs."""
+    of_each = [model(tokens[None]).logits[0, 0] for tokens, _ in documents]
+    pairs = zip(of_each[::2], of_each[1::2], strict=True)
+    return [-F.logsigmoid(chosen - rejected) for chosen, rejected in pairs]
+
+
 def _plainly(config: JobConfig, objective: Objective) -> list[tuple[float, float]]:
     """The losses and gradient norms of one process."""
     second = config.training.distill.teacher or config.model.hf
+    kind = AutoModelForCausalLM
+    if config.training.objective == "reward":
+        kind = AutoModelForSequenceClassification
     model, other = (
-        kept_in_float64(AutoModelForCausalLM.from_pretrained(folder))
-        for folder in (config.model.hf, second)
+        kept_in_float64(kind.from_pretrained(folder)) for folder in (config.model.hf, second)
     )
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2]},
@@ -171,6 +182,23 @@ def test_pairs_train_as_in_one_process(
     plain = _plainly(load_config(job, keys), _preferences)
     for record, expected in zip(numbers(run), plain, strict=True):
         assert record[1:3] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(4, ISP), (2, MSP)])
+def test_a_reward_model_trains_as_in_one_process(
+    job: Path, num_ranks: int, layout: tuple[str, ...]
+) -> None:
+    """Catches a reward of another token than the last, of padding, or of a rank's tokens."""
+    config = small_config("llama", num_labels=1, pad_token_id=271)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(job.parent / "model")
+    keys = ("--training.objective=reward",)
+    run_forked(job, *layout, *keys, num_ranks=num_ranks)
+    (run,) = run_folders(job)
+    plain = _plainly(load_config(job, keys), _rewards)
+    for record, expected in zip(numbers(run), plain, strict=True):
+        assert record[1:3] == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match="labels of a sequence: reward takes the folder of"):
+        load_config(job).check_folder_model()
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(4, ISP), (2, MTP), (2, PIPELINE)])
@@ -222,7 +250,7 @@ def test_pairs_of_conversations_are_those_of_text(tmp_path: Path) -> None:
 
 def test_bad_pairs_are_refused_before_ranks_start(job: Path) -> None:
     """Catches a run that would train on something else than it is asked to."""
-    with pytest.raises(ValueError, match="holds pairs of preferences: use dpo"):
+    with pytest.raises(ValueError, match="holds pairs of preferences: use dpo or reward"):
         check_data(load_config(job, ["--training.objective=sft"]))
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is not defined for"):
         load_config(job, ["--training.dpo.loss_type=ipo", "--training.dpo.label_smoothing=0.1"])
