@@ -40,6 +40,7 @@ setup(
         "flash": ["flash-attn"],
         "hf": HF,
         "lm-eval": ["lm-eval"],
+        "peft": ["peft"],
         "report": REPORT,
         "tensorboard": TENSORBOARD,
         "dev": [

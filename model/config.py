@@ -10,6 +10,7 @@ from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.distributable import check_distributable
 from isp.parallel.partition import any_of
+from isp.settings.adapter import AdapterConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.recomputation import Recomputation
 from isp.settings.section import (
@@ -34,7 +35,9 @@ class ModelConfig:
     hf: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face causal language model, which is run as it is: a config.json, which
     has the sizes, with safetensors, or without for random weights. Of the other keys only
-    checkpoint and checkpoint_*, loss_chunk_tokens and attention_backend go with it."""
+    checkpoint and checkpoint_*, loss_chunk_tokens, attention_backend and adapter go with it."""
+    adapter: AdapterConfig | None = None
+    """Adapters on the model of hf, which are trained in its place; null: all of it is trained."""
     init_from: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, InternLM2): its sizes hold, and
     a run without checkpoints begins from its weights."""
@@ -115,6 +118,10 @@ class ModelConfig:
                 " recomputed blocks: set model.checkpoint above 0"
             )
         self._check_kept_inputs()
+        if self.adapter is not None and self.hf is None:
+            raise ValueError(
+                "model.adapter is for the models of model.hf: name the folder of one with that"
+            )
         if self.hf is not None:
             self.check_beside(f"model.hf={self.hf}")
             return

@@ -85,6 +85,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
         keys = load_config(path, args.overrides)
         training = keys.training
         folder = None if keys.model.hf is None else Path(keys.model.hf)
+    if keys.model.adapter is not None:
+        raise ValueError(
+            "model.adapter: isp check verifies the model of model.hf without adapters: leave it out"
+        )
     blocks = num_blocks(most_stages(args.layouts), keys.model)
     subject = (
         Subject.of_decoder(keys.model, blocks)

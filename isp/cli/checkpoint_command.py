@@ -67,9 +67,10 @@ def _run_export(args: argparse.Namespace) -> int:
     from isp.train.export import export
 
     done = export(Path(args.path), Path(args.hf), dtype=args.dtype)
+    loads = "PeftModel" if done.model_type == "adapter" else "from_pretrained of transformers"
     print(
         f"{args.hf}: {done.model_type}, {done.num_tensors} tensors in {done.dtype}, of"
-        f" {done.source}; from_pretrained of transformers loads it"
+        f" {done.source}; {loads} loads it"
     )
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)

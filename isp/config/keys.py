@@ -30,6 +30,7 @@ _TYPES = {
     "int": "a whole number",
     "list[str]": "a list of texts",
     "str": "text",
+    "tuple[str, ...]": "a list of texts",
 }
 
 

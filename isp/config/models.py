@@ -29,9 +29,11 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
         own = replace(model, **{**plain, "compile": model.compile})
         return _decoder(own).computed(**_how(model))
     require(f"model.hf={model.hf}", "transformers", "safetensors")
+    if model.adapter is not None:
+        require("model.adapter", "peft", extra="peft")
     from isp.models.pretrained import folder_model
 
-    return folder_model(model.hf, dtype, trains=trains, **_how(model))
+    return folder_model(model.hf, dtype, trains=trains, adapter=model.adapter, **_how(model))
 
 
 def _how(model: ModelConfig) -> dict[str, Any]:

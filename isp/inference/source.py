@@ -25,6 +25,7 @@ from isp.models.build import BuiltModel, build_model, parameter_shapes
 from isp.models.model import TracedModel
 from isp.parallel import Axis, ParallelConfig
 from isp.settings import CheckpointConfig
+from isp.settings.adapter import ADAPTER_FILE, with_adapter
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of
@@ -132,8 +133,10 @@ class Source:
         dtype, cache = getattr(torch, self.dtype), KeyValueCache()
 
         def build(parallel: ParallelConfig, mesh: Mesh) -> BuiltModel:
-            # A folder's own model reads its weights as it begins; of a checkpoint, only buffers.
-            seed = 0 if self.section.hf is not None and self.checkpoint is None else None
+            # A folder's own model reads its weights as it begins; of a checkpoint, only buffers
+            # and what is below an adapter.
+            begins = self.checkpoint is None or self.section.adapter is not None
+            seed = 0 if self.section.hf is not None and begins else None
             built = build_model(
                 self.model, parallel, mesh, seed=seed, device=device, dtype=dtype, cache=cache
             )
@@ -144,7 +147,7 @@ class Source:
 
     def _fill(self, built: BuiltModel, mesh: Mesh) -> None:
         state = TrainState(
-            parameters=built.parameters,
+            parameters=built.saved,
             optimizer=None,
             topology=mesh.topology,
             earlier_names=built.model.earlier_names,
@@ -166,7 +169,7 @@ def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None =
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist: name a run, a checkpoint, or a folder of a model")
-    if (path / CONFIG_FILE).is_file():
+    if any((path / name).is_file() for name in (CONFIG_FILE, ADAPTER_FILE)):
         source = _of_folder(path, dtype, tokenizer)
     else:
         source = _of_checkpoint(newest_at(path), path, dtype, tokenizer)
@@ -210,20 +213,23 @@ def _of_checkpoint(
 
 def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     require("isp generate from a Hugging Face folder", "safetensors")
-    described = read_json(path / CONFIG_FILE)
-    if tokenizer is None and not (path / "tokenizer.json").is_file():
+    named = with_adapter({"hf": str(path)})
+    base = Path(named["hf"])
+    described = read_json(base / CONFIG_FILE)
+    texts = path if (path / "tokenizer.json").is_file() else base
+    if tokenizer is None and not (texts / "tokenizer.json").is_file():
         raise ValueError(
-            f"{path} has no tokenizer.json: name a tokenizer with --tokenizer, a path or bytes"
+            f"{texts} has no tokenizer.json: name a tokenizer with --tokenizer, a path or bytes"
         )
-    data = {"tokenizer": tokenizer or str(path)}
+    data = {"tokenizer": tokenizer or str(texts)}
     own = load_tokenizer(data["tokenizer"])
     saved = described.get("dtype") or described.get("torch_dtype")
     return Source(
         title=str(path),
-        section=_section(path, described),
+        section=_section(path, described) if base == path else _validated(named),
         dtype=dtype or (saved if saved in _DTYPES else "float32"),
         tokenizer=own,
-        ends=frozenset([own.eos_id]) | _ends(path, described),
+        ends=frozenset([own.eos_id]) | _ends(base, described),
         trained_length=described.get("max_position_embeddings", described.get("n_positions")),
         checkpoint=None,
         data=data,
@@ -239,9 +245,13 @@ def _section(path: Path, described: Mapping[str, Any]) -> ModelConfig:
         require(f"the model in {path}", "transformers")
         return ModelConfig(hf=str(path))
     values = with_init_from({"init_from": str(path.absolute())})
-    found = TypeAdapter(ModelConfig).validate_json(json.dumps(values))
+    found = _validated(values)
     check_folder(found)
     return found
+
+
+def _validated(section: Mapping[str, Any]) -> ModelConfig:
+    return TypeAdapter(ModelConfig).validate_json(json.dumps(section))
 
 
 def _ends(path: Path, described: Mapping[str, Any]) -> frozenset[int]:
@@ -255,4 +265,5 @@ def _ends(path: Path, described: Mapping[str, Any]) -> frozenset[int]:
 def _to_read(model: ModelConfig) -> ModelConfig:
     """The model as it is, computed as it is on this machine by default."""
     defaults = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
-    return replace(model, **{**defaults, "hf": model.hf})
+    adapter = model.adapter and replace(model.adapter, folder=None)
+    return replace(model, **{**defaults, "hf": model.hf, "adapter": adapter})

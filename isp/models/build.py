@@ -58,6 +58,11 @@ class BuiltModel:
         return tuple(item for item in self.parameters if item.parameter.requires_grad)
 
     @property
+    def saved(self) -> tuple[ShardedParameter, ...]:
+        """Those that checkpoints have."""
+        return self.parameters if self.model.checkpoints_frozen else self.trained
+
+    @property
     def linears(self) -> tuple[LinearLayer, ...]:
         """The linears of the chunks, in forward order."""
         return tuple(linears_of(chunk.weight_blocks() for chunk in self.chunks))
@@ -183,6 +188,10 @@ def shape_only(
 
 
 def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of the whole model, by name."""
+    """The shape of each parameter that checkpoints of the whole model have, by name."""
     (whole,) = shape_only(model, Mode.ISP)
-    return {item.name: item.layout.global_shape for item in whole.shards()}
+    return {
+        item.name: item.layout.global_shape
+        for item in whole.shards()
+        if model.checkpoints_frozen or item.parameter.requires_grad
+    }

@@ -184,6 +184,11 @@ class TracedModel:
         return sum(self.trace.sizes.values())
 
     @property
+    def checkpoints_frozen(self) -> bool:
+        """Whether frozen weights are in checkpoints; those below adapters are in the base model."""
+        return not hasattr(self.model, "peft_config")
+
+    @property
     def flop_rule(self) -> str:
         """The `flops` rule, in words."""
         parameters = "linears"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isp.parallel.config import ParallelConfig
+from isp.settings.adapter import with_adapter
 from isp.settings.json_file import read_json
 
 __all__ = ["check_layout", "check_model_config", "check_model_folder", "of_text", "with_sizes"]
@@ -27,12 +28,13 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
-    """A `model` section with the sizes of the folder that its key `hf` names.
+    """A `model` section with the sizes of the folder that its key `hf` names, and its adapter.
 
     `decided`: the keys that the folder decides, each with its default, which holds where neither
     config.json nor its type has the size. Raises ValueError for a folder without config.json, and
     for such keys that say other than the folder.
     """
+    section = with_adapter(section)
     folder = section["hf"]
     config = _read_config(folder)
     if "vocab_size" not in config:  # as of Gemma 3 on the hub: the default of its type
@@ -48,7 +50,7 @@ def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
         f"model.{key}={json.dumps(value)} is given beside model.hf={folder}, whose config.json"
         f" decides: leave it out, or change it there"
         for key, value in section.items()
-        if key in decided and value != known[key]
+        if key in decided and key != "adapter" and value != known[key]
     ]
     if faults:
         raise ValueError("\n".join(faults))

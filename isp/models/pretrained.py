@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.converted import ConvertedFiles
 from isp.models.drawn import Drawing, drawings
+from isp.models.lora import AdapterWeights, adapted
 from isp.models.make import made, parameters_on_meta, take_out_tower
 from isp.models.model import TracedModel
 from isp.models.swap import InitialWeights
 from isp.models.tiny import kept_in_float64
 from isp.parallel.layout import ParameterLayout
+from isp.settings.adapter import AdapterConfig
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta", "saved_again"]
@@ -31,26 +33,38 @@ logger = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=64)
-def folder_model(folder: str, dtype: str, *, trains: bool = True, **keys: Any) -> TracedModel:
+def folder_model(
+    folder: str,
+    dtype: str,
+    *,
+    trains: bool = True,
+    adapter: AdapterConfig | None = None,
+    **keys: Any,
+) -> TracedModel:
     """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
 
     `keys`: as of `TracedModel.computed`; the folder is read and traced once for all of them. A
-    model that does not train may have dropout.
+    model that does not train may have dropout. Of one with an `adapter`, only that is trained.
 
     In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
     does not hold such a model, or one that is not supported.
     """
-    return _read_and_traced(folder, dtype, trains).computed(**keys)
+    return _read_and_traced(folder, dtype, trains, adapter).computed(**keys)
 
 
 @lru_cache(maxsize=8)
-def _read_and_traced(folder: str, dtype: str, trains: bool) -> TracedModel:
+def _read_and_traced(
+    folder: str, dtype: str, trains: bool, adapter: AdapterConfig | None
+) -> TracedModel:
     try:
         model = _made(folder, getattr(torch, dtype))
-        weights = _weights_of(model, Path(folder))
+        weights: InitialWeights = _weights_of(model, Path(folder))
         if trains:
             _check_dropout(model)
-        else:
+        if adapter is not None:
+            model = adapted(model, adapter, folder)
+            weights = AdapterWeights(model, weights, adapter.folder)
+        if not trains:
             model.eval()
         return TracedModel(model, weights=weights, in_place=False)
     except ValueError as error:

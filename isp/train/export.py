@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Exported(NamedTuple):
 def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: int = 0) -> Exported:
     """Write the weights of the checkpoint at `path` to `folder`, in `dtype` or as trained.
 
+    Of a run with `model.adapter` the adapter alone, which PEFT loads; `model_type` is then adapter.
     One tensor is in memory at a time (of `model.hf` a block), and what waits for a file of
     `file_bytes` (0: as large as transformers makes them). Raises ValueError, before it writes
     anything, if `folder` is not empty, `path` is no checkpoint or does not say its model,
@@ -54,6 +56,8 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
         raise ValueError(f"--hf {folder}: it {describe_contents(folder)}: name an empty folder")
     weights = WholeWeights(path)
     kept = _kept(weights.info)
+    if kept["model"].get("adapter") is not None:
+        return _export_adapter(weights, kept, folder, dtype)
     source, trained = _source(kept), kept["training"]["dtype"]
     out = trained if dtype is None else dtype
     plan = _plan(weights, kept, source, out)
@@ -74,6 +78,23 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
         notes.append("the run names no tokenizer to copy")
     family = plan.config["model_type"]
     return Exported(weights.info.path, num_tensors, out, family, tuple(notes))
+
+
+def _export_adapter(
+    weights: WholeWeights, kept: Mapping[str, Any], folder: Path, dtype: str | None
+) -> Exported:
+    """Write an adapter as PEFT saves it; its file names the folder of its base model."""
+    section, trained = _model(weights.info, kept["model"]), kept["training"]["dtype"]
+    assert section.adapter is not None
+    section = replace(section, adapter=replace(section.adapter, folder=None))
+    traced, out = language_model(section, trained, trains=False), dtype or trained
+    check_shapes(weights.info, parameter_shapes(traced), {})
+    state = {name: _in_dtype(weights.read(name), out) for name in weights.shapes}
+    model: Any = traced.model
+    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+    named = _copy_companions(kept, _source(kept), folder)
+    notes = () if named else ("the run names no tokenizer to copy",)
+    return Exported(weights.info.path, len(state), out, "adapter", notes)
 
 
 def saved_model(info: CheckpointInfo) -> ModelConfig:

@@ -84,8 +84,10 @@ def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) 
 
 def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: bool) -> int:
     """Bytes of weights, gradients and states of a rank, where its tensors are."""
-    elements, dtype = _elements(config, topology, stage), getattr(torch, config.training.dtype)
-    size: int = elements * (dtype.itemsize + master_dtype(dtype).itemsize)
+    dtype: torch.dtype = getattr(torch, config.training.dtype)
+    elements = _elements(config, topology, stage, trained=True)
+    size = _elements(config, topology, stage) * dtype.itemsize
+    size += elements * master_dtype(dtype).itemsize
     if on_cpu or not config.optimizer.offload_states:
         size += _state_bytes(config, topology, elements)
     return size
@@ -128,7 +130,7 @@ def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dic
     checkpoint, needs = config.checkpoint, {_INPUTS: 0, _STATES: 0}
     copies = 0
     for stage, count in _stages_here(topology, ranks, first).items():
-        own = _elements(config, topology, stage)
+        own = _elements(config, topology, stage, trained=True)
         states = _state_bytes(config, topology, own)
         needs[_INPUTS] += count * input_bytes_on_host(config, topology, stage)
         needs[_STATES] += count * states if config.optimizer.offload_states else 0
@@ -144,10 +146,15 @@ def _stages_here(topology: Topology, ranks: int, first: int) -> Counter[int]:
     return Counter(rank // topology.stage for rank in here)
 
 
-def _elements(config: JobConfig, topology: Topology, stage: int) -> int:
-    """Elements of the weights of a rank of pipeline rank `stage`."""
+def _elements(config: JobConfig, topology: Topology, stage: int, trained: bool = False) -> int:
+    """Elements of the weights, or of the trained ones, of a rank of pipeline rank `stage`."""
     chunks = _chunks(config, stage)
-    shapes = {item.name: item.layout.global_shape for c in chunks for item in c.shards()}
+    shapes = {
+        item.name: item.layout.global_shape
+        for chunk in chunks
+        for item in chunk.shards()
+        if item.parameter.requires_grad or not trained
+    }
     return sum(map(math.prod, shapes.values())) // topology.weight
 
 

@@ -62,7 +62,7 @@ class RunCheckpoints:
         self._train_step = train_step
         self._optimizer = train_step.optimizer
         self._state = TrainState(
-            parameters=train_step.built.parameters,  # frozen ones, too
+            parameters=train_step.built.saved,
             optimizer=train_step.optimizer,
             topology=mesh.topology,
             earlier_names=train_step.built.model.earlier_names,
@@ -77,6 +77,9 @@ class RunCheckpoints:
         the model's initial weights.
         """
         checkpoint, own = self._config.checkpoint, None
+        begun = not self._train_step.built.model.checkpoints_frozen
+        if begun:  # checkpoints are of the adapters alone
+            self._init_weights()
         if start.resumes:
             own = self.checkpointer.choose(checkpoint.load_step, launched_at=start.launched_at)
         if own is not None:
@@ -97,11 +100,14 @@ class RunCheckpoints:
             if start.resumes:
                 folder = self.checkpointer.folder.path
                 logger.info("no checkpoint in %s: begins from the initial weights", folder)
-            seed = self._config.training.seed
-            what = "making the initial weights"
-            attempt(self._mesh.host, what, lambda: self._train_step.init_weights(seed))
-            self._train_step.weights_changed()
+            if not begun:
+                self._init_weights()
         return Progress(0, 0)
+
+    def _init_weights(self) -> None:
+        seed, what = self._config.training.seed, "making the initial weights"
+        attempt(self._mesh.host, what, lambda: self._train_step.init_weights(seed))
+        self._train_step.weights_changed()
 
     def save(self, done: Progress, *, wait: bool = False) -> None:
         """Save; see `Checkpointer.save`, also for what it raises."""

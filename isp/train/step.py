@@ -286,6 +286,7 @@ class TrainStep:
             self._clear_up()
         self._unfinished = True
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._set_training(False)  # nothing is dropped
         for batches in steps:
             actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
             self.hook.before_step(actions)
@@ -293,6 +294,7 @@ class TrainStep:
             work = StepWork(self, batches, torch.ones_like(count))
             self.run(work, training=False)
             sums += torch.stack((self.over_ranks(work.total), count))
+        self._set_training(True)
         self._gather_ahead()
         self._unfinished = False
         total, valid = map(float, sums.tolist())
@@ -303,6 +305,10 @@ class TrainStep:
         self.objective.begin(batches)
         counts = torch.stack([self.objective.count(batch) for batch in batches])
         return self._sum(Axis.DATA, counts.sum().double())
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.model.train(training)
 
     def forward(self, work: StepWork, index: int) -> Tensor:
         """The loss of a micro-batch, to be given to `backward`; keeps no logits."""

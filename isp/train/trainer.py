@@ -114,16 +114,19 @@ class Trainer:
         self._slow_watch = SlowRankWatch(
             mesh.topology, hostnames, factor=warn.slow_rank_factor, steps=warn.slow_rank_steps
         )
+        traced = config.language_model
+        trained = sum(p.numel() for p in traced.model.parameters() if p.requires_grad)
         logger.info(
-            "model       %s parameters, %s, on %s",
-            f"{config.language_model.num_parameters:,}",
+            "model       %s parameters%s, %s, on %s",
+            f"{traced.num_parameters:,}",
+            f", {trained:,} of them trained" if trained < traced.num_parameters else "",
             config.training.dtype,
             name,
         )
         if self.optimizer.host_bytes:
             mib = f"{self.optimizer.host_bytes / 2**20:,.1f}"
             logger.info("optimizer   %s MiB of states in the memory of the host, a rank", mib)
-        logger.info("%s", describe_mfu(config.language_model.flop_rule, name, peak))
+        logger.info("%s", describe_mfu(traced.flop_rule, name, peak))
 
     def where(self) -> str:
         """This rank's work now, in words."""

@@ -1,0 +1,140 @@
+"""Adapters of PEFT on a folder's model: its frozen weights, and small ones that are trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isp.layers.module import MasterStream, RowsOf
+from isp.models.drawn import Drawing, drawings
+from isp.models.make import parameters_on_meta
+from isp.models.swap import InitialWeights
+from isp.settings.adapter import AdapterConfig
+from isp.weights.parameter import ShardedParameter
+
+__all__ = ["AdapterWeights", "adapted", "adapter_keys"]
+
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def adapter_keys(adapter: AdapterConfig) -> dict[str, Any]:
+    """The keys as PEFT's LoraConfig takes them."""
+    values = {f.name: getattr(adapter, f.name) for f in fields(adapter) if f.name != "folder"}
+    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+
+
+def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
+    """A copy of a model without memory, with adapters; `base` is the folder of the model.
+
+    Raises ValueError for keys that do not fit the model.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+    from peft.tuners.lora.layer import ParamWrapper
+
+    keys = LoraConfig(**adapter_keys(adapter), task_type=TaskType.CAUSAL_LM)
+    try:
+        with parameters_on_meta(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
+            # Of another dtype than the base model's they would be converted at every call.
+            found = get_peft_model(copy.deepcopy(model), keys, autocast_adapter_dtype=False)
+    except ValueError as error:
+        linears = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
+        raise ValueError(
+            f"model.adapter.target_modules={json.dumps(adapter_keys(adapter)['target_modules'])}:"
+            f" {str(error).splitlines()[0]} Its linears are {', '.join(sorted(linears))}"
+        ) from None
+    if any(isinstance(module, ParamWrapper) for module in found.modules()):
+        raise ValueError(
+            "model.adapter: PEFT puts adapters on parameters that are no linear's, such as those of"
+            " experts, which isp does not run: leave target_parameters out, and name linears by"
+            " target_modules"
+        )
+    found.peft_config["default"].base_model_name_or_path = str(Path(base).absolute())
+    return found
+
+
+class AdapterWeights:
+    """The weights of a model with adapters: those of the base model, and the adapters' own.
+
+    The latter are those of the adapter's folder, else as PEFT begins them: a function of the seed
+    and of names. Raises ValueError for a folder with the weights of another adapter.
+    """
+
+    def __init__(self, model: Any, base: InitialWeights, folder: str | None) -> None:
+        self._base, self._model = base, model
+        self._file = None if folder is None else Path(folder) / _WEIGHTS
+        if self._file is None:
+            return
+        named = model.named_parameters()
+        own = {_saved_name(n): tuple(p.shape) for n, p in named if p.requires_grad}
+        with _opened(self._file) as file:
+            there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
+        if odd:
+            raise ValueError(
+                f"model.adapter.folder: {self._file} is of another model: {odd[0]} is"
+                f" {there.get(odd[0], 'missing')} there, {own.get(odd[0], 'missing')} here"
+            )
+
+    @torch.no_grad()
+    def fill(self, model: Any, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """As `InitialWeights`."""
+        own = [s for s in shards if self._is_own(s)]
+        rest = [replace(s, name=_base_name(s.name)) for s in shards if not self._is_own(s)]
+        self._base.fill(model.get_base_model(), rest, seed)
+        if self._file is not None and own:
+            with _opened(self._file) as file:
+                for item in own:
+                    whole = file.get_tensor(_saved_name(item.name))
+                    item.parameter.copy_(item.layout.shard(whole))
+            return
+        begun = _begun(self._model) if own else {}
+        for item in own:
+            stream = MasterStream(seed, *RowsOf(item.name))
+            item.parameter.copy_(begun[item.name].shard(item.layout, stream))
+
+    def _is_own(self, item: ShardedParameter) -> bool:
+        of_file = self._file is not None and item.parameter.requires_grad
+        return of_file or ".lora_" in item.name
+
+
+def _begun(model: nn.Module) -> dict[str, Drawing]:
+    """What PEFT does to begin each parameter of the adapters, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[str, Drawing] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            named = layer.named_parameters(prefix=name)
+            own = {n: p for n, p in named if n.startswith(f"{name}.lora_")}
+            found |= drawings(own, partial(layer.reset_lora_parameters, "default", True))
+    return found
+
+
+def _base_name(name: str) -> str:
+    """The name of a parameter in the base model."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _saved_name(name: str) -> str:
+    """The name of a parameter in an adapter's folder."""
+    return name.replace(".default.", ".").removesuffix(".default")
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model.adapter.folder: {file} cannot be read: {error}") from None

@@ -1,0 +1,118 @@
+"""The section `model.adapter`, and what of it a folder says that PEFT has saved; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from isp.settings.json_file import read_json
+from isp.settings.section import Count, KeyRole, section
+
+__all__ = ["ADAPTER_FILE", "AdapterConfig", "with_adapter"]
+
+ADAPTER_FILE = "adapter_config.json"
+
+
+@section("model.adapter", KeyRole.MODEL)
+class AdapterConfig:
+    """`model.adapter`: PEFT's LoRA on the model of `model.hf`, whose own weights are frozen.
+
+    The keys are those of PEFT's LoraConfig.
+    """
+
+    folder: Annotated[str | None, KeyRole.PLACE] = None
+    """Folder of an adapter that PEFT has saved, from which training begins; it has the other keys,
+    too. `model.hf` may name such a folder instead, if its base model is a folder here."""
+    r: Count = 8
+    """Rank of the adapters."""
+    lora_alpha: Count = 8
+    """What an adapter adds is scaled by lora_alpha / r."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of an adapter's input that is dropped in training."""
+    target_modules: str | tuple[str, ...] | None = None
+    """Modules that get an adapter: a list of the ends of their names, a regular expression for all
+    of a name, or all-linear; null: PEFT's choice for the model."""
+    exclude_modules: str | tuple[str, ...] | None = None
+    """Modules that get none, in the same words."""
+    target_parameters: tuple[str, ...] | None = None
+    """Parameters that get an adapter, by the ends of their names; not supported: null."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """The biases that are trained, too: of no module, of all, or of those with adapters."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead."""
+    use_dora: bool = False
+    """DoRA, which is not supported: false."""
+
+    def __post_init__(self) -> None:
+        if self.use_dora:
+            raise ValueError(
+                "model.adapter.use_dora=true: DoRA reads the norms of whole weights, which ranks do"
+                " not have: use false, which is LoRA"
+            )
+
+
+_NAMES = tuple(name for name in AdapterConfig.__dataclass_fields__ if name != "folder")
+_OF_NO_EFFECT = {
+    *("alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "inference_mode"),
+    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "task_type"),
+}
+"""What else stands in a file of PEFT, and does not change LoRA."""
+
+
+def with_adapter(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A `model` section with the base model and the keys of the adapter that it names, if any.
+
+    Raises ValueError for a folder that is none, or whose adapter is not supported.
+    """
+    hf, adapter = section["hf"], section.get("adapter") or {}
+    if (Path(hf) / ADAPTER_FILE).is_file() and not (Path(hf) / "config.json").is_file():
+        base = read_json(Path(hf) / ADAPTER_FILE).get("base_model_name_or_path")
+        if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
+            raise ValueError(
+                f"model.hf={hf} is an adapter's folder, and base_model_name_or_path="
+                f"{json.dumps(base)} in its {ADAPTER_FILE} is no folder of a model here: name that"
+                f" with model.hf, and this one with model.adapter.folder"
+            )
+        section, adapter = {**section, "hf": base}, {"folder": hf, **adapter}
+    if not isinstance(adapter, dict) or not isinstance(folder := adapter.get("folder"), str):
+        return dict(section)
+    found = _read(folder)
+    for key, value in adapter.items():
+        if key in found and value != found[key]:
+            raise ValueError(
+                f"model.adapter.{key}={json.dumps(value)} is given beside model.adapter.folder="
+                f"{folder}, which has {json.dumps(found[key])}: leave it out"
+            )
+    return {**section, "adapter": {**found, **adapter}}
+
+
+def _read(folder: str) -> dict[str, Any]:
+    """The keys of an adapter's folder."""
+    try:
+        file = read_json(Path(folder) / ADAPTER_FILE)
+    except ValueError as error:
+        raise ValueError(f"model.adapter.folder={folder}: {error}") from None
+    odd = {name: value for name, value in file.items() if name not in {*_NAMES, *_OF_NO_EFFECT}}
+    drawn = odd.pop("init_lora_weights", True)
+    if drawn not in (True, False, "gaussian"):
+        odd["init_lora_weights"] = drawn
+    odd = {name: value for name, value in odd.items() if value}
+    if file.get("peft_type") != "LORA":
+        odd["peft_type"] = file.get("peft_type")
+    if odd:
+        name, value = next(iter(odd.items()))
+        raise ValueError(
+            f"model.adapter.folder={folder}: {name}={json.dumps(value)} in {ADAPTER_FILE} is not"
+            f" supported: LoRA alone is, with the keys {', '.join(_NAMES)}"
+        )
+    found = {name: file[name] for name in _NAMES if name in file}
+    if isinstance(alpha := found.get("lora_alpha"), float) and alpha.is_integer():
+        found["lora_alpha"] = int(alpha)
+    for name in ("target_modules", "exclude_modules"):  # PEFT writes sets in any order
+        if isinstance(found.get(name), list):
+            found[name] = sorted(found[name])
+    return found

@@ -1,0 +1,143 @@
+"""Runs that train adapters of PEFT, against PEFT itself in a plain loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from isp.checkpoint.whole import WholeWeights
+from isp.comm import Mesh
+from isp.config import JobConfig, load_config
+from isp.data.batch import BatchSampler
+from isp.data.sources import open_datasets
+from isp.inference.source import open_source
+from isp.models.build import build_model
+from isp.models.tiny import kept_in_float64
+from isp.parallel import ParallelConfig, Topology
+from isp.train.export import export
+from tests.models.folders import write_folder, write_job
+from tests.models.models import Rows, Trained, trained_plainly
+from tests.ranks import run_isp
+from tests.train.jobs import numbers, run_folders, run_forked
+
+TOLERANCE = 1e-9  # float64, sums in another order
+
+KEYS: dict[str, Any] = {
+    "r": 4,
+    "lora_alpha": 12,
+    "target_modules": ["q_proj", "down_proj"],
+    "bias": "lora_only",
+    "use_rslora": True,
+}
+OVERRIDES = ["--data.pack=false"]
+OVERRIDES += [f"--model.adapter.{key}={json.dumps(value)}" for key, value in KEYS.items()]
+SPREAD = ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=1")
+STAGES = ("--parallel.pipeline.size=2", "--parallel.weight.size=1", "--data.micro_num=2")
+
+
+def _base(folder: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return kept_in_float64(model)
+
+
+def _initial(config: JobConfig) -> dict[str, Tensor]:
+    """The weights that a run begins from."""
+    mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
+    built = build_model(
+        config.language_model,
+        config.parallel,
+        mesh,
+        seed=config.training.seed,
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    return {item.name: item.parameter.detach().clone() for item in built.parameters}
+
+
+def _rows(config: JobConfig, steps: int) -> list[Rows]:
+    """The batches of the first steps, with the token behind each row, which is predicted, too."""
+    train = open_datasets(config.data, seed=config.training.seed).train
+    sampler = BatchSampler(dataset=train, micro_bsz=2, micro_num=2)
+    found = []
+    for step in range(steps):
+        batches = sampler.micro_batches(step, 0, 1)
+        found.append(Rows(torch.cat([torch.cat((b.tokens, b.labels[:, -1:]), 1) for b in batches])))
+    return found
+
+
+def _assert_equal(found: Path, expected: Trained) -> None:
+    steps = numbers(found)
+    assert [step[1] for step in steps] == pytest.approx(expected.losses, abs=TOLERANCE)
+    assert [step[2] for step in steps] == pytest.approx(expected.norms, abs=TOLERANCE)
+
+
+def test_an_adapter_trains_as_in_peft_and_goes_back_and_forth(tmp_path: Path) -> None:
+    """Catches adapters that begin otherwise in another layout, are lost by a resume, or are scaled
+    otherwise; checkpoints with the base model; folders that PEFT reads as another model.
+    """
+    base = write_folder(tmp_path / "base", "qwen2")
+    job = write_job(tmp_path, base)
+    config = load_config(job, [*OVERRIDES, "--data.micro_num=2"])
+    model: Any = get_peft_model(_base(base), LoraConfig(**KEYS), autocast_adapter_dtype=False)
+    begun = _initial(config)
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, begun[name]), name
+        bound = (1 / parameter.shape[-1]) ** 0.5 if "lora_A" in name else 0.0
+        assert "lora_" not in name or 0.9 * bound <= begun[name].abs().max() <= bound, name
+        parameter.data.copy_(begun[name])
+    data = _rows(config, 4)
+    expected = trained_plainly(model, data, lr=1e-2)
+    run_forked(job, *OVERRIDES, *SPREAD, "--training.steps=2", num_ranks=4)
+    run_forked(job, *OVERRIDES, *STAGES, "--training.steps=4", num_ranks=2)
+    (run,) = run_folders(job)
+    _assert_equal(run, expected)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert WholeWeights(run).shapes.keys() == trained, "the base model is in no checkpoint"
+    done = export(run, tmp_path / "adapter")
+    assert done.model_type == "adapter"
+    loaded: Any = PeftModel.from_pretrained(
+        _base(base), tmp_path / "adapter", autocast_adapter_dtype=False, is_trainable=True
+    )
+    for name, weight in loaded.named_parameters():
+        assert (weight - expected.weights[name]).abs().max() < TOLERANCE, name
+    again = write_job(tmp_path, tmp_path / "adapter", "again")
+    run_forked(again, OVERRIDES[0], *SPREAD, "--training.steps=2", num_ranks=4)
+    _assert_equal(run_folders(again, "again")[0], trained_plainly(loaded, data[:2], lr=1e-2))
+    for path in (run, tmp_path / "adapter"):
+        (said,) = run_isp(1, *f"generate {path} --prompt a --tokenizer bytes".split())
+        assert said.code == 0, said.err
+    source = open_source(tmp_path / "adapter", tokenizer="bytes")
+    assert source.section.adapter == load_config(again).model.adapter
+
+
+def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Catches keys that are read as something else, and errors deep in PEFT."""
+    job = write_job(tmp_path, write_folder(tmp_path / "base", "qwen3_moe", weights=False))
+    for words, why in {
+        "use_dora": "use false, which is LoRA",
+        "r=0": "model.adapter.r=0 must be at least 1",
+        "lora_r=4": "no such key",
+        "target_modules=[k]": r'target_modules=\["k"\]: Target modules .* Its linears are k_proj,',
+        "target_parameters=[experts.down_proj]": "PEFT puts adapters on parameters that are no",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            _ = load_config(job, [f"--model.adapter.{words}"]).language_model
+    with pytest.raises(ValueError, match=r"for the models of model.hf"):
+        load_config(job, ["--model.hf=null", "--model.adapter.r=4"])
+    folder = tmp_path / "adapter"
+    LoraConfig(base_model_name_or_path="org/model").save_pretrained(folder)
+    with pytest.raises(ValueError, match=r'base_model_name_or_path="org/model" .* is no folder'):
+        load_config(job, [f"--model.hf={folder}"])
+    with pytest.raises(ValueError, match=r"model.adapter.r=4 is given beside .* which has 8"):
+        load_config(job, [f"--model.adapter.folder={folder}", "--model.adapter.r=4"])
+    LoraConfig(layers_to_transform=[1]).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"layers_to_transform=\[1\] .* is not supported"):
+        load_config(job, [f"--model.adapter.folder={folder}"])
