@@ -28,7 +28,7 @@ from isp.train.parameter_guard import refuse_optimizers
 from isp.train.run import make_world
 from model.config import ModelConfig
 
-__all__ = ["ParallelRun", "parallelize"]
+__all__ = ["ParallelRun", "loop_config", "parallelize"]
 
 
 def parallelize(
@@ -57,7 +57,7 @@ def parallelize(
     process group starts, for a model or sizes that are not supported.
     """
     if not isinstance(config, JobConfig):
-        config = load_config(config, kind=_LoopConfig, unread=_UNREAD)
+        config = loop_config(config)
     if config.training.global_batch_size is not None:
         raise ValueError(
             f"training.global_batch_size={config.training.global_batch_size}: the batch"
@@ -96,6 +96,11 @@ def parallelize(
     run = ParallelRun(traced, config, mesh, world.device, optimizer)
     refuse_optimizers(model, whole)
     return run
+
+
+def loop_config(file: str | Path) -> JobConfig:
+    """The sections of a file that `parallelize` reads; of others none.  Raises ConfigError."""
+    return load_config(file, kind=_LoopConfig, unread=_UNREAD)
 
 
 _UNREAD = ("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler")

@@ -1,0 +1,1 @@
+"""ISP inside other programs; nothing of ISP imports it."""

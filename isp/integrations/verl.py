@@ -1,0 +1,243 @@
+"""An engine `isp` for verl, over any layout without pipeline stages.
+
+    import isp.integrations.verl  # registers it
+
+`strategy: isp` in verl's configuration, with an `ISPEngineConfig`, makes verl's workers train by
+`isp.parallelize`. Checked with verl 0.9.1 (`tools/check_with_verl.py`), whose interface may change.
+
+S tokens of a micro-batch, one document behind the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, get_scheduler
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import EngineConfig
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
+
+import isp
+from isp.parallel import Axis
+from isp.train.parallel_run import ParallelRun
+from isp.train.parallelize import loop_config
+
+__all__ = ["ISPEngine", "ISPEngineConfig"]
+
+
+@dataclass
+class ISPEngineConfig(EngineConfig):
+    """The configuration of verl's engines, with a file of ISP's."""
+
+    strategy: str = "isp"
+    isp_config: str = ""
+    """The file that `isp.parallelize` is given; `training.max_norm` is verl's `clip_grad`."""
+
+
+@EngineRegistry.register(model_type="language_model", backend="isp", device=["cuda", "cpu"])
+class ISPEngine(BaseEngine):
+    """A causal language model, its optimizer and its schedule, as verl's workers ask for them."""
+
+    run: ParallelRun
+
+    def __init__(
+        self,
+        model_config: Any,
+        engine_config: ISPEngineConfig,
+        optimizer_config: Any,
+        checkpoint_config: Any,
+        **_: Any,
+    ) -> None:
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.mode: str | None = None
+
+    def initialize(self) -> None:
+        """Load the model, and make it parallel with AdamW and verl's schedule.
+
+        Raises ValueError for a layout that is not supported.
+        """
+        rule, given = self.optimizer_config, self.engine_config
+        config = loop_config(given.isp_config)
+        if config.parallel.pipeline.size > 1:
+            raise ValueError(
+                f"parallel.pipeline.size={config.parallel.pipeline.size}: verl's losses are given"
+                f" log-probabilities of all ranks, so use 1"
+            )
+        config = replace(config, training=replace(config.training, max_norm=rule.clip_grad))
+        folder = self.model_config.local_path or self.model_config.path
+        dtype = getattr(torch, config.training.dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model.requires_grad_(not given.forward_only)
+
+        def adamw(named: Any) -> torch.optim.Optimizer:
+            own = [parameter for _, parameter in named]
+            return torch.optim.AdamW(own, rule.lr, rule.betas, weight_decay=rule.weight_decay)
+
+        trains = not given.forward_only
+        self.run = isp.parallelize(model, config, optimizer=adamw if trains else None)
+        self._scheduler: Any = None
+        if self.run.optimizer is not None:
+            steps, warmup = rule.total_training_steps, rule.lr_warmup_steps
+            if warmup is None or warmup < 0:
+                warmup = int(rule.lr_warmup_steps_ratio * steps)
+            kind = getattr(rule, "lr_scheduler_type", "constant")
+            kind = "constant_with_warmup" if kind == "constant" else kind
+            self._scheduler = get_scheduler(kind, self.run.optimizer, warmup, steps)
+        self._data = self.run.mesh[Axis.DATA]
+        self._group = self._data.group or _group_of_each()
+
+    def forward_backward_batch(
+        self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
+    ) -> Any:
+        """As verl's engines: the outputs of `data`, which is cut into micro-batches."""
+        tensor = self.run.mesh[Axis.TENSOR].size
+        tokens = self._data.all_reduce(data["loss_mask"].sum().to(self.run.device)).wait()
+        shared = {"sp_size": tensor, "batch_num_tokens": tokens.item(), "dp_size": self._data.size}
+        tu.assign_non_tensor(data, **shared)
+        batches, indices = prepare_micro_batches(data, self._group, same_micro_num_in_dp=True)
+        outputs = []
+        for batch in batches:
+            batch = batch.to(self.run.device)
+            with torch.set_grad_enabled(not forward_only):
+                model_output = self._score(batch)
+                loss, metrics = torch.ones(()), {}
+                if loss_function is not None:
+                    loss, metrics = loss_function(
+                        model_output=model_output, data=batch, dp_group=self._group
+                    )
+            if not forward_only:  # verl's losses are means over data ranks
+                self.run.backward(loss / self._data.size)
+            found = {name: x.detach() for name, x in model_output.items()}
+            outputs.append(
+                {"model_output": found, "loss": loss.detach().item(), "metrics": metrics}
+            )
+        return postprocess_batch_func(outputs, indices, data)
+
+    def _score(self, batch: Any) -> dict[str, Tensor]:
+        """Log-probabilities and, if asked, entropies of the next tokens, as nested tensors."""
+        ids, positions = (batch[name].values() for name in ("input_ids", "position_ids"))  # [S]
+        temperature = batch["temperature"]
+        values = {float(t) for t in torch.as_tensor(temperature).flatten()}
+        if len(values) != 1:
+            raise ValueError(f"samples of one batch have temperatures {sorted(values)}: give one")
+        asks = tu.get_non_tensor_data(data=batch, key="calculate_entropy", default=False)
+        scores = self.run.log_probs(
+            ids[None], position_ids=positions[None], temperature=values.pop(), entropy=asks
+        )
+        found = {"log_probs": scores.log_probs}
+        if scores.entropy is not None:
+            found["entropy"] = scores.entropy
+        ends = batch["input_ids"].offsets()
+        return {
+            name: torch.nested.nested_tensor_from_jagged(x[0].roll(-1), ends)
+            for name, x in found.items()
+        }
+
+    def optimizer_zero_grad(self) -> None:
+        self.run.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip and update, unless gradients are not finite; the norm before clipping."""
+        return self.run.step().grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        """The rate of the next step."""
+        self._scheduler.step()
+        rate: float = self._scheduler.get_last_lr()[0]
+        return rate
+
+    def train_mode(self, **kwargs: Any) -> AbstractContextManager[Any]:
+        return _Mode(self, "train", **kwargs)
+
+    def eval_mode(self, **kwargs: Any) -> AbstractContextManager[Any]:
+        return _Mode(self, "eval", **kwargs)
+
+    def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+        """Whole weights under the hub's names, adapters merged, for the engine of rollouts."""
+        return self.run.named_weights(merge_adapters=True), None
+
+    def get_data_parallel_size(self) -> int:
+        return self.run.dp_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.run.dp_rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self.run.mesh[Axis.TENSOR].rank == 0
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return bool(self.engine_config.param_offload)
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return bool(self.engine_config.optimizer_offload)
+
+    def to(
+        self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
+    ) -> None:
+        """Weights and states go together, where verl asks for the weights."""
+        if model:
+            self.run.to(device)
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Write a sharded checkpoint, the schedule with it; `hdfs_path` is refused."""
+        if hdfs_path is not None:
+            raise ValueError(f"hdfs_path={hdfs_path}: checkpoints of isp are written to local_path")
+        schedule = {} if self._scheduler is None else self._scheduler.state_dict()
+        extra = {"schedule": schedule, "global_step": global_step}
+        self.run.save(local_path, extra, keep=max_ckpt_to_keep or 0)
+
+    def load_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = True,
+        **_: Any,
+    ) -> None:
+        """Load the newest good checkpoint of any layout; nothing is deleted."""
+        extra: Any = self.run.load(Path(local_path))
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(extra["schedule"])
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return self.run.adapters_off()
+
+
+class _Mode(BaseEngineCtx):
+    """Modules in the mode of training or evaluation, and weights on the device meanwhile."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.engine.run.train(self.mode == "train")
+
+    def __exit__(self, *error: object) -> None:
+        if self.mode == "train" and self.zero_grad_on_exit:
+            self.engine.optimizer_zero_grad()
+        super().__exit__(*error)
+
+
+def _group_of_each() -> dist.ProcessGroup:
+    """A group of this rank alone: verl reduces over it."""
+    groups: list[dist.ProcessGroup]
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
