@@ -37,12 +37,18 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
         metavar="FILE",
         help="Jinja file that renders messages, in place of the tokenizer's own template",
     )
+    parser.add_argument(
+        "--train-on",
+        choices=("assistant", "last", "all"),
+        default="assistant",
+        help="the tokens of messages with a loss, as data.train_on (default: assistant)",
+    )
     return _run_prepare
 
 
 def _run_prepare(args: argparse.Namespace) -> int:
     """Prepare, and say what was written."""
-    from isp.data.config import Format
+    from isp.data.config import Format, TrainOn
     from isp.data.prepare import prepare
 
     done = prepare(
@@ -53,6 +59,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
         eos_token=args.eos_token,
         form=Format(args.format),
         chat_template=args.chat_template,
+        train_on=TrainOn(args.train_on),
     )
     files, kind, trained = f"{done.prefix}.bin and .idx", "document", ""
     if done.num_trained is not None:

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.chat_turns import Conversation, Span, TurnNotFound
-from isp.data.config import BYTE_TOKENIZER
+from isp.data.config import BYTE_TOKENIZER, TrainOn
 from isp.data.dataset import IGNORE_INDEX
-from isp.data.rendering import TemplateFailure
+from isp.data.rendering import Rendered, TemplateFailure
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 
 __all__ = ["ChatTemplate", "Example"]
@@ -40,16 +40,23 @@ class Example(NamedTuple):
 class ChatTemplate:
     """The template of a tokenizer's folder, or that of the file `path`.
 
+    `train_on`: the tokens of a conversation that get labels.
     Raises ValueError or FileNotFoundError where there is none, or transformers is not installed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, path: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        path: str | None = None,
+        *,
+        train_on: TrainOn = TrainOn.ASSISTANT,
+    ) -> None:
         if not isinstance(tokenizer, HFTokenizer):
             raise ValueError(
                 f"data.tokenizer={BYTE_TOKENIZER} has no chat template, which messages need: name"
                 " the folder of a Hugging Face tokenizer"
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._train_on = tokenizer, train_on
         self._fast = _load(tokenizer.file)
         self._given = None if path is None else _read(Path(path).expanduser())
         names = {"<think>", *tokenizer.added_tokens()}
@@ -70,7 +77,12 @@ class ChatTemplate:
         Raises ValueError for what is not a conversation, or is refused by the template.
         """
         with _refused_at(where):
-            text, spans, left_out = self._chat(messages, tools, variables).spans()
+            chat = self._chat(messages, tools, variables)
+            if self._train_on is TrainOn.ALL:
+                text, left_out = _without_weights(chat).text, list[Span]()
+                spans = [(0, len(text))]
+            else:
+                text, spans, left_out = chat.spans()
         encoding = self._tokenizer.encode_with_offsets(text)
         trained = _covered(encoding, spans) & ~_covered(encoding, left_out)
         labels = np.where(trained, encoding.tokens, IGNORE_INDEX)
@@ -127,9 +139,14 @@ class ChatTemplate:
             tokens, labels = self.example(talk, "")
         except ValueError:
             return None
-        last = [int(token) for token in tokens[labels != IGNORE_INDEX][-1:]]
+        behind: list[int] = []  # what the message says; white space may be there, too
         special = {self._tokenizer.token_id(name) for name in self._tokenizer.special_tokens()}
-        return next((token for token in last if token in special), None)
+        for token in tokens[labels != IGNORE_INDEX].tolist()[::-1]:
+            if token in special:
+                behind.append(token)
+            elif self._tokenizer.decode(np.array([token])).strip():
+                break
+        return behind[-1] if behind else None
 
     def _chat(
         self,
@@ -160,6 +177,7 @@ class ChatTemplate:
                 "add_generation_prompt": False,
             },
             self._names,
+            self._train_on is TrainOn.LAST,
         )
 
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
@@ -174,6 +192,17 @@ class ChatTemplate:
                 " a file with data.chat_template (--chat-template)"
             ) from None
         return template
+
+
+def _without_weights(chat: Conversation) -> Rendered:
+    """The text of a conversation that is trained as a whole; ValueError if it says otherwise."""
+    for number, message in enumerate(chat.messages, start=1):
+        if message.get("weight") == 0:
+            raise ValueError(
+                f"message {number} has the weight 0, and data.train_on=all trains every token: use"
+                " data.train_on=assistant"
+            )
+    return chat.render()
 
 
 def _covered(encoding: Encoding, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

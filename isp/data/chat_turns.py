@@ -3,12 +3,20 @@
 [Note: Assistant's tokens] A template marks what the assistant writes with `{% generation %}`. In
 one that does not, it is what the template writes of an assistant's message, from behind the
 generation prompt, as far as the message begins with it, to the special token that ends the turn.
-What follows that token (ChatML's line feed) is not the assistant's. Where a message stands in the
-text of the whole conversation is known from marks: [Note: Marks]. So a template may render earlier
-turns differently, trim them or remove their reasoning: the loss is computed on a turn as it is
-rendered. A message whose place is not known is refused.
+What follows that token (ChatML's line feed) is not the assistant's. Some templates are known to
+have it otherwise: [Note: Templates of TRL]. Where a message stands in the text of the whole
+conversation is known from marks: [Note: Marks]. So a template may render earlier turns differently,
+trim them or remove their reasoning: the loss is computed on a turn as it is rendered. A message
+whose place is not known is refused.
+
+[Note: Templates of TRL] Of these, a turn has all that the template writes of the message, and the
+last one what the template writes behind all messages, too (Phi-3's end of text). Reasoning that the
+generation prompt begins is the turn's. Source: the chat templates of TRL 1.16, with which its
+assistant_only_loss finds tokens; those that it renders otherwise (Qwen3's earlier turns with empty
+reasoning) are rendered as they are here.
 """
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +25,17 @@ from isp.data.rendering import Rendered, TemplateFailure, render
 from isp.data.tokenizer import HFTokenizer
 
 __all__ = ["Conversation", "Span", "TurnNotFound"]
+
+_TURNS = {
+    "turn": """
+        2147c474 90c33aee 9aeb7eac 8d9e3a3c ecd6ae51 0d7e56ca cef18740 5504d163 ba03a121
+        2c17243a 58933db7 43a92aac 3b74d76d 82753bef 78d976a4 dcaee66d a0bc6f6f 273d8e0e a4aee8af
+        e84f32a2 c3cf9e34 64f85b19 a55ee1b1 9d879ef9 83000508""",
+    "line feed": "55b2f4a2",  # Qwen2.5: with that of the generation prompt
+    "role": "56a1447a 563b1ce7 a4c9919c 6cd0e94d",  # DeepSeek, gpt-oss: with all of the prompt
+}
+"""What a turn begins with, by the SHA-256 of templates: [Note: Templates of TRL]."""
+_KNOWN = {digest: begin for begin, digests in _TURNS.items() for digest in digests.split()}
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -74,6 +93,8 @@ class Conversation(NamedTuple):
     variables: Mapping[str, Any]
     names: re.Pattern[str]
     """Where a generation prompt may go on otherwise than a message: a token's name."""
+    last_only: bool = False
+    """Whether the assistant's last message alone is trained."""
 
     def spans(self) -> tuple[str, list[Span], list[Span]]:
         """The text, what of it the assistant writes, and what has no loss all the same."""
@@ -82,7 +103,8 @@ class Conversation(NamedTuple):
         if marked.text != text:
             raise TurnNotFound("the chat template changes what its loops and blocks write")
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
-        left_out = [i for i in turns if self.messages[i].get("weight") == 0]
+        others = turns[:-1] if self.last_only else []
+        left_out = [i for i in turns if i in others or self.messages[i].get("weight") == 0]
         is_marked = _GENERATION.search(_COMMENT.sub("", self.template)) is not None
         # What stands before the first turn, such as a system message, is in no turn's text.
         expected = left_out if is_marked else range(turns[0] if turns else 0, len(self.messages))
@@ -100,7 +122,12 @@ class Conversation(NamedTuple):
     def _turn(self, turn: int, text: str, span: Span) -> Span:
         """Without the generation prompt, and to the token that ends it."""
         start, end = span
-        start += self._length_of_prompt(turn, text[start:end])
+        prompt = text[start : start + self._length_of_prompt(turn, text[start:end])]
+        if self._known is not None:
+            own = {"turn": prompt.partition("<think>")[0], "line feed": prompt.rstrip(), "role": ""}
+            end = len(text) if turn == len(self.messages) - 1 else end
+            return start + len(own[self._known]), end
+        start += len(prompt)
         special = self.tokenizer.special_tokens()
         written = text[start:end].rstrip()
         if written.endswith(special):
@@ -109,6 +136,11 @@ class Conversation(NamedTuple):
         first = self.variables.get("bos_token")
         after = [token for token in special if token != first and text.startswith(token, end)]
         return start, end + max(map(len, after), default=0)
+
+    @property
+    def _known(self) -> str | None:
+        """What a turn begins with in a template of [Note: Templates of TRL]."""
+        return _KNOWN.get(hashlib.sha256(self.template.strip().encode()).hexdigest()[:8])
 
     def _length_of_prompt(self, turn: int, written: str) -> int:
         """The characters with which a message begins as the generation prompt before it does."""

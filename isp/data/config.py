@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from isp.settings.section import Count, KeyRole, Text, section
 
-__all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig", "ExcessLength", "Format"]
+__all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig", "ExcessLength", "Format", "TrainOn"]
 
 BYTE_TOKENIZER = "bytes"
 PYTHON_STDLIB = "python-stdlib"
@@ -32,6 +32,14 @@ class Format(StrEnum):
     MESSAGES = "messages"
     TOKENS = "tokens"
     PREFERENCES = "preferences"
+
+
+class TrainOn(StrEnum):
+    """The tokens of a conversation that are trained."""
+
+    ASSISTANT = "assistant"
+    ALL = "all"
+    LAST = "last"
 
 
 class ExcessLength(StrEnum):
@@ -75,6 +83,10 @@ class DataConfig:
 
     chat_template: Text | None = None
     """A Jinja file that renders `messages`, in place of the template beside the tokenizer."""
+
+    train_on: TrainOn = TrainOn.ASSISTANT
+    """Of `messages`, the tokens with a loss: `assistant`, those that the assistant writes; `last`,
+    those of its last message; `all`, every token."""
 
     excess_length_strategy: ExcessLength = ExcessLength.TRUNCATE
     """`messages` and `tokens` longer than `seq_len`: `truncate` at the end, `drop`, or `raise`."""

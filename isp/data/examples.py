@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.chat import ChatTemplate, Example
-from isp.data.config import Format
+from isp.data.config import Format, TrainOn
 from isp.data.dataset import IGNORE_INDEX, check_ids
 from isp.data.documents import JsonLine, find_files, read_documents, read_jsonl
 from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
@@ -112,6 +112,7 @@ class SourceReader:
         text_key: str,
         template: str | None,
         key: str,
+        train_on: TrainOn = TrainOn.ASSISTANT,
     ) -> None:
         self.items = [source] if isinstance(source, str) else list(source)
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
@@ -119,7 +120,12 @@ class SourceReader:
         self.is_text = form is Format.TEXT
         self.is_pairs = form is Format.PREFERENCES
         is_chat = form is Format.MESSAGES or (self.is_pairs and self._has_turns())
-        self._template = ChatTemplate(tokenizer, template) if is_chat else None
+        if train_on is not TrainOn.ASSISTANT and not is_chat:
+            raise ValueError(
+                f"data.train_on={train_on} is for conversations, and {key} holds none (lines with"
+                " 'messages'): leave it out"
+            )
+        self._template = ChatTemplate(tokenizer, template, train_on=train_on) if is_chat else None
 
     def check(self) -> None:
         """Raise what `open` would for pairs that are not there and the first lines of files."""

@@ -12,10 +12,13 @@ import numpy.typing as npt
 from isp.data.config import ExcessLength
 from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, positions_of, shuffled
 from isp.data.examples import ExampleStore, check_trained, count_trained
+from isp.data.tokenizer import Tokenizer
 
 __all__ = ["ExampleDataset", "best_fit"]
 
 _Int64Array = npt.NDArray[np.int64]
+_SHOWN_CHARACTERS = 200
+"""Of a part of an example that is shown."""
 
 
 class ExampleDataset:
@@ -86,6 +89,22 @@ class ExampleDataset:
             start = end
         ends = np.cumsum(self._lengths[documents])
         return Sample(tokens, labels, positions_of(ends if self.pack else ends[:0], self.seq_len))
+
+    def shown(self, tokenizer: Tokenizer) -> str:
+        """An example as text: what is trained of it is in [[ ]], and its share before it."""
+        document = self._sequences[0][0]
+        tokens, labels = (self._read(document, labels=of) for of in (False, True))
+        trained = labels != IGNORE_INDEX
+        trained[0] = False  # nothing predicts it
+        text = ""
+        for part in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(trained)) + 1):
+            piece = repr(tokenizer.decode(tokens[part], special=True))[1:-1]
+            if len(piece) > _SHOWN_CHARACTERS:
+                piece = f"{piece[: _SHOWN_CHARACTERS // 2]} ... {piece[-_SHOWN_CHARACTERS // 2 :]}"
+            text += f"[[{piece}]]" if trained[part[0]] else piece
+        if len(text) > 10 * _SHOWN_CHARACTERS:
+            text = f"{text[: 10 * _SHOWN_CHARACTERS]} ..."
+        return f"{trained.mean():.0%} of {len(tokens):,} tokens trained, those in [[ ]]: {text}"
 
     def _read(self, document: int, *, labels: bool) -> _Int64Array:
         """An example's tokens, or its labels, as far as they are used."""

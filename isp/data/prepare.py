@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from isp.data.chat import Example
-from isp.data.config import BYTE_TOKENIZER, Format
+from isp.data.config import BYTE_TOKENIZER, Format, TrainOn
 from isp.data.documents import find_files
 from isp.data.examples import (
     LABEL_DTYPE,
@@ -47,6 +47,7 @@ def prepare(
     text_key: str = "text",
     eos_token: str | None = None,
     chat_template: str | None = None,
+    train_on: TrainOn = TrainOn.ASSISTANT,
     progress: bool = True,
 ) -> PrepareSummary:
     """Tokenise `inputs` into `output_prefix`.bin and .idx, with eos at the end of each document.
@@ -70,7 +71,13 @@ def prepare(
         )
     encoder = load_tokenizer(tokenizer, eos_token=eos_token)
     reader = SourceReader(
-        items, encoder, asked=form, text_key=text_key, template=chat_template, key="input"
+        items,
+        encoder,
+        asked=form,
+        text_key=text_key,
+        template=chat_template,
+        key="input",
+        train_on=train_on,
     )
     if reader.is_pairs:
         raise ValueError(f"input={', '.join(items)} holds pairs, which are read from .jsonl files")

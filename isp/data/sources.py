@@ -66,6 +66,7 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
             asked=config.format,
             text_key=config.text_key,
             template=config.chat_template,
+            train_on=config.train_on,
             key=key,
         )
         for key, source in given.items()

@@ -50,8 +50,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> TokenArray:
         """The ids of `text`, without any special token added."""
 
-    def decode(self, tokens: TokenArray) -> str:
-        """The text of `tokens`, without special tokens."""
+    def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
+        """The text of `tokens`, without special tokens unless `special`."""
 
 
 class ByteTokenizer:
@@ -63,7 +63,7 @@ class ByteTokenizer:
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
-    def decode(self, tokens: TokenArray) -> str:
+    def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
         """The text of `tokens`; bytes that a cut left incomplete show as U+FFFD."""
         ids = np.asarray(tokens)
         data: bytes = ids[ids < self.eos_id].astype(np.uint8).tobytes()
@@ -121,8 +121,9 @@ class HFTokenizer:
         """The texts of all tokens that are found as a whole, special or not."""
         return tuple(t.content for t in self._tokenizer.get_added_tokens_decoder().values())
 
-    def decode(self, tokens: TokenArray) -> str:
-        text: str = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
+    def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
+        ids = np.asarray(tokens).tolist()
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=not special)
         return text
 
     def _find_eos(self, file: Path, eos_token: str | None) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isp.data.chat import Example
+from isp.data import chat_turns
+from isp.data.chat import ChatTemplate, Example
+from isp.data.config import TrainOn
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.chat_folder import CHATML, CHATML_MARKED, LLAMA3, chat_folder, load
@@ -69,6 +72,51 @@ def test_the_assistants_tokens_are_trained(tmp_path: Path, template: str, by_han
     check(load(folder).example(TALK[:3], "here"), folder, by_hand(TALK[:3]))
     check(load(folder).example(TALK[2:], "here"), folder, by_hand(TALK[2:]))
     assert set(load(folder).example(TALK[:2], "here").labels.tolist()) == {IGNORE_INDEX}
+
+
+PHI3_ON_HUB = (
+    "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + "
+    "message['content'] + '<|end|>\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\n' + "
+    "message['content'] + '<|end|>\n'}}{% elif message['role'] == 'assistant' %}"
+    "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+"""Character by character; TRL has a variant of it."""
+
+
+def test_turns_of_known_templates_are_those_of_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a line feed behind a turn, or an end of text, that TRL alone trains on."""
+    folder = chat_folder(tmp_path / "phi3", PHI3_ON_HUB)
+    parts: Parts = []
+    for message in TALK:
+        turn = message["role"] == "assistant"
+        parts += [(f"<|{message['role']}|>\n", False), (message["content"] + "<|end|>\n", turn)]
+    check(load(folder).example(TALK, "here"), folder, [*parts, ("<|im_end|>", True)])
+    assert load(folder).turn_end() == HFTokenizer(folder).token_id("<|end|>")
+    folder = chat_folder(tmp_path / "chatml", CHATML)
+    digest = hashlib.sha256(CHATML.strip().encode()).hexdigest()[:8]
+    header = "<|im_start|>assistant\n"
+    for begin, trained in {"turn": "", "line feed": "\n", "role": header}.items():
+        monkeypatch.setitem(chat_turns._KNOWN, digest, begin)
+        parts = [*chatml(TALK[1:2]), (header.removesuffix(trained), False), (trained, True)]
+        parts += [(TALK[2]["content"] + "<|im_end|>\n", True)]
+        check(load(folder).example(TALK[1:3], "here"), folder, parts)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
+def test_the_last_turn_or_all_tokens_are_trained(tmp_path: Path, template: str) -> None:
+    """Catches an earlier turn that is trained, and a part of the whole that is not."""
+    folder = chat_folder(tmp_path, template)
+    tokenizer, talk = HFTokenizer(folder), [*TALK, {"role": "user", "content": "so?"}]
+    last = ChatTemplate(tokenizer, train_on=TrainOn.LAST).example(talk, "here")
+    parts = enumerate(chatml(talk))
+    check(last, folder, [(text, trained and i > 8) for i, (text, trained) in parts])
+    whole = ChatTemplate(tokenizer, train_on=TrainOn.ALL)
+    assert whole.example(talk, "here").labels.tolist() == last.tokens.tolist()
+    with pytest.raises(ValueError, match=r"message 1 has the weight 0, and data.train_on=all"):
+        whole.example([{**TALK[2], "weight": 0}], "here")
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, LLAMA3])
