@@ -139,14 +139,17 @@ class ChatTemplate:
             tokens, labels = self.example(talk, "")
         except ValueError:
             return None
-        behind: list[int] = []  # what the message says; white space may be there, too
+        found: int | None = None  # the last of the special tokens right behind the message
+        begins = True
         special = {self._tokenizer.token_id(name) for name in self._tokenizer.special_tokens()}
         for token in tokens[labels != IGNORE_INDEX].tolist()[::-1]:
             if token in special:
-                behind.append(token)
+                found, begins = token if begins else found, False
             elif self._tokenizer.decode(np.array([token])).strip():
                 break
-        return behind[-1] if behind else None
+            else:  # white space
+                begins = True
+        return found
 
     def _chat(
         self,
