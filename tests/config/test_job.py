@@ -121,6 +121,8 @@ def test_ways_to_compute_are_left_out_by_their_role():
         "attention_backend": AttentionBackend.SDPA,
         "compile": False,
         "loss_chunk_tokens": 0,
+        "router_aux_loss_coef": 0.01,
+        "router_z_loss_coef": 0.001,
         "checkpoint": 0.5,
         "checkpoint_distribute_activations": True,
         "checkpoint_offload": True,
