@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent
 HF = ["tokenizers", "transformers>=5", "jinja2"]
 REPORT = ["matplotlib", "jinja2"]
 TENSORBOARD = ["tensorboard"]
+TRAINER = [*HF, "accelerate"]
 
 
 def read_version() -> str:
@@ -43,10 +44,11 @@ setup(
         "peft": ["peft"],
         "report": REPORT,
         "tensorboard": TENSORBOARD,
+        "trainer": TRAINER,
         "dev": [
-            *HF,
             *REPORT,
             *TENSORBOARD,
+            *TRAINER,
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

@@ -1,0 +1,275 @@
+"""`Trainer` of transformers over any layout.
+
+B batch, S sequence, V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from isp.config import JobConfig
+from isp.integrations.accelerate import RunAccelerator
+from isp.layers.loss import IGNORED
+from isp.train.parallel_run import ParallelRun
+from isp.train.parallelize import loop_config, parallelize
+
+__all__ = ["Trainer", "TrainerMixin"]
+
+_STATE = "isp"
+"""The folder of a checkpoint that has the run's."""
+_REFUSED = {
+    "activation_checkpointing": "set model.checkpoint in isp_config",
+    "auto_find_batch_size": "set per_device_train_batch_size",
+    "bf16_full_eval": "set training.dtype in isp_config",
+    "deepspeed": "the layout in isp_config takes its place",
+    "eval_use_gather_object": "leave it out",
+    "fp16": "set training.dtype in isp_config",
+    "fp16_full_eval": "set training.dtype in isp_config",
+    "fsdp": "the layout in isp_config takes its place",
+    "neftune_noise_alpha": "leave it out",
+    "torch_compile": "leave it out",
+    "use_liger_kernel": "logits are never whole in isp: leave it out",
+}
+"""Arguments that would change the model below the run, and the way out."""
+
+
+class _Outputs(dict[str, Any]):
+    """What a model gives; logits are computed if somebody asks for them."""
+
+    def __init__(self, logits: Callable[[], Tensor], **found: Tensor) -> None:
+        super().__init__(found)
+        self._logits = logits
+
+    def __missing__(self, key: str) -> Any:
+        if key != "logits":
+            raise KeyError(key)
+        self[key] = self._logits()
+        return self[key]
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(key) from None
+
+
+class RunModel(nn.Module):
+    """The model of a run as transformers calls it, on all ranks of a sequence with the same rows.
+
+    `loss` is the sum over this data rank's labels, divided by `num_items_in_batch`, or by their
+    number; `logits` [B, S, V] are those of `run.logits`.
+    """
+
+    def __init__(self, run: ParallelRun) -> None:
+        super().__init__()
+        self.run, self.model, self.gives_logits = run, run.model, False
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+        **others: Any,
+    ) -> _Outputs:
+        """Raises ValueError for arguments that are not of these."""
+        if foreign := sorted(key for key, value in others.items() if value and key not in _IDLE):
+            raise ValueError(
+                f"a batch has {', '.join(foreign)}: the isp Trainer takes input_ids,"
+                f" attention_mask, position_ids and labels"
+            )
+        if position_ids is None and attention_mask is not None:  # as transformers, padded or not
+            position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
+        where: Any = {"position_ids": position_ids, "attention_mask": attention_mask}
+        outputs = _Outputs(lambda: self.run.logits(input_ids, **where))
+        if labels is None or self.gives_logits:
+            _ = outputs["logits"]
+        if labels is not None:
+            total = -self.run.log_probs(input_ids, labels, **where).log_probs.sum()
+            if num_items_in_batch is None:
+                num_items_in_batch = (labels[:, 1:] != IGNORED).sum()
+            outputs["loss"] = total / num_items_in_batch
+        return outputs
+
+    def _get_name(self) -> str:
+        """Of the model, by which transformers knows whether labels are shifted."""
+        inner: Any = self.model
+        name: str = (inner.get_base_model() if hasattr(inner, "peft_config") else inner)._get_name()
+        return name
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
+_IDLE = ("use_cache", "return_dict")
+
+
+class _RunOptimizer(torch.optim.Optimizer):
+    """The run's optimizer for schedulers and the Trainer; its step is the run's."""
+
+    def __init__(self, run: ParallelRun) -> None:  # nothing of torch's: it has no parameters
+        assert run.optimizer is not None
+        self._run, self.defaults = run, run.optimizer.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of now: loading makes new ones."""
+        assert self._run.optimizer is not None
+        return self._run.optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._run.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The step has done it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: a checkpoint of the run has it."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `state_dict`."""
+
+
+class TrainerMixin:
+    """Goes before `transformers.Trainer`, or a class made of it, as `Trainer` does.
+
+    The model is parallelised in place behind the class's own `__init__`. `per_device_` batch sizes
+    are those of a data rank. The optimizer, its rate, clipping and the numbers of steps are those
+    of `TrainingArguments`; `isp_config`, a configuration or its file, has the layout, the dtype and
+    how to compute. Raises ValueError for arguments that the two cannot both have.
+    """
+
+    run: ParallelRun
+
+    def __init__(self, *args: Any, isp_config: JobConfig | str | Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        own: Any = self
+        given = isp_config if isinstance(isp_config, JobConfig) else loop_config(isp_config)
+        config = _config(own, given)
+        own._set_signature_columns_if_needed()
+        self._decay = set(own.get_decay_parameter_names(own.model))
+        self.run = parallelize(own.model, config, optimizer=self._make_optimizer)
+        RunAccelerator.take_over(own.accelerator, self.run)
+        self._run_model = RunModel(self.run)
+
+    def _make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        own: Any = self
+        groups = [
+            {
+                "params": [p for name, p in named if (name in self._decay) is decays],
+                "weight_decay": own.args.weight_decay if decays else 0.0,
+            }
+            for decays in (True, False)
+        ]
+        given = own.optimizer_cls_and_kwargs
+        make, kwargs = given or own.get_optimizer_cls_and_kwargs(own.args, own.model)
+        found: torch.optim.Optimizer = make([g for g in groups if g["params"]], **kwargs)
+        return found
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The run's."""
+        own: Any = self
+        own.optimizer = found = own.optimizer or _RunOptimizer(self.run)
+        return found
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Sequences of a step, over data ranks."""
+        own: Any = self
+        total: int = own._train_batch_size * args.gradient_accumulation_steps * self.run.dp_size
+        return total
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The run does it."""
+
+    def _wrap_model(self, *_: Any, **__: Any) -> nn.Module:
+        return self._run_model
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, **keys: Any
+    ) -> Any:
+        """As of the Trainer; whole logits are computed only if somebody gets them."""
+        own: Any = super()
+        self._run_model.gives_logits = not prediction_loss_only
+        try:
+            return own.prediction_step(model, inputs, prediction_loss_only, **keys)
+        finally:
+            self._run_model.gives_logits = False
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        own: Any = self
+        folder = Path(own.args.output_dir if output_dir is None else output_dir)
+        self.run.save_pretrained(folder)
+        if own.args.should_save:
+            if own.processing_class is not None:
+                own.processing_class.save_pretrained(folder)
+            torch.save(own.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        own: Any = super()
+        self.run.save(Path(output_dir) / _STATE)
+        own._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.run.load(_state_of(resume_from_checkpoint), weights_only=True)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        own: Any = super()
+        own._load_optimizer_and_scheduler(checkpoint)
+        self.run.load(_state_of(checkpoint))  # behind the scheduler, which has set the rate anew
+
+    def _load_best_model(self) -> None:
+        own: Any = self
+        self.run.load(_state_of(own.state.best_model_checkpoint), weights_only=True)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer(.., isp_config="config.yaml")`, over the ranks of torchrun."""
+
+
+def _config(trainer: Any, config: JobConfig) -> JobConfig:
+    """`config` with the clipping of the arguments. Raises ValueError for what does not fit."""
+    args = trainer.args
+    for name, way_out in _REFUSED.items():
+        if getattr(args, name):
+            raise ValueError(f"{name}={getattr(args, name)} beside isp_config: {way_out}")
+    if args.bf16 and config.training.dtype != "bfloat16":
+        raise ValueError(
+            f"bf16=True and training.dtype={config.training.dtype} in isp_config: choose one"
+        )
+    if trainer.model_init is not None:
+        raise ValueError("model_init beside isp_config: give model, one for all of a run")
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise ValueError(
+            "optimizers=.. have the parameters of a whole model: give optimizer_cls_and_kwargs, or"
+            " optim and lr_scheduler_type in the arguments"
+        )
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise ValueError("train_sampling_strategy=batch_rebalance beside isp_config: leave it out")
+    if config.parallel.pipeline.size > 1:
+        raise ValueError(
+            f"parallel.pipeline.size={config.parallel.pipeline.size} in isp_config: the Trainer"
+            f" goes backward batch by batch: use 1"
+        )
+    return replace(config, training=replace(config.training, max_norm=args.max_grad_norm or 0.0))
+
+
+def _state_of(checkpoint: str) -> Path:
+    folder = Path(checkpoint) / _STATE
+    if not folder.is_dir():
+        raise ValueError(
+            f"{checkpoint} has no folder {_STATE}, which isp.integrations.transformers.Trainer"
+            f" saves without save_only_model: to begin from its weights, load them into the model"
+        )
+    return folder
