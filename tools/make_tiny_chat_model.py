@@ -5,7 +5,8 @@
 
 `FOLDER/model` is what `save_pretrained` writes of a Qwen3 with random weights, a tokenizer
 trained here, and a ChatML template that marks what the assistant writes. `FOLDER/chat.jsonl` holds
-questions about Python's own library, answered by first lines of docstrings and of definitions.
+questions about Python's own library, answered by first lines of docstrings and of definitions, and
+`FOLDER/pairs.jsonl` the first questions with that answer and, not preferred, the same in capitals.
 Nothing is downloaded; the same Python writes the same files.
 """
 
@@ -52,6 +53,12 @@ def main() -> None:
     talks = list(conversations())
     lines = [json.dumps({"messages": messages}) + "\n" for messages in talks]
     (folder / "chat.jsonl").write_text("".join(lines))
+    pairs = [
+        {"prompt": [ask], "chosen": [answer], "rejected": [{**answer, "content": shouted}]}
+        for ask, answer, *_ in talks
+        if (shouted := answer["content"].upper()) != answer["content"]
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     tokenizer = train_tokenizer(talks)
     tokenizer.save_pretrained(folder / "model")
     model = random_model(tokenizer)
