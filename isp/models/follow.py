@@ -82,8 +82,8 @@ class CallFollower:
         if self._forward_pass is None:
             raise RuntimeError(
                 f"{called} was called outside of the forward that isp runs: a parallelised model is"
-                f" called by the run's `loss` alone, and recomputed by model.checkpoint, not by"
-                f" gradient checkpointing of its own"
+                f" called by the run's `loss` alone, or by isp.integrations.transformers.Trainer,"
+                f" and recomputed by model.checkpoint, not by gradient checkpointing of its own"
             )
         return self._forward_pass
 

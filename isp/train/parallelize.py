@@ -24,7 +24,7 @@ from isp.settings import OptimizerConfig
 from isp.settings.section import section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
-from isp.train.parameter_guard import refuse_optimizers
+from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers
 from isp.train.run import make_world
 from model.config import ModelConfig
 
@@ -95,6 +95,7 @@ def parallelize(
     mesh = Mesh(topology, world.rank, backend=backend)
     run = ParallelRun(traced, config, mesh, world.device, optimizer)
     refuse_optimizers(model, whole)
+    refuse_data_parallel(model)
     return run
 
 

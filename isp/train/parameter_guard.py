@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["ParameterGuard", "refuse_optimizers"]
+__all__ = ["ParameterGuard", "refuse_data_parallel", "refuse_optimizers"]
 
 
 class _Place(NamedTuple):
@@ -91,6 +93,23 @@ def refuse_optimizers(model: nn.Module, own: WeakIdKeyDictionary) -> None:
             )
 
     weakref.finalize(model, register_optimizer_step_pre_hook(check).remove)
+
+
+def refuse_data_parallel(model: nn.Module) -> None:
+    """Let torch's DistributedDataParallel, as transformers' Trainer puts it around `model`, raise.
+
+    It would compare shards as if they were copies, and say that their shapes differ.
+    """
+    of_model = weakref.ref(model)
+
+    def check(owner: nn.Module, _: str, inner: nn.Module | None) -> None:
+        if isinstance(owner, DistributedDataParallel) and inner is of_model():
+            raise RuntimeError(
+                "DistributedDataParallel around a parallelised model, as transformers' Trainer puts"
+                " it: leave it out, or use isp.integrations.transformers.Trainer"
+            )
+
+    weakref.finalize(model, register_module_module_registration_hook(check).remove)
 
 
 def _kind(x: Tensor) -> str:

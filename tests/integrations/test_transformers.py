@@ -68,6 +68,9 @@ def _train(kind: Any, folder: Path, batch: int, resume: str | None = None, **key
         model=tiny("llama", num_hidden_layers=2), args=args, data_collator=_collate,
         train_dataset=_examples(EXAMPLES, 0), eval_dataset=_examples(8, 1), **keys,
     )  # fmt: skip
+    if kind is Trainer:
+        with pytest.raises(RuntimeError, match=r"use isp\.integrations\.transformers\.Trainer"):
+            torch.nn.parallel.DistributedDataParallel(trainer.model)
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     trainer.save_model(str(folder / "last"))
     trainer.compute_metrics = _accuracy
