@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -248,21 +249,27 @@ def test_a_frozen_reference_beside_the_model() -> None:
     run_each(4, _beside_a_reference, {"llama": "llama"})
 
 
-def _examples(rank: int, config: str) -> tuple[list[float], list[float]]:
+def _examples(rank: int, config: str) -> list[list[float]]:
     sys.path.insert(0, str(ROOT / "tools" / "examples"))
     import distill
     import dpo
+    import grpo
+    import trainer
 
-    return dpo.main(config, 25), distill.main(config, 15)
+    steps = {dpo: 25, distill: 15, grpo: 12, trainer: 8}
+    return [example.main(config, num) for example, num in steps.items()]
 
 
-def test_the_examples_learn() -> None:
+def test_the_examples_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an example that does not run, or whose loss does not fall."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else accelerate takes all cores for each rank
     (*_, found) = run_programs(4, _examples, str(ROOT / "configs" / "quickstart.yaml"))
-    preferences, distances = found
+    preferences, distances, rewards, losses = found
     assert abs(preferences[0] - math.log(2)) < 1e-5
     assert sum(preferences[-5:]) / 5 < 0.66
     assert distances[-1] < distances[0] / 2
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
+    assert losses[-1] < losses[0] - 1
 
 
 def test_padding_is_neither_seen_nor_scored() -> None:
