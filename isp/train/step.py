@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -286,15 +287,14 @@ class TrainStep:
             self._clear_up()
         self._unfinished = True
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self._set_training(False)  # nothing is dropped
-        for batches in steps:
-            actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
-            self.hook.before_step(actions)
-            count = self._count(batches)
-            work = StepWork(self, batches, torch.ones_like(count))
-            self.run(work, training=False)
-            sums += torch.stack((self.over_ranks(work.total), count))
-        self._set_training(True)
+        with self._without_dropout():
+            for batches in steps:
+                actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
+                self.hook.before_step(actions)
+                count = self._count(batches)
+                work = StepWork(self, batches, torch.ones_like(count))
+                self.run(work, training=False)
+                sums += torch.stack((self.over_ranks(work.total), count))
         self._gather_ahead()
         self._unfinished = False
         total, valid = map(float, sums.tolist())
@@ -306,9 +306,19 @@ class TrainStep:
         counts = torch.stack([self.objective.count(batch) for batch in batches])
         return self._sum(Axis.DATA, counts.sum().double())
 
-    def _set_training(self, training: bool) -> None:
-        for chunk in self.chunks:
-            chunk.model.train(training)
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        """Modules in evaluation, then again as they were; a caller's loop sets modes itself."""
+        chunks = [] if self._weights_may_change else self.chunks
+        every = (module for chunk in chunks for module in chunk.model.modules())
+        trains = [module for module in every if module.training]
+        try:
+            for module in trains:
+                module.training = False
+            yield
+        finally:
+            for module in trains:
+                module.training = True
 
     def forward(self, work: StepWork, index: int) -> Tensor:
         """The loss of a micro-batch, to be given to `backward`; keeps no logits."""

@@ -174,6 +174,7 @@ def _looked_at(rank: int, case: tuple[Any, Any, JobConfig]) -> float:
         with torch.no_grad():
             losses = {run.train(mode).loss(*rows).item() for mode in (True, True, False, False)}
         assert len(losses) == 3
+        assert not run.model.training
         return norm
     with torch.no_grad():
         adapted = run.loss(*rows)
