@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import Channel
+from isp.comm import Channel, host_memory
 from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
@@ -61,7 +61,8 @@ class Documents(NamedTuple):
         lengths = torch.tensor([tokens]).repeat(rows)
         if batch.cu_seqlens is not None:
             lengths = batch.cu_seqlens.diff().long()
-        numbers = torch.arange(len(lengths)).repeat_interleave(lengths).to(batch.labels.device)
+        numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+        numbers = host_memory.send(numbers, batch.labels.device)
         labelled = (batch.labels != IGNORED).long().flatten()
         num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
         return cls(numbers.view_as(batch.labels), num_labels)

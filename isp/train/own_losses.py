@@ -213,7 +213,7 @@ class OwnLosses:
 
     def count(self, mask: Tensor) -> Tensor:
         """The sum of `mask`, the same on the ranks of a sequence, over data ranks; [], float64."""
-        total = mask.to(self.device).sum().double()
+        total = mask.to(self.device).sum(dtype=torch.float64)
         return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
 
     def grad_norm(self) -> float:
