@@ -39,7 +39,12 @@ _WINDOWED = (_MISTRAL, _QWEN2, _QWEN3)
 """Families that can say a sliding window."""
 
 _ADAPTABLE = {"init_std", "rope_scaling", "rope_theta", "sliding_window"}
-_OF_THE_WEIGHTS = [k for k in defaults_of(ModelConfig, KeyRole.MODEL) if k not in _ADAPTABLE]
+_NOT_OF_FOLDERS = {"adapter"}
+_OF_THE_WEIGHTS = [
+    key
+    for key in defaults_of(ModelConfig, KeyRole.MODEL)
+    if key not in _ADAPTABLE | _NOT_OF_FOLDERS
+]
 """Keys that belong to the weights: a folder's hold, other values are refused."""
 
 _SCALING_KEYS = {

@@ -45,7 +45,7 @@ class LoopCheckpoints:
     def __init__(self, train_step: TrainStep, mesh: Mesh, device: torch.device) -> None:
         self._train_step, self._mesh, self._device = train_step, mesh, device
         self._state = TrainState(
-            parameters=train_step.built.parameters,
+            parameters=train_step.built.saved,
             optimizer=train_step.optimizer,
             topology=mesh.topology,
         )

@@ -375,6 +375,8 @@ def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss
     if model is None:
         return RewardLoss() if config.training.objective == "reward" else TokenLoss()
     second = make_train_step(config, mesh, device, model=model, weights_may_change=True)
+    for chunk in second.chunks:
+        chunk.model.eval()  # adapters of a reference may have dropout
     if config.training.objective == "dpo":
         return PreferenceLoss(config.training.dpo, second)
     return DistillLoss(config.training.distill, second)
