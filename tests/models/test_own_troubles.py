@@ -123,8 +123,7 @@ def test_what_fails_or_is_left_alone_changes_nothing() -> None:
             assert worst(found, expected) < TOLERANCE, name
 
 
-def test_what_is_asked_for_in_vain_is_refused() -> None:
-    """Catches choices of tokens that would be gathered from the wrong place, or not at all."""
+def _asked_in_vain(rank: int, _: None) -> None:
     run, ids = isp.parallelize(tiny("llama"), job()), ROWS.input_ids
     pick = ids.unsqueeze(-1)
     assert "not both" in raised(lambda: run.logits(ids, pick, top_k=1))
@@ -132,3 +131,8 @@ def test_what_is_asked_for_in_vain_is_refused() -> None:
     assert "pick has 96" in raised(run.logits, ids, torch.full_like(pick, VOCAB))
     assert f"pick must be [4, {LENGTH}, k]" in raised(run.logits, ids, ids)
     assert "use run.logits" in raised(isp.parallelize(Own(), job()).hidden, ids)
+
+
+def test_what_is_asked_for_in_vain_is_refused() -> None:
+    """Catches choices of tokens that would be gathered from the wrong place, or not at all."""
+    run_each(1, _asked_in_vain, {"llama": None})
