@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from isp.attention import DistributedAttention, LocalAttention
+from isp.attention import DistributedAttention, LocalAttention, make_local_attention
 from isp.attention.call import AttentionOptions
+from isp.attention.explicit import ExplicitAttention
 from isp.attention.sequence import SequenceRanks
 from isp.comm.tag import Purpose, Tag
 from isp.layers.rank_layers import RankLayers
@@ -24,17 +25,43 @@ from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state, scan_on
 from isp.models.calls import Kind
 from isp.parallel.config import SequenceScan
+from isp.settings.attention_backend import AttentionBackend
 
 if TYPE_CHECKING:
     from isp.models.follow import CallFollower
 
-__all__ = ["LocalOf", "TracedMixers"]
+__all__ = ["LocalOf", "TracedMixers", "local_of"]
 
 logger = logging.getLogger(__name__)
 
 LocalOf = Callable[[float | None, float | None, bool, int, int], LocalAttention]
 """Attention by scale, soft cap, whether its probabilities are needed, size of a head, and query
 heads of a KV head."""
+
+
+def local_of(
+    layers: RankLayers, backend: AttentionBackend, given: LocalAttention | None
+) -> LocalOf:
+    """The attention of whole sequences on a rank: what is `given`, or what each call asks for."""
+
+    def local(
+        scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
+    ) -> LocalAttention:
+        if given is not None:
+            return given
+        if explicit or softcap is not None:
+            return ExplicitAttention(scale=scale, softcap=softcap)
+        return make_local_attention(
+            backend,
+            device=layers.device,
+            dtype=layers.dtype,
+            head_dim=size,
+            group=group,
+            scale=scale,
+            everyone=layers.everyone,
+        )
+
+    return local
 
 
 class TracedMixers:

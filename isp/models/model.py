@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from isp.attention import HeadPlan, LocalAttention, make_local_attention
-from isp.attention.explicit import ExplicitAttention
+from isp.attention import HeadPlan, LocalAttention
 from isp.layers.module import RowsOf
 from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
@@ -24,6 +23,7 @@ from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
 from isp.models.make import on_meta
+from isp.models.mixers import local_of
 from isp.models.model_folder import check_layout, check_model_config
 from isp.models.probe import check_local
 from isp.models.roles import ParameterRole
@@ -394,23 +394,7 @@ class TracedModel:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.host.connect(model)
 
-        def local(
-            scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
-        ) -> Any:
-            if attention is not None:
-                return attention
-            if explicit or softcap is not None:
-                return ExplicitAttention(scale=scale, softcap=softcap)
-            return make_local_attention(
-                self.attention_backend,
-                device=layers.device,
-                dtype=layers.dtype,
-                head_dim=size,
-                group=group,
-                scale=scale,
-                everyone=layers.everyone,
-            )
-
+        local = local_of(layers, self.attention_backend, attention)
         sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
         if layers.cache is not None and any(s.chunk or s.relative for s in sizes):
             raise ValueError(
