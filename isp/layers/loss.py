@@ -14,7 +14,7 @@ from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
 
-__all__ = ["IGNORED", "losses_and_gradient", "vocab_parallel_cross_entropy"]
+__all__ = ["IGNORED", "losses_and_gradient", "places_of", "vocab_parallel_cross_entropy"]
 
 IGNORED = -100
 """The target of a token that has no loss."""
@@ -23,6 +23,16 @@ IGNORED = -100
 _MAX, _TARGET, _SUM = (
     Tag(Purpose.LOSS, tensor=f"loss.{part}") for part in ("max", "target", "sum")
 )
+
+
+def places_of(tokens: Tensor, first: int, num_logits: int) -> tuple[Tensor, Tensor]:
+    """The places of tokens among a rank's logits, and whether it holds them; 0 if it does not.
+
+    `first` is the vocabulary entry of its first logit. Nobody holds `IGNORED`.
+    """
+    local = tokens - first
+    held = (local >= 0) & (local < num_logits)
+    return local.masked_fill(~held, 0), held
 
 
 class _Softmax(NamedTuple):
@@ -54,9 +64,8 @@ def _losses(
     shifted = logits.detach() if reuse_logits else logits
     shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
     valid = target != IGNORED
-    local = (target - first).masked_fill(~valid, -1)
-    held = (local >= 0) & (local < logits.shape[-1])
-    local = local.masked_fill(~held, 0).unsqueeze(-1)
+    local, held = places_of(target, first, logits.shape[-1])
+    local = local.unsqueeze(-1)
     own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
     vocab_size = torch.zeros((), device=logits.device)
     if smoothing == 0:

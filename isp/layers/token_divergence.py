@@ -11,6 +11,7 @@ from torch import Tensor
 
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
+from isp.layers.loss import places_of
 from isp.layers.token_logits import PickedLogits
 from isp.layers.token_scores import scaled_logits
 
@@ -50,7 +51,7 @@ class DivergenceRules(NamedTuple):
         given = given / self.temperature
         z = scaled_logits(logits, self.temperature).sub_(lse).exp_()
         z = z.mul_(given * q.sum(-1, keepdim=True))
-        local, held = PickedLogits(self.channel, self.first).local(tokens, z)
+        local, held = places_of(tokens, self.first, z.shape[-1])
         if z.shape[-1]:
             z.scatter_add_(-1, local, (-given * q).masked_fill(~held, 0))
         return z if z.dtype == logits.dtype else logits.copy_(z)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
+from isp.layers.loss import places_of
 
 __all__ = ["AllLogits", "PickedLogits", "TopLogits"]
 
@@ -47,24 +48,18 @@ class PickedLogits(NamedTuple):
     needs_logits: bool = False
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, None]:
-        local, held = self.local(beside, logits)
+        local, held = places_of(beside, self.first, logits.shape[-1])
         own = logits.gather(-1, local) if logits.shape[-1] else logits.new_zeros(beside.shape)
         return self.channel.all_reduce(_wide(own).masked_fill(~held, 0), tag=_TAG).wait(), None
 
     def gradient(
         self, logits: Tensor, beside: Tensor, kept: Tensor | None, given: Tensor
     ) -> Tensor:
-        local, held = self.local(beside, logits)
+        local, held = places_of(beside, self.first, logits.shape[-1])
         gradient = given.new_zeros(logits.shape)
         if logits.shape[-1]:
             gradient.scatter_add_(-1, local, given.masked_fill(~held, 0))
         return gradient.to(logits.dtype)
-
-    def local(self, tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The places of tokens among a rank's logits, 0 if it does not hold one; and whether."""
-        local = tokens - self.first
-        held = (local >= 0) & (local < logits.shape[-1])
-        return local.masked_fill(~held, 0), held
 
 
 class TopLogits(NamedTuple):

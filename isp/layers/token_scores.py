@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
-from isp.layers.loss import IGNORED
+from isp.layers.loss import IGNORED, places_of
 
 __all__ = ["TokenScoreRules", "scaled_logits"]
 
@@ -60,8 +60,8 @@ class TokenScoreRules(NamedTuple):
         z, channel = scaled_logits(logits, self.temperature), self.channel
         top = channel.all_reduce(z.amax(-1), op="max", tag=_MAX).wait()
         z = z.sub_(top.unsqueeze(-1))
-        local, held = self._local(target, z.shape[-1])
-        parts = [z.gather(-1, local).squeeze(-1).masked_fill(~held, 0)]
+        local, held = places_of(target, self.first, z.shape[-1])
+        parts = [z.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0)]
         if self.entropy:
             exp = z.exp()
             parts.append(torch.linalg.vecdot(exp, z))
@@ -84,12 +84,6 @@ class TokenScoreRules(NamedTuple):
             z = z.add_(entropy).mul_(-of_entropy).add_(of_lse - of_log_prob).mul_(exp)
         else:
             z = z.exp_().mul_(of_lse - of_log_prob)
-        local, held = self._local(target, z.shape[-1])
-        z.scatter_add_(-1, local, of_log_prob * held.unsqueeze(-1))
+        local, held = places_of(target, self.first, z.shape[-1])
+        z.scatter_add_(-1, local.unsqueeze(-1), of_log_prob * held.unsqueeze(-1))
         return z if z.dtype == logits.dtype else logits.copy_(z)
-
-    def _local(self, target: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
-        """The place of each target, [.., 1], and whether this rank holds it; 0 if it does not."""
-        local = (target - self.first).masked_fill(target == IGNORED, -1)
-        held = (local >= 0) & (local < num_logits)
-        return local.masked_fill(~held, 0).unsqueeze(-1), held
