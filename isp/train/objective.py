@@ -5,7 +5,7 @@ B batch, n tokens whose losses a rank computes, d documents of a micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,123 +79,111 @@ class Documents(NamedTuple):
         return torch.zeros_like(gains).index_add(0, place // 2, signed)
 
 
-class _DocumentScores(TokenLoss):
-    """The log-probability of each document's labels, kept; no loss."""
+class _SecondModel(TokenLoss):
+    """What a frozen model finds of each micro-batch, kept; no loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: TrainStep, find: Callable[[StepWork, int, Tensor], Tensor]) -> None:
+        """`find`: of the work, the number of a micro-batch, and what the last chunk gave."""
+        self._step, self._find = step, find
         self.of_batch: dict[int, Tensor] = {}
+        step.objective = self
+
+    def see(self, batches: Sequence[MicroBatch]) -> None:
+        """Find it of these, and forget that of others."""
+        self.of_batch.clear()
+        self._step.evaluate([batches])
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        documents = Documents.of(work.batches[micro_batch])
-        self.of_batch[micro_batch] = _log_probs(work, micro_batch, output, documents)
+        self.of_batch[micro_batch] = self._find(work, micro_batch, output)
         return torch.zeros_like(expected)
 
 
-class PreferenceLoss(TokenLoss):
+class _PairLoss(TokenLoss):
     """The mean loss of pairs of documents: the preferred answer to a prompt, and another one.
 
-    `reference` has the weights that training does not leave far behind. All ranks of a sequence
-    compute the same loss, each with the gradient of its own tokens.
+    All ranks of a sequence compute the same loss, each with the gradient of its own tokens.
+    """
+
+    def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
+        """What is compared of each document, [d]."""
+        raise NotImplementedError
+
+    def losses(self, margins: Tensor) -> Tensor:
+        """Of what the preferred answers gain more, [d]."""
+        raise NotImplementedError
+
+    def count(self, batch: MicroBatch) -> Tensor:
+        return Documents.of(batch).num_pairs()
+
+    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        documents = Documents.of(work.batches[micro_batch])
+        losses = self.losses(documents.margins(self.gains(work, micro_batch, output)))
+        is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
+        loss = (losses * is_pair).sum().double()
+        # All ranks of the sequence count it, and it counts once.
+        return loss + (1 / work.token_ranks - 1) * loss.detach()
+
+
+class PreferenceLoss(_PairLoss):
+    """Direct preference optimization, beside a `reference` that training does not leave far behind.
+
     Source: Rafailov et al. 2023, "Direct Preference Optimization"; losses as TRL defines them.
     """
 
     def __init__(self, config: DPOConfig, reference: TrainStep) -> None:
-        self._config, self._reference = config, reference
-        self._before = _DocumentScores()
-        reference.objective = self._before
+        self._config, self._reference = config, _SecondModel(reference, self._log_probs)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
         """Score `batches` by the reference."""
-        self._before.of_batch.clear()
-        self._reference.evaluate([batches])
+        self._reference.see(batches)
 
-    def count(self, batch: MicroBatch) -> Tensor:
-        return Documents.of(batch).num_pairs()
+    def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
+        before = self._reference.of_batch[micro_batch]
+        return self._log_probs(work, micro_batch, output) - before
 
-    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        documents = Documents.of(work.batches[micro_batch])
-        found = _log_probs(work, micro_batch, output, documents)
-        gains = found - self._before.of_batch[micro_batch]
-        if self._config.loss_type != "sigmoid":
-            gains = gains / documents.num_labels.clamp(min=1)
-        margins, beta, smoothing = (
-            documents.margins(gains),
-            self._config.beta,
-            self._config.label_smoothing,
-        )
+    def losses(self, margins: Tensor) -> Tensor:
+        beta, smoothing = self._config.beta, self._config.label_smoothing
         if self._config.loss_type == "ipo":
-            losses = (margins - 1 / (2 * beta)) ** 2
-        else:
-            right, wrong = F.logsigmoid(beta * margins), F.logsigmoid(-beta * margins)
-            losses = -(1 - smoothing) * right - smoothing * wrong
-        return _of_pairs(work, losses, documents)
+            return (margins - 1 / (2 * beta)) ** 2
+        right, wrong = F.logsigmoid(beta * margins), F.logsigmoid(-beta * margins)
+        return -(1 - smoothing) * right - smoothing * wrong
+
+    def _log_probs(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
+        """Of the labels of each document, their sum or, as the loss has it, their mean; [d]."""
+        labels = work.labels(micro_batch)
+        scores = work.step.chunks[-1].results(output, labels, TokenScoreRules.made)[..., 0]
+        documents = Documents.of(work.batches[micro_batch])
+        found = _summed(work, micro_batch, scores, documents)
+        if self._config.loss_type == "sigmoid":
+            return found
+        return found / documents.num_labels.clamp(min=1)
 
 
-class RewardLoss(TokenLoss):
-    """The mean of -log sigmoid(difference) of the rewards of pairs: of Bradley and Terry.
+class RewardLoss(_PairLoss):
+    """-log sigmoid(difference) of the rewards of pairs: of Bradley and Terry.
 
     The reward of a document is the one logit of its last token. Source: TRL's reward trainer.
     """
 
-    def count(self, batch: MicroBatch) -> Tensor:
-        return Documents.of(batch).num_pairs()
-
-    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+    def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
         documents = Documents.of(work.batches[micro_batch])
         last = documents.numbers.diff(append=documents.numbers[:, -1:] + 1) > 0
         rewards = work.step.chunks[-1].results(output, work.labels(micro_batch), AllLogits)[..., 0]
-        rewards = rewards * work.as_labels(micro_batch, last)
-        margins = documents.margins(_summed(work, micro_batch, rewards, documents))
-        return _of_pairs(work, -F.logsigmoid(margins), documents)
+        return _summed(work, micro_batch, rewards * work.as_labels(micro_batch, last), documents)
 
-
-def _of_pairs(work: StepWork, losses: Tensor, documents: Documents) -> Tensor:
-    """This rank's part of the sum of the losses [d], of which the first ones are of pairs; []."""
-    is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
-    loss = (losses * is_pair).sum().double()
-    ranks = work.token_ranks
-    return loss + (1 / ranks - 1) * loss.detach()  # all ranks count it, and it counts once
-
-
-def _log_probs(work: StepWork, index: int, output: Tensor, documents: Documents) -> Tensor:
-    """Of the labels of each document, summed, the same on all ranks of a sequence; [d]."""
-    step, labels = work.step, work.labels(index)
-    scores = step.chunks[-1].results(output, labels, TokenScoreRules.made)[..., 0]
-    return _summed(work, index, scores, documents)
+    def losses(self, margins: Tensor) -> Tensor:
+        return -F.logsigmoid(margins)
 
 
 def _summed(work: StepWork, index: int, scores: Tensor, documents: Documents) -> Tensor:
     """What tokens [B, n] of each document have together, the same on all ranks; [d]."""
-    step = work.step
     numbers = work.as_labels(index, documents.numbers).flatten()
-    summed = scores.new_zeros(len(documents.num_labels))
-    own = summed.index_add(0, numbers, scores.flatten())
+    own = scores.new_zeros(len(documents.num_labels)).index_add(0, numbers, scores.flatten())
     if work.token_ranks == 1:
         return own
-    tag = Tag(tensor="log_probs")
-    every = step.mesh[Axis.TENSOR].all_reduce(own.detach().clone(), tag=tag).wait()
+    tensor, tag = work.step.mesh[Axis.TENSOR], Tag(tensor="documents")
+    every = tensor.all_reduce(own.detach().clone(), tag=tag).wait()
     return own + (every - own.detach())
-
-
-class _TeacherTokens(TokenLoss):
-    """The most likely tokens of each token's distribution, kept; no loss."""
-
-    def __init__(self, config: DistillConfig) -> None:
-        self._config = config
-        self.of_batch: dict[int, Tensor] = {}
-        """log q and the tokens, [B, n, 2 top_k]."""
-
-    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        top_k = self._config.top_k
-
-        def top(channel: Channel, first: int, _: int) -> TopLogits:
-            return TopLogits(channel, first, top_k)
-
-        labels = work.labels(micro_batch)
-        logits, tokens = work.step.chunks[-1].results(output, labels, top).split(top_k, -1)
-        log_q = (logits / self._config.temperature).log_softmax(-1)
-        self.of_batch[micro_batch] = torch.cat([log_q, tokens], -1)
-        return torch.zeros_like(expected)
 
 
 class DistillLoss(TokenLoss):
@@ -206,21 +194,27 @@ class DistillLoss(TokenLoss):
     """
 
     def __init__(self, config: DistillConfig, teacher: TrainStep) -> None:
-        self._config, self._teacher = config, teacher
-        self._tokens = _TeacherTokens(config)
-        teacher.objective = self._tokens
+        self._config, self._teacher = config, _SecondModel(teacher, self._top)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
         """Let the teacher see `batches`."""
-        self._tokens.of_batch.clear()
-        self._teacher.evaluate([batches])
+        self._teacher.see(batches)
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        temperature = self._config.temperature
-
         def divergence(channel: Channel, first: int, _: int) -> DivergenceRules:
-            return DivergenceRules(temperature, channel, first)
+            return DivergenceRules(self._config.temperature, channel, first)
 
-        beside = self._tokens.of_batch[micro_batch]
+        beside = self._teacher.of_batch[micro_batch]
         found = work.step.chunks[-1].results(output, beside, divergence)[..., 0]
         return (found * (work.labels(micro_batch) != IGNORED)).sum().double()
+
+    def _top(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
+        """log q of the teacher's most likely tokens, and these behind it, [B, n, 2 top_k]."""
+        top_k, labels = self._config.top_k, work.labels(micro_batch)
+
+        def top(channel: Channel, first: int, _: int) -> TopLogits:
+            return TopLogits(channel, first, top_k)
+
+        logits, tokens = work.step.chunks[-1].results(output, labels, top).split(top_k, -1)
+        log_q = (logits / self._config.temperature).log_softmax(-1)
+        return torch.cat([log_q, tokens], -1)

@@ -80,14 +80,10 @@ class StepWork:
         if not torch.is_grad_enabled():
             routers.leave_out()
             return
-        step, batch = self.step, self.batches[micro_batch]
-        documents = Documents.of(batch)
-        mask = (documents.num_labels > 0)[documents.numbers].view_as(batch.labels)
-        (mask,) = step.built.sequence.arranged([mask], batch.cu_seqlens)
-        own = mask
+        step, documents = self.step, Documents.of(self.batches[micro_batch])
+        mask = own = self._arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
         if step.mesh.topology.mode.facts.splits_sequence:  # in msp and fsp between the linears
-            tensor = step.mesh[Axis.TENSOR]
-            own = mask.chunk(tensor.size, 1)[tensor.rank]
+            own = _own(mask, step.mesh[Axis.TENSOR])
         weight = 1 / (len(self.batches) * step.mesh[Axis.DATA].size)
         scale = step.optimizer.scale_loss(torch.ones_like(self.valid))
         routers.begin(mask, own, weight=weight, scale=scale)
@@ -99,12 +95,16 @@ class StepWork:
 
     def as_labels(self, micro_batch: int, x: Tensor) -> Tensor:
         """What belongs to the tokens of a micro-batch as it was read, where `labels` has them."""
-        step, batch = self.step, self.batches[micro_batch]
-        (x,) = step.built.sequence.arranged([x], batch.cu_seqlens)
+        step, x = self.step, self._arranged(micro_batch, x)
         if not step.mesh.topology.mode.facts.slices_batch or step.chunks[-1].splits_logits:
             return x
-        tensor = step.mesh[Axis.TENSOR]
-        return x.chunk(tensor.size, 1)[tensor.rank]
+        return _own(x, step.mesh[Axis.TENSOR])
+
+    def _arranged(self, micro_batch: int, x: Tensor) -> Tensor:
+        """What belongs to the tokens of a micro-batch, [B, S, ..], as `arrange` brings them."""
+        bounds = self.batches[micro_batch].cu_seqlens
+        (x,) = self.step.built.sequence.arranged([x], bounds)
+        return x
 
 
 def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
@@ -117,7 +117,11 @@ def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
 def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
     """This rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
 
-    def own(x: Tensor) -> Tensor:
-        return x.chunk(channel.size, dim=1)[channel.rank].contiguous()  # [B, S/p]
+    rows = (batch.tokens, batch.labels, batch.positions)
+    tokens, labels, positions = (_own(x, channel).contiguous() for x in rows)
+    return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
 
-    return MicroBatch(own(batch.tokens), own(batch.labels), own(batch.positions), batch.cu_seqlens)
+
+def _own(x: Tensor, channel: Channel) -> Tensor:
+    """This rank's part of each row: [B, S, ..] -> [B, S/p, ..]."""
+    return x.chunk(channel.size, dim=1)[channel.rank]
