@@ -23,6 +23,7 @@ from isp.optim.torch_optimizer import MakeOptimizer
 from isp.parallel import Axis
 from isp.train.asked import Asking
 from isp.train.callers_graphs import CallersGraphs
+from isp.train.gathered_weights import GatheredWeights
 from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
 from isp.train.off_device import OffDevice
 from isp.train.own_losses import OwnLosses
@@ -31,7 +32,6 @@ from isp.train.peft_adapters import turned_off
 from isp.train.rows import RowReader
 from isp.train.step import StepOutcome, make_train_step
 from isp.train.step_work import StepWork
-from isp.train.whole_weights import WholeWeights
 
 __all__ = ["ParallelRun"]
 
@@ -74,7 +74,7 @@ class ParallelRun(OwnLosses):
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self._has_stepped = self._adapters_are_off = False
         self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
-        self.weights = WholeWeights(traced, self.train_step.built, mesh, config.training.dtype)
+        self.weights = GatheredWeights(traced, self.train_step.built, mesh, config.training.dtype)
         self._checkpoints = LoopCheckpoints(self.train_step, mesh, device)
         self._done = LoopProgress()
         self._off_device = OffDevice(self.train_step, device)

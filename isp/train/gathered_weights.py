@@ -23,12 +23,12 @@ from isp.parallel import Axis
 from isp.train.peft_adapters import merged
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["WholeWeights"]
+__all__ = ["GatheredWeights"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class WholeWeights:
+class GatheredWeights:
     """The whole weights of a model of which each rank has its part; all methods are collectives."""
 
     def __init__(self, traced: TracedModel, built: BuiltModel, mesh: Mesh, dtype: str) -> None:
