@@ -71,7 +71,9 @@ def second_model(config: JobConfig) -> TracedModel | None:
 
 def check_logits(config: JobConfig, model: TracedModel) -> None:
     """Raise ValueError for a model whose logits are not those of `training.objective`."""
-    rewards = model.host.logits_of(model.model).name == "ROW_LABELS"
+    from isp.models.hosts import LogitsOf
+
+    rewards = model.host.logits_of(model.model) is LogitsOf.ROW_LABELS
     if (config.training.objective == "reward") != rewards or (rewards and model.vocab_size != 1):
         given = f"{model.vocab_size} labels of a sequence" if rewards else "a token's vocabulary"
         raise ValueError(

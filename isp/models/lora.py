@@ -72,10 +72,10 @@ class AdapterWeights:
     def __init__(self, model: Any, base: InitialWeights, folder: str | None) -> None:
         self._base, self._model = base, model
         self._file = None if folder is None else Path(folder) / _WEIGHTS
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if self._file is None:
             return
-        named = model.named_parameters()
-        own = {_saved_name(n): tuple(p.shape) for n, p in named if p.requires_grad}
+        own = {_saved_name(n): tuple(p.shape) for n, p in self._trained.items()}
         with _opened(self._file) as file:
             there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
@@ -103,7 +103,8 @@ class AdapterWeights:
             item.parameter.copy_(begun[item.name].shard(item.layout, stream))
 
     def _is_own(self, item: ShardedParameter) -> bool:
-        of_file = self._file is not None and item.parameter.requires_grad
+        """Whether it is of the adapter, also where that is frozen, as of a reference."""
+        of_file = self._file is not None and item.name in self._trained
         return of_file or ".lora_" in item.name
 
 

@@ -46,10 +46,8 @@ def _find_routers(model: Any) -> list[_Router]:
 
     Raises ValueError for a model without any.
     """
-    found, kinds = (
-        [],
-        [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()],
-    )
+    kinds = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
+    found: list[_Router] = []
     recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
     for recorder in recorders.values():
         if isinstance(recorder, list) or not hasattr(recorder, "target_class"):
