@@ -7,14 +7,17 @@ of tokens alone does not call (its tower and projector) is then taken out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["made", "on_meta", "parameters_on_meta", "sees", "take_out_tower"]
+__all__ = ["leave_alone", "made", "on_meta", "parameters_on_meta", "sees", "take_out_tower"]
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -42,6 +45,25 @@ def on_meta(model: nn.Module) -> nn.Module:
         value = torch.empty_like(parameter, device="meta")
         empty[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, empty)
+
+
+def leave_alone(model: nn.Module, shape: nn.Module, unused: Iterable[str]) -> None:
+    """Freeze the parameters that get no gradient; torch's optimizers would not change them either.
+
+    In `model`, and in `shape`, the same without memory.
+    """
+    trained = [name for name in unused if model.get_parameter(name).requires_grad]
+    for name in trained:
+        model.get_parameter(name).requires_grad_(False)
+        shape.get_parameter(name).requires_grad_(False)
+    if trained:
+        logger.warning(
+            "no gradient of a forward of tokens reaches %d parameters of %s: they are not"
+            " trained (%s)",
+            len(trained),
+            type(model).__name__,
+            ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),
+        )
 
 
 def sees(config: Any) -> bool:

@@ -22,7 +22,7 @@ from isp.models.chunk import TracedChunk
 from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
-from isp.models.make import on_meta
+from isp.models.make import leave_alone, on_meta
 from isp.models.mixers import local_of
 from isp.models.model_folder import check_layout, check_model_config
 from isp.models.probe import check_local
@@ -92,7 +92,7 @@ class TracedModel:
         shape = self._empty()  # a forward may leave something in a module
         self.trace = trace_model(shape, self.host.forward)
         self._check_recomputation()
-        self._leave_alone(self.trace.unused)
+        leave_alone(model, self._shape, self.trace.unused)
         probed = check_local(shape, model.buffers(), self.trace, self.host.forward)
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
@@ -133,21 +133,6 @@ class TracedModel:
                 f"model.mlp_tile_tokens={self.recomputation.mlp_tile_tokens}: no module in the"
                 f" blocks of {type(self.model).__name__} that takes one tensor of tokens has"
                 f" several linears and no attention: use 0"
-            )
-
-    def _leave_alone(self, unused: tuple[str, ...]) -> None:
-        """Freeze what has no gradient; torch's optimizers would not change it either."""
-        trained = [name for name in unused if self.model.get_parameter(name).requires_grad]
-        for name in trained:
-            self.model.get_parameter(name).requires_grad_(False)
-            self._shape.get_parameter(name).requires_grad_(False)
-        if trained:
-            logger.warning(
-                "no gradient of a forward of tokens reaches %d parameters of %s: they are not"
-                " trained (%s)",
-                len(trained),
-                type(self.model).__name__,
-                ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),
             )
 
     @property
