@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from isp.data.chat import ChatTemplate
+from isp.data.dataset import IGNORE_INDEX
 from isp.data.tokenizer import HFTokenizer
 from tools.make_tiny_chat_model import CHAT_TEMPLATE as CHATML_MARKED
 
-__all__ = ["CHATML", "CHATML_MARKED", "LLAMA3", "chat_folder", "load", "write_lines"]
+__all__ = [
+    "CHATML",
+    "CHATML_MARKED",
+    "LLAMA3",
+    "chat_folder",
+    "load",
+    "trained_texts",
+    "write_lines",
+]
 
 SPECIAL = (
     "<|endoftext|>",
@@ -81,3 +91,16 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     """A .jsonl file."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def trained_texts(folder: Path, messages: list[dict[str, Any]], **keys: Any) -> list[str]:
+    """The texts that the loss is computed on."""
+    tokenizer = HFTokenizer(folder)
+    example = load(folder).example(messages, "talk", **keys)
+    runs = itertools.groupby(zip(*example, strict=True), key=lambda pair: pair[1] != IGNORE_INDEX)
+    decode = tokenizer._tokenizer.decode
+    return [
+        decode([int(token) for token, _ in run], skip_special_tokens=False)
+        for has_loss, run in runs
+        if has_loss
+    ]

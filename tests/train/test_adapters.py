@@ -47,11 +47,11 @@ def _base(folder: Path) -> Any:
     return kept_in_float64(model)
 
 
-def _initial(config: JobConfig) -> dict[str, Tensor]:
-    """The weights that a run begins from."""
+def _initial(config: JobConfig, *, frozen: bool = False) -> dict[str, Tensor]:
+    """The weights that a run begins from, or its reference."""
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     built = build_model(
-        config.language_model,
+        config.language_model.frozen() if frozen else config.language_model,
         config.parallel,
         mesh,
         seed=config.training.seed,
@@ -111,6 +111,8 @@ def test_an_adapter_trains_as_in_peft_and_goes_back_and_forth(tmp_path: Path) ->
     again = write_job(tmp_path, tmp_path / "adapter", "again")
     run_forked(again, OVERRIDES[0], *SPREAD, "--training.steps=2", num_ranks=4)
     _assert_equal(run_folders(again, "again")[0], trained_plainly(loaded, data[:2], lr=1e-2))
+    for name, weight in _initial(load_config(again), frozen=True).items():
+        assert (weight - expected.weights[name]).abs().max() < TOLERANCE, name
     for path in (run, tmp_path / "adapter"):
         (said,) = run_isp(1, *f"generate {path} --prompt a --tokenizer bytes".split())
         assert said.code == 0, said.err

@@ -170,29 +170,35 @@ def _plainly(config: JobConfig, objective: Objective) -> list[tuple[float, float
     return found
 
 
+def _check(
+    job: Path,
+    num_ranks: int,
+    layout: tuple[str, ...],
+    keys: tuple[str, ...],
+    objective: Objective,
+) -> None:
+    """A run has the losses and gradient norms of the formula."""
+    run_forked(job, *layout, *keys, num_ranks=num_ranks)
+    (run,) = run_folders(job)
+    plain = _plainly(load_config(job, keys), objective)
+    for record, expected in zip(numbers(run), plain, strict=True):
+        assert record[1:3] == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.parametrize(("num_ranks", "layout", "loss"), CASES)
 def test_pairs_train_as_in_one_process(
     job: Path, num_ranks: int, layout: tuple[str, ...], loss: tuple[str, float]
 ) -> None:
     """Catches a pair that is cut, a scalar that counts twice, a reference that moves."""
     keys = (f"--training.dpo.loss_type={loss[0]}", f"--training.dpo.label_smoothing={loss[1]}")
-    run_forked(job, *layout, *keys, num_ranks=num_ranks)
-    (run,) = run_folders(job)
-    plain = _plainly(load_config(job, keys), _preferences)
-    for record, expected in zip(numbers(run), plain, strict=True):
-        assert record[1:3] == pytest.approx(expected, rel=1e-9)
+    _check(job, num_ranks, layout, keys, _preferences)
 
 
 def test_a_reward_model_trains_as_in_one_process(job: Path) -> None:
     """Catches a reward of another token than the last, of padding, or of a rank's tokens."""
     config = small_config("llama", num_labels=1, pad_token_id=271)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(job.parent / "model")
-    keys = ("--training.objective=reward",)
-    run_forked(job, *MSP, *keys, num_ranks=2)
-    (run,) = run_folders(job)
-    plain = _plainly(load_config(job, keys), _rewards)
-    for record, expected in zip(numbers(run), plain, strict=True):
-        assert record[1:3] == pytest.approx(expected, rel=1e-9)
+    _check(job, 2, MSP, ("--training.objective=reward",), _rewards)
     with pytest.raises(ValueError, match="labels of a sequence: reward takes the folder of"):
         load_config(job).check_folder_model()
 
@@ -211,15 +217,11 @@ def test_a_student_trains_as_in_one_process(
         "--training.distill.temperature=1.5",
         f"--data.source={job.parent}/text.txt",
     )
-    run_forked(job, *layout, *keys, num_ranks=num_ranks)
-    (run,) = run_folders(job)
-    plain = _plainly(load_config(job, keys), _divergences)
-    for record, expected in zip(numbers(run), plain, strict=True):
-        assert record[1:3] == pytest.approx(expected, rel=1e-9)
+    _check(job, num_ranks, layout, keys, _divergences)
 
 
-def test_pairs_of_conversations_are_those_of_text(tmp_path: Path) -> None:
-    """Catches a prompt that is trained, and messages that are read another way than text."""
+def test_pairs_of_conversations(tmp_path: Path) -> None:
+    """Catches a prompt that is trained, given by itself or as what both answers begin with."""
     chat_folder(tmp_path / "model")
     ask = [{"role": "user", "content": "why"}]
     answers = [[{"role": "assistant", "content": text}] for text in ("so", "no idea")]
@@ -240,8 +242,9 @@ def test_pairs_of_conversations_are_those_of_text(tmp_path: Path) -> None:
         assert (one.tokens == two.tokens).all()
         assert (one.labels == two.labels).all()
     for example, words in zip(lines[0], ("so", "no idea"), strict=True):
-        assert words in tokenizer.decode(example.labels[example.labels != IGNORE_INDEX])
-        assert "why" not in tokenizer.decode(example.labels[example.labels != IGNORE_INDEX])
+        answer = tokenizer.decode(example.labels[example.labels != IGNORE_INDEX])
+        assert answer.removesuffix("\n").startswith(words)
+        assert "why" not in answer
 
 
 def test_bad_pairs_are_refused_before_ranks_start(job: Path) -> None:
