@@ -31,9 +31,11 @@ class RowReader(NamedTuple):
         position_ids: Tensor | None,
         *,
         skip_first: bool = False,
+        alone: Tensor | None = None,
     ) -> MicroBatch:
         """Whole rows; `skip_first`: labels of documents' first tokens are ignored.
 
+        `alone` [B, S] tells which tokens are documents of their own, whatever their positions.
         Raises ValueError for shapes and labels that do not fit.
         """
         if input_ids.dim() != 2:
@@ -51,6 +53,8 @@ class RowReader(NamedTuple):
         _check_shapes(input_ids, labels=labels, position_ids=position_ids)
         begins = torch.ones_like(position_ids, dtype=torch.bool)
         begins[:, 1:] = position_ids.diff(dim=1) != 1
+        if alone is not None:
+            begins[:, 1:] |= (alone[:, 1:] | alone[:, :-1]).to(begins.device)
         if labels is None:
             labels, skip_first = input_ids, True
         if skip_first:
@@ -71,6 +75,7 @@ class RowReader(NamedTuple):
         """As `read` with `skip_first`, of rows of any length, filled up for the ranks.
 
         Each token of padding, which `attention_mask` leaves out, stands alone, without a label.
+        Raises ValueError for a mask that leaves out tokens inside a document.
         """
         length = input_ids.shape[-1]
         if attention_mask is None and length % self.ranks == 0:
@@ -84,6 +89,12 @@ class RowReader(NamedTuple):
         if position_ids is None:
             position_ids = seen.long().cumsum(-1) - 1
         position_ids = position_ids.to(input_ids.device).masked_fill(~seen, 0)
+        again = seen[:, 1:] & ~seen[:, :-1] & (seen.cumsum(-1)[:, :-1] > 0)
+        if (again & (position_ids[:, 1:] != 0)).any():
+            raise ValueError(
+                "attention_mask leaves out tokens inside a document: mask padding alone, at either"
+                " side of a row or, with position_ids, between documents"
+            )
         labels = (input_ids if labels is None else labels).masked_fill(~seen, IGNORED)
         more = (0, -length % self.ranks)
         return self.read(
@@ -91,6 +102,7 @@ class RowReader(NamedTuple):
             F.pad(labels, more, value=IGNORED),
             F.pad(position_ids, more).cpu(),
             skip_first=True,
+            alone=F.pad(~seen, more, value=True),
         )
 
     def _check_labels(self, labels: Tensor) -> None:

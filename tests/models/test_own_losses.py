@@ -183,14 +183,16 @@ def test_losses_of_ones_own_are_those_of_the_unmodified_model() -> None:
             assert worst(of_rank, expected) < TOLERANCE, name
 
 
-def _padded(rank: int, sides: str) -> None:
+def _padded(rank: int, ends: tuple[int, int, bool]) -> None:
     """Rows with padding, of a length that the ranks do not divide, beside the tokens alone."""
+    left, right, positions = ends
     run = isp.parallelize(tiny("llama"), job(2, 2))
     ids = torch.randint(3, 96, (2, 13), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
-    mask[0, : 4 if sides == "left" else 0] = mask[1, 8 if sides == "right" else 13 :] = 0
+    mask[0, :left] = mask[1, right:] = 0
+    given = torch.arange(13).expand(2, 13) if positions else None
     with torch.no_grad():
-        found = run.log_probs(ids, attention_mask=mask, entropy=True)
+        found = run.log_probs(ids, position_ids=given, attention_mask=mask, entropy=True)
         for row, seen in enumerate(mask.bool()):
             alone = run.log_probs(ids[row : row + 1, seen], entropy=True)
             for scores, expected in zip(found, alone, strict=True):
@@ -199,6 +201,8 @@ def _padded(rank: int, sides: str) -> None:
                 assert scores.shape == ids.shape
                 assert not scores[row, ~seen].any()
                 assert (scores[row, seen] - expected[0]).abs().max() < TOLERANCE
+    mask[:, 6] = 0
+    assert "inside a document" in raised(lambda: run.log_probs(ids, attention_mask=mask))
 
 
 def _in_order(rank: int, _: None) -> None:
@@ -274,7 +278,7 @@ def test_the_examples_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_padding_is_neither_seen_nor_scored() -> None:
     """Catches positions that count padding, and results that lie beside their tokens."""
-    run_each(4, _padded, {"left": "left", "right": "right"})
+    run_each(4, _padded, {"left": (4, 13, False), "right": (0, 8, False), "one": (1, 12, True)})
 
 
 def test_a_step_of_ones_own_is_kept_in_order() -> None:
