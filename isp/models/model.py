@@ -307,7 +307,8 @@ class TracedModel:
             if num_stages not in self._cut:
                 buffers = self.model.buffers()
                 check_stages(self._shape, buffers, self.trace, self.host.forward, stages)
-            for rank in range(pipeline.size):
+            trains = any(p.requires_grad for p in self._shape.parameters())
+            for rank in range(pipeline.size if trains else 0):
                 own = PipelineOrder(pipeline).stages_of(rank)
                 names = frozenset[str]().union(*(stages[number].parameters for number in own))
                 if not any(self._shape.get_parameter(name).requires_grad for name in names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -296,13 +297,16 @@ PIPELINES = {
 
 def _pipelined(rank: int, config: JobConfig) -> Trained:
     """A step of two calls, whose gradients add up."""
-    run = isp.parallelize(tiny("llama", num_hidden_layers=4, tie_word_embeddings=True), config)
+    model = tiny("llama", num_hidden_layers=4, tie_word_embeddings=True)
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    reference, run = isp.parallelize(frozen, config), isp.parallelize(model, config)
     with torch.no_grad():
         batches = []
         for batch in MICRO_BATCHES:
             batch = {k: x.chunk(run.dp_size)[run.dp_rank] for k, x in batch.items()}
             rows = [batch[name] for name in Rows._fields]
-            batches.append({**batch, "before": run.log_probs(*rows, temperature=HALF).log_probs})
+            before = reference.log_probs(*rows, temperature=HALF).log_probs
+            batches.append({**batch, "before": before})
     how: dict[str, Any] = {"temperature": HALF, "entropy": True}
     found = run.forward_backward(batches, _preference, **how)
     with torch.no_grad():
