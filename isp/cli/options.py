@@ -61,8 +61,8 @@ def check_planned(config: JobConfig) -> None:
     """Raise ValueError for a step that plans do not count."""
     if config.training.objective != "sft":
         raise ValueError(
-            f"training.objective={config.training.objective}: plans do not count a second model:"
-            f" plan with --training.objective=sft, and add its weights, split over weight ranks"
+            f"training.objective={config.training.objective}: plans are of one model and the loss"
+            f" of tokens: plan with --training.objective=sft, and add a second model's weights"
         )
 
 

@@ -33,6 +33,11 @@ def check_objective(config: JobConfig) -> None:
             f"training.objective={objective} needs model.hf, the folder of the model to begin from:"
             f" write one with `isp checkpoint export`"
         )
+    if objective == "reward" and config.model.adapter is not None:
+        raise ValueError(
+            "training.objective=reward trains all weights of a reward model: leave out"
+            " model.adapter"
+        )
     if not config.data.pack:
         raise ValueError(f"training.objective={objective} needs data.pack=true")
     if dpo.label_smoothing and dpo.loss_type == "ipo":

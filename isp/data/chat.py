@@ -88,6 +88,19 @@ class ChatTemplate:
         labels = np.where(trained, encoding.tokens, IGNORE_INDEX)
         return Example(encoding.tokens, labels.astype(np.int32))
 
+    def tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        where: str,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> TokenArray:
+        """The tokens of a conversation; raises as `example` does."""
+        with _refused_at(where):
+            text = self._chat(messages, tools, variables).render().text
+        return self._tokenizer.encode(text)
+
     def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],

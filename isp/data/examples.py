@@ -120,7 +120,7 @@ class SourceReader:
         self.is_text = form is Format.TEXT
         self.is_pairs = form is Format.PREFERENCES
         is_chat = form is Format.MESSAGES or (self.is_pairs and self._has_turns())
-        if train_on is not TrainOn.ASSISTANT and not is_chat:
+        if train_on is not TrainOn.ASSISTANT and form is not Format.MESSAGES:
             raise ValueError(
                 f"data.train_on={train_on} is for conversations, and {key} holds none (lines with"
                 " 'messages'): leave it out"

@@ -44,9 +44,9 @@ def read_pair(line: JsonLine, tokenizer: Tokenizer, template: ChatTemplate | Non
     else:
         if template is None:
             raise ValueError(f"{where} has messages, and the first line of the file has text")
-        asked = tokenizer.encode(template.prompt(prompt, where))
-        tools = record.get("tools")
-        texts = [template.example(messages, where, tools=tools).tokens for messages in whole]
+        beside = {"tools": record.get("tools"), "variables": record.get("chat_template_kwargs")}
+        asked = tokenizer.encode(template.prompt(prompt, where, **beside))
+        texts = [template.tokens(messages, where, **beside) for messages in whole]
     return [_after(asked, tokens, where) for tokens in texts]
 
 

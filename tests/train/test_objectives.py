@@ -20,7 +20,7 @@ from isp.data.sources import open_datasets
 from isp.data.tokenizer import load_tokenizer
 from isp.models.tiny import kept_in_float64
 from isp.train.data import check_data
-from tests.data.chat_folder import chat_folder, write_lines
+from tests.data.chat_folder import CHATML, chat_folder, write_lines
 from tests.models.folders import small_config, write_folder
 from tests.train.jobs import numbers, run_folders, run_forked
 
@@ -222,12 +222,13 @@ def test_a_student_trains_as_in_one_process(
 
 def test_pairs_of_conversations(tmp_path: Path) -> None:
     """Catches a prompt that is trained, given by itself or as what both answers begin with."""
-    chat_folder(tmp_path / "model")
+    chat_folder(tmp_path / "model", "{{ tools or '' }}" + CHATML)
     ask = [{"role": "user", "content": "why"}]
     answers = [[{"role": "assistant", "content": text}] for text in ("so", "no idea")]
     record = {"prompt": ask, "chosen": answers[0], "rejected": answers[1]}
     whole = {"chosen": ask + answers[0], "rejected": ask + answers[1]}
-    write_lines(tmp_path / "pairs.jsonl", [record, whole])
+    lines = [{**line, "tools": [{"name": "why"}]} for line in (record, whole)]
+    write_lines(tmp_path / "pairs.jsonl", lines)
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     reader = SourceReader(
         str(tmp_path / "pairs.jsonl"),
@@ -237,11 +238,11 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
         template=None,
         key="data.source",
     )
-    lines = [examples for examples, _ in reader.read(tmp_path / "pairs.jsonl")]
-    for one, two in zip(*lines, strict=True):
+    pairs = [examples for examples, _ in reader.read(tmp_path / "pairs.jsonl")]
+    for one, two in zip(*pairs, strict=True):
         assert (one.tokens == two.tokens).all()
         assert (one.labels == two.labels).all()
-    for example, words in zip(lines[0], ("so", "no idea"), strict=True):
+    for example, words in zip(pairs[0], ("so", "no idea"), strict=True):
         answer = tokenizer.decode(example.labels[example.labels != IGNORE_INDEX])
         assert answer.removesuffix("\n").startswith(words)
         assert "why" not in answer
@@ -253,8 +254,12 @@ def test_bad_pairs_are_refused_before_ranks_start(job: Path) -> None:
         check_data(load_config(job, ["--training.objective=sft"]))
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is not defined for"):
         load_config(job, ["--training.dpo.loss_type=ipo", "--training.dpo.label_smoothing=0.1"])
-    with pytest.raises(ValueError, match="plans do not count a second model"):
+    with pytest.raises(ValueError, match="plans are of one model"):
         check_planned(load_config(job))
+    with pytest.raises(ConfigError, match=r"leave out model\.adapter"):
+        load_config(job, ["--training.objective=reward", "--model.adapter.r=4"])
+    with pytest.raises(ValueError, match="train_on=all is for conversations"):
+        check_data(load_config(job, ["--data.train_on=all"]))
     with pytest.raises(ConfigError, match="distill needs the folder of a teacher"):
         load_config(job, ["--training.objective=distill"])
     write_lines(job.parent / "pairs.jsonl", [{"chosen": "text"}])
