@@ -81,10 +81,16 @@ class RunModel(nn.Module):
         **others: Any,
     ) -> _Outputs:
         """Raises ValueError for arguments that are not of these."""
-        if foreign := sorted(key for key, value in others.items() if value and key not in _IDLE):
+        given = {key for key, value in others.items() if value is not None and value is not False}
+        if foreign := sorted(given - _IDLE):
             raise ValueError(
                 f"a batch has {', '.join(foreign)}: the isp Trainer takes input_ids,"
                 f" attention_mask, position_ids and labels"
+            )
+        if labels is not None and attention_mask is not None and not attention_mask[:, 0].all():
+            raise ValueError(
+                "a batch with labels is padded on the left, where the Trainer counts a label more a"
+                " row than there is: set padding_side='right' of the tokenizer"
             )
         if position_ids is None and attention_mask is not None:  # as transformers, padded or not
             position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
@@ -112,7 +118,7 @@ class RunModel(nn.Module):
             return getattr(super().__getattr__("model"), name)
 
 
-_IDLE = ("use_cache", "return_dict")
+_IDLE = {"use_cache", "return_dict"}
 
 
 class _RunOptimizer(torch.optim.Optimizer):
@@ -222,7 +228,8 @@ class TrainerMixin:
         own._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.run.load(_state_of(resume_from_checkpoint), weights_only=True)
+        """All of it is loaded with the optimizer."""
+        _state_of(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         own: Any = super()

@@ -10,6 +10,7 @@ S tokens of a micro-batch, one document behind the other
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -59,6 +60,8 @@ class ISPEngine(BaseEngine):
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
+        self._saved: list[str] = []
+        """Folders of checkpoints, the newest last; verl names another one each time."""
 
     def initialize(self) -> None:
         """Load the model, and make it parallel with AdamW and verl's schedule.
@@ -200,12 +203,20 @@ class ISPEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Write a sharded checkpoint, the schedule with it; `hdfs_path` is refused."""
+        """Write a sharded checkpoint, the schedule with it, and delete those beyond the number.
+
+        Raises ValueError for an `hdfs_path`.
+        """
         if hdfs_path is not None:
             raise ValueError(f"hdfs_path={hdfs_path}: checkpoints of isp are written to local_path")
         schedule = {} if self._scheduler is None else self._scheduler.state_dict()
         extra = {"schedule": schedule, "global_step": global_step}
-        self.run.save(local_path, extra, keep=max_ckpt_to_keep or 0)
+        self.run.save(local_path, extra)
+        self._saved = [p for p in self._saved if p != local_path] + [local_path]
+        if max_ckpt_to_keep and dist.get_rank() == 0:
+            for old in self._saved[:-max_ckpt_to_keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        self._saved = self._saved[-max_ckpt_to_keep:] if max_ckpt_to_keep else self._saved
 
     def load_checkpoint(
         self,

@@ -71,6 +71,12 @@ def _train(kind: Any, folder: Path, batch: int, resume: str | None = None, **key
     if kind is Trainer:
         with pytest.raises(RuntimeError, match=r"use isp\.integrations\.transformers\.Trainer"):
             torch.nn.parallel.DistributedDataParallel(trainer.model)
+        ids = torch.ones(1, 2, dtype=torch.long)
+        for rows in ({"token_type_ids": ids}, {"attention_mask": ids.tril(-1) + 0 * ids}):
+            with pytest.raises(
+                ValueError, match=r"a batch (has token_type_ids|with labels is pad)"
+            ):
+                trainer._run_model(ids, labels=ids, **rows)
     trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     trainer.save_model(str(folder / "last"))
     trainer.compute_metrics = _accuracy

@@ -91,21 +91,22 @@ def test_generate_asks_the_assistant(
     assert load(made / "model").turn_end() == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_its_configuration_trains(made: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "data"), [("chat", "chat"), ("dpo", "pairs")])
+def test_its_configurations_train(made: Path, tmp_path: Path, name: str, data: str) -> None:
     """Catches a shipped configuration that does not fit the model, the data or its ranks."""
     overrides = [
         f"--model.hf={made / 'model'}",
         f"--data.tokenizer={made / 'model'}",
-        f"--data.source={made / 'chat.jsonl'}",
+        f"--data.source={made / f'{data}.jsonl'}",
         f"--job.dump_folder={tmp_path}",
         "--training.steps=4",
         "--lr_scheduler.warmup_steps=0",
         "--data.seq_len=256",
         "--validation.freq=0",
     ]
-    config = load_config(ROOT / "configs/chat.yaml", overrides)
+    config = load_config(ROOT / f"configs/{name}.yaml", overrides)
     assert config.unused() == []
     run_programs(4, lambda rank: main(config))
-    losses = [r.loss for r in read_metrics(tmp_path / "chat/latest/metrics.jsonl")]
+    losses = [r.loss for r in read_metrics(tmp_path / f"{name}/latest/metrics.jsonl")]
     assert len(losses) == 4
     assert losses[3] < losses[0] < 7.5
