@@ -150,7 +150,12 @@ class Zero1Optimizer:
         self._num_updates = 0
 
     def step(
-        self, lr: float, *, wait: bool = True, is_empty: Callable[[], bool] = lambda: False
+        self,
+        lr: float,
+        *,
+        wait: bool = True,
+        is_empty: Callable[[], bool] = lambda: False,
+        norm: float | None = None,
     ) -> StepResult:
         """Norm, unscale, clip, update the rows of this rank at learning rate `lr`, publish.
 
@@ -159,11 +164,12 @@ class Zero1Optimizer:
         their way: `published` has to be called for each parameter before it is used. A gradient
         norm that is not finite, the same on all ranks, skips the step, counts it and may lower
         the loss scale. So is a step skipped and counted, and nothing else, whose batch `is_empty`,
-        which is asked once the norm is there: no gradient is from any loss.
+        which is asked once the norm is there: no gradient is from any loss. `norm`: that of
+        `grad_norm`, if it is known.
         """
         assert self._gradients.reduced, "the gradients have to be reduced before the step"
         self._publisher.wait()
-        norm = self.grad_norm()
+        norm = self.grad_norm() if norm is None else norm
         if not math.isfinite(norm):
             self._count_skip()
             return StepResult(norm, skipped=True)

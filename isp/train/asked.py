@@ -81,7 +81,7 @@ class Asking:
         _check_temperature(temperature)
         batch = self._rows.read_padded(input_ids, labels, position_ids, attention_mask)
 
-        rules = partial(TokenScoreRules.made, temperature=temperature, entropy=entropy)
+        rules = partial(TokenScoreRules, temperature=temperature, entropy=entropy)
         num_labels = (batch.labels != IGNORED).sum().double()
         find, length = partial(_find, rules), input_ids.shape[1]
         return Question(
@@ -105,21 +105,14 @@ class Asking:
         asked = self._asked(input_ids, position_ids, attention_mask)
         self._check_choice(input_ids, pick, top_k)
         width, length = size, input_ids.shape[1]
+        rules: Callable[..., ResultRules] = AllLogits
         if pick is not None:
             padded = pick.new_zeros(*asked.batch.tokens.shape, pick.shape[2])
             padded[:, :length] = pick
             asked = asked._replace(beside=padded.to(self._rows.device))
-            width = pick.shape[2]
+            width, rules = pick.shape[2], PickedLogits
         elif top_k is not None:
-            width = 2 * top_k
-
-        def rules(*split: Any) -> ResultRules:
-            channel, first, num_logits = split
-            if pick is not None:
-                return PickedLogits(channel, first)
-            if top_k is not None:
-                return TopLogits(channel, first, top_k)
-            return AllLogits(channel, first, num_logits)
+            width, rules = 2 * top_k, partial(TopLogits, top=top_k)
 
         def answer(found: Tensor) -> Any:
             found = found[:, :length]

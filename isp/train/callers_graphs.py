@@ -290,8 +290,7 @@ class CallersGraphs:
         """As `ParallelRun.grad_norm`."""
         if not self._begun:
             raise RuntimeError("run.grad_norm() comes between run.backward(loss) and run.step()")
-        self._step.reduce()
-        return self._step.optimizer.grad_norm()
+        return self._step.grad_norm()
 
     def update(self, lr: float) -> StepOutcome:
         """As `ParallelRun.step` without a loss."""

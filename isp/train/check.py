@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -274,12 +274,10 @@ class _WatchedOptimizer(Zero1Optimizer):
     reduced: dict[str, Tensor]
     """This rank's shards, by name."""
 
-    def step(
-        self, lr: float, *, wait: bool = True, is_empty: Callable[[], bool] = lambda: False
-    ) -> StepResult:
+    def step(self, lr: float, **how: Any) -> StepResult:
         items = self._gradients.parameters
         self.reduced = {i.name: self._gradients.whole(i.parameter).clone() for i in items}
-        return super().step(lr, wait=wait, is_empty=is_empty)
+        return super().step(lr, **how)
 
 
 def _note(

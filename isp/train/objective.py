@@ -6,13 +6,14 @@ B batch, n tokens whose losses a rank computes, d documents of a micro-batch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import Channel, host_memory
+from isp.comm import host_memory
 from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
@@ -91,7 +92,7 @@ class _SecondModel(TokenLoss):
     def see(self, batches: Sequence[MicroBatch]) -> None:
         """Find it of these, and forget that of others."""
         self.of_batch.clear()
-        self._step.evaluate([batches])
+        self._step.see(batches)
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
         self.of_batch[micro_batch] = self._find(work, micro_batch, output)
@@ -151,7 +152,7 @@ class PreferenceLoss(_PairLoss):
     def _log_probs(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
         """Of the labels of each document, their sum or, as the loss has it, their mean; [d]."""
         labels = work.labels(micro_batch)
-        scores = work.step.chunks[-1].results(output, labels, TokenScoreRules.made)[..., 0]
+        scores = work.step.chunks[-1].results(output, labels, TokenScoreRules)[..., 0]
         documents = Documents.of(work.batches[micro_batch])
         found = _summed(work, micro_batch, scores, documents)
         if self._config.loss_type == "sigmoid":
@@ -201,9 +202,7 @@ class DistillLoss(TokenLoss):
         self._teacher.see(batches)
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        def divergence(channel: Channel, first: int, _: int) -> DivergenceRules:
-            return DivergenceRules(self._config.temperature, channel, first)
-
+        divergence = partial(DivergenceRules, temperature=self._config.temperature)
         beside = self._teacher.of_batch[micro_batch]
         found = work.step.chunks[-1].results(output, beside, divergence)[..., 0]
         return (found * (work.labels(micro_batch) != IGNORED)).sum().double()
@@ -211,10 +210,7 @@ class DistillLoss(TokenLoss):
     def _top(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
         """log q of the teacher's most likely tokens, and these behind it, [B, n, 2 top_k]."""
         top_k, labels = self._config.top_k, work.labels(micro_batch)
-
-        def top(channel: Channel, first: int, _: int) -> TopLogits:
-            return TopLogits(channel, first, top_k)
-
+        top = partial(TopLogits, top=top_k)
         logits, tokens = work.step.chunks[-1].results(output, labels, top).split(top_k, -1)
         log_q = (logits / self._config.temperature).log_softmax(-1)
         return torch.cat([log_q, tokens], -1)

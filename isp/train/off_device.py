@@ -22,15 +22,16 @@ class OffDevice:
 
     def __init__(self, train_step: TrainStep, device: torch.device) -> None:
         self._train_step, self._device = train_step, device
-        self._sizes: dict[UntypedStorage, int] = {}
-        """Bytes of those that are empty: first those whose contents are kept."""
-        self._num_kept = 0
+        self._kept: dict[UntypedStorage, int] = {}
+        """Bytes of those that are empty, and whose contents are on the host."""
+        self._dropped: dict[UntypedStorage, int] = {}
+        """Bytes of those that are empty, and come back with zeros."""
         self._host = torch.empty(0, dtype=torch.uint8)
 
     @property
     def away(self) -> bool:
         """Whether the storages are empty."""
-        return bool(self._sizes)
+        return bool(self._kept)
 
     def leave(self) -> None:
         """Weights, main gradients and optimizer states leave the device; gradients are dropped.
@@ -54,32 +55,30 @@ class OffDevice:
             self._host = host_memory.zeros(total, torch.uint8, self._device)
         for storage, place in zip(kept, self._places(kept), strict=True):
             place.copy_(self._bytes(storage))
+        self._kept = {storage: storage.nbytes() for storage in kept}
         dropped = self._storages(step.gradients.memory)
-        self._sizes = {storage: storage.nbytes() for storage in (*kept, *dropped)}
-        self._num_kept = len(kept)
-        for storage in self._sizes:
+        self._dropped = {storage: storage.nbytes() for storage in dropped}
+        for storage in (*kept, *dropped):
             storage.resize_(0)
         if on_cuda:
             torch.cuda.empty_cache()
 
     def come_back(self) -> None:
         """Undo `leave`."""
-        for storage, size in self._sizes.items():
+        for storage, size in (self._kept | self._dropped).items():
             storage.resize_(size)
-        storages = [*self._sizes]
-        kept, dropped = storages[: self._num_kept], storages[self._num_kept :]
-        for storage, place in zip(kept, self._places(kept), strict=True):
+        for storage, place in zip(self._kept, self._places(self._kept), strict=True):
             self._bytes(storage).copy_(place)
-        for storage in dropped:
+        for storage in self._dropped:
             self._bytes(storage).zero_()
-        self._sizes = {}
+        self._kept, self._dropped = {}, {}
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
         """Those on the device, each once."""
         found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
         return [storage for storage in found.values() if storage.device == self._device]
 
-    def _places(self, storages: list[UntypedStorage]) -> tuple[Tensor, ...]:
+    def _places(self, storages: Iterable[UntypedStorage]) -> tuple[Tensor, ...]:
         """Where each rests on the host."""
         sizes = [storage.nbytes() for storage in storages]
         places: tuple[Tensor, ...] = self._host[: sum(sizes)].split(sizes)

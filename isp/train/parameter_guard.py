@@ -86,7 +86,7 @@ def refuse_optimizers(model: nn.Module, own: WeakIdKeyDictionary) -> None:
     own.update(dict.fromkeys(model.parameters()))
 
     def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if any(p in own for group in optimizer.param_groups for p in group["params"][:1]):
+        if any(p in own for group in optimizer.param_groups for p in group["params"]):
             raise RuntimeError(
                 f"this {type(optimizer).__name__} has parameters of a parallelised model, which get"
                 f" no gradient: let isp.parallelize(.., optimizer=..) make it, and call run.step()"

@@ -155,6 +155,8 @@ class TrainStep:
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
         """Whether the last step ended with an exception."""
+        self._norm: float | None = None
+        """Of the gradients, if somebody has asked for it before the update."""
         self._gather_ahead()
 
     @property
@@ -201,6 +203,7 @@ class TrainStep:
         self.begin()
         if self._weights_may_change:
             self.hook.before_step(self._actions)
+        self.objective.begin(batches)
         valid = self._count(batches)
         self.expect_both()
         return StepWork(self, batches, valid)
@@ -217,6 +220,7 @@ class TrainStep:
         self._unfinished = True
         self.clock.enter(Phase.FORWARD_BACKWARD)
         self.gradients.zero()
+        self._norm = None
 
     def finish(self, work: StepWork, lr: float) -> StepOutcome:
         """Reduce the gradients of a step whose backward passes are through, and update."""
@@ -230,6 +234,7 @@ class TrainStep:
         self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(
             lr,
+            norm=self._norm,
             wait=self._weights_may_change,
             is_empty=lambda: not totals.wait()[1],  # then only momentum would move the weights
         )
@@ -255,6 +260,13 @@ class TrainStep:
         self.gradients.reduce()
         self._add_tied()
 
+    def grad_norm(self) -> float:
+        """The norm of all gradients of the step, which are summed by it; none may come behind."""
+        self.reduce()
+        if self._norm is None:
+            self._norm = self.optimizer.grad_norm()
+        return self._norm
+
     def run(self, work: StepWork, *, training: bool, last: bool = True) -> None:
         """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline.
 
@@ -277,6 +289,20 @@ class TrainStep:
                 self.backward(loss, last=last and index == len(work.tokens) - 1)
 
     @torch.no_grad()
+    def see(self, batches: Sequence[MicroBatch]) -> None:
+        """A forward of this rank's micro-batches, of which the objective keeps what it is for."""
+        self._forward_only(batches)
+        self._gather_ahead()
+
+    def _forward_only(self, batches: Sequence[MicroBatch]) -> StepWork:
+        actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
+        self.hook.before_step(actions)
+        one = torch.ones((), dtype=torch.float64, device=self.device)
+        work = StepWork(self, batches, one)
+        self.run(work, training=False)
+        return work
+
+    @torch.no_grad()
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float | None:
         """The mean loss of all valid tokens of `steps` over all data ranks; changes nothing.
 
@@ -289,12 +315,9 @@ class TrainStep:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self._without_dropout():
             for batches in steps:
-                actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
-                self.hook.before_step(actions)
-                count = self._count(batches)
-                work = StepWork(self, batches, torch.ones_like(count))
-                self.run(work, training=False)
-                sums += torch.stack((self.over_ranks(work.total), count))
+                self.objective.begin(batches)
+                work = self._forward_only(batches)
+                sums += torch.stack((self.over_ranks(work.total), self._count(batches)))
         self._gather_ahead()
         self._unfinished = False
         total, valid = map(float, sums.tolist())
@@ -302,7 +325,6 @@ class TrainStep:
 
     def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
         """What the loss of all ranks is the mean of."""
-        self.objective.begin(batches)
         counts = torch.stack([self.objective.count(batch) for batch in batches])
         return self._sum(Axis.DATA, counts.sum().double())
 
