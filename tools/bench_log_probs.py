@@ -95,7 +95,7 @@ def _bench_head(hidden: int, rounds: int) -> None:
     x = torch.randn(1, TOKENS, hidden)
 
     def scores(x: Tensor, entropy: bool) -> Tensor:
-        rules = TokenScoreRules(1.0, entropy, of.channel, of.first)
+        rules = TokenScoreRules(of.channel, of.first, VOCAB, entropy=entropy)
         found = results_of_head(of, x, labels, rules)
         return found[..., 0].sum() + found[..., -1].sum()
 

@@ -28,6 +28,10 @@ class ResultRules(Protocol):
     def needs_logits(self) -> bool:
         """Whether `gradient` reads them, or their shape and dtype alone."""
 
+    @property
+    def num_buffers(self) -> int:
+        """How many tensors of the logits' size they take at a time, theirs included."""
+
     def find(self, logits: Tensor, beside: Tensor, /) -> tuple[Tensor, Tensor | None]:
         """Of logits [B, n, V'], which it may overwrite, and what is known beside, [B, n, ..].
 
@@ -141,8 +145,9 @@ def _pieces(of: HeadLoss, x: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, T
 def results_of_head(of: HeadLoss, x: Tensor, beside: Tensor, rules: ResultRules) -> Tensor:
     """Of what the head is given, x [B, S', D], and `beside` [B, n, ..] -> [B, n, K].
 
-    `of.chunk_tokens` tokens at a time.
+    `of.chunk_tokens` tokens at a time, fewer where rules take more memory.
     """
-    head = of.head
+    head, size = of.head, of.chunk_tokens
+    of = of._replace(chunk_tokens=size and max(1, size // rules.num_buffers))
     found: Tensor = _OfHead.apply(x, head.weight, head.bias, beside, of, rules)
     return found

@@ -27,18 +27,20 @@ class DivergenceRules(NamedTuple):
     log q and the tokens that it is of, [B, n, 2 K].
     """
 
-    temperature: float
     channel: Channel
     """The ranks over which the logits of a token are split."""
     first: int
     """The vocabulary entry of this rank's first logit."""
+    vocab_size: int
+    temperature: float
     needs_logits: bool = True
+    num_buffers: int = 1
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
         """The divergences, and the log-sum-exps of logits / temperature, [B, n, 1] each."""
         log_q, tokens = self._teacher(beside)
         z = scaled_logits(logits, self.temperature)
-        picked, _ = PickedLogits(self.channel, self.first).find(z, tokens)
+        picked, _ = PickedLogits(*self[:3]).find(z, tokens)
         top = self.channel.all_reduce(z.amax(-1, keepdim=True), op="max", tag=_MAX).wait()
         total = z.sub_(top).exp_().sum(-1, keepdim=True)
         lse = self.channel.all_reduce(total, tag=_SUM).wait().log() + top

@@ -30,6 +30,7 @@ class AllLogits(NamedTuple):
     """The vocabulary entry of this rank's first logit."""
     vocab_size: int
     needs_logits: bool = False
+    num_buffers: int = 1
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, None]:
         each = math.ceil(self.vocab_size / self.channel.size)
@@ -45,7 +46,9 @@ class PickedLogits(NamedTuple):
 
     channel: Channel
     first: int
+    vocab_size: int
     needs_logits: bool = False
+    num_buffers: int = 1
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, None]:
         local, held = places_of(beside, self.first, logits.shape[-1])
@@ -70,8 +73,10 @@ class TopLogits(NamedTuple):
 
     channel: Channel
     first: int
+    vocab_size: int
     top: int
     needs_logits: bool = False
+    num_buffers: int = 1
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
         values, tokens = logits.topk(min(self.top, logits.shape[-1]), -1)
@@ -83,7 +88,7 @@ class TopLogits(NamedTuple):
         return torch.cat([values, tokens.to(values.dtype)], -1), tokens
 
     def gradient(self, logits: Tensor, beside: Tensor, kept: Tensor, given: Tensor) -> Tensor:
-        picked = PickedLogits(self.channel, self.first)
+        picked = PickedLogits(*self[:3])
         return picked.gradient(logits, kept, None, given[..., : self.top])
 
     def _joined(self, x: Tensor) -> Tensor:

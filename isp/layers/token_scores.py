@@ -6,7 +6,7 @@ and, if asked for, the entropy.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,27 +33,18 @@ class TokenScoreRules(NamedTuple):
     target is `IGNORED`.
     """
 
-    temperature: float
-    entropy: bool
     channel: Channel
     """The ranks over which the logits of a token are split."""
     first: int
     """The vocabulary entry of this rank's first logit."""
-
+    vocab_size: int
+    temperature: float = 1.0
+    entropy: bool = False
     needs_logits: bool = True
 
-    @classmethod
-    def made(
-        cls,
-        channel: Channel,
-        first: int,
-        _: int,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-    ) -> Self:
-        """As `TracedChunk.results` makes them."""
-        return cls(temperature, entropy, channel, first)
+    @property
+    def num_buffers(self) -> int:
+        return 2 if self.entropy else 1
 
     def find(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The scores, and of all but the log-probability those of tokens without a label, too."""

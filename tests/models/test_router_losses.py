@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from tests.models.models import (
     plain_loss,
     tiny,
     trained,
+    trained_plainly,
     worst,
 )
 from tests.models.test_loops import raised
@@ -54,26 +54,12 @@ def _router_losses(model: Any, rows: Rows, of: RouterCoefficients) -> Tensor:
     return of.aux * aux + of.z * (torch.cat(logits).logsumexp(-1) ** 2).mean()
 
 
-def _plainly(model: nn.Module, config: JobConfig, of: RouterCoefficients, ranks: int) -> Trained:
-    model = copy.deepcopy(model)
-    own = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in own if p.dim() >= 2], "weight_decay": 0.1},
-        {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    rule = config.optimizer
-    optimizer = torch.optim.AdamW(groups, rule.lr, (rule.beta1, rule.beta2), rule.eps)
-    losses, norms = [], []
-    for rows in DATA:
-        loss = plain_loss(model, rows)
-        for rank in range(ranks):
-            loss = loss + _router_losses(model, rows.part(rank, ranks), of) / ranks
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(own, 1.0).item())
-        losses.append(loss.item())
-        optimizer.step()
-    return Trained(losses, norms, {n: p.detach() for n, p in model.named_parameters()})
+def _plainly(model: nn.Module, of: RouterCoefficients, ranks: int) -> Trained:
+    def loss(model: nn.Module, rows: Rows) -> Tensor:
+        parts = (rows.part(rank, ranks) for rank in range(ranks))
+        return plain_loss(model, rows) + sum(_router_losses(model, p, of) for p in parts) / ranks
+
+    return trained_plainly(model, DATA, loss)
 
 
 class Case(NamedTuple):
@@ -117,7 +103,7 @@ def test_losses_of_routers_are_those_of_the_formulas() -> None:
     """Catches shares of a rank's tokens alone, layers one by one, padding that counts."""
     found = run_each(4, _run, CASES, timeout_seconds=100)
     for name, case in CASES.items():
-        expected = _plainly(_model(case), case.config, case.of, case.ranks)
+        expected = _plainly(_model(case), case.of, case.ranks)
         for of_rank in found[name]:
             assert worst(of_rank, expected) < 1e-9, name
 
