@@ -117,7 +117,7 @@ class _PairLoss(TokenLoss):
         return Documents.of(batch).num_pairs()
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        documents = Documents.of(work.batches[micro_batch])
+        documents = work.documents(micro_batch)
         losses = self.losses(documents.margins(self.gains(work, micro_batch, output)))
         is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
         loss = (losses * is_pair).sum().double()
@@ -153,11 +153,10 @@ class PreferenceLoss(_PairLoss):
         """Of the labels of each document, their sum or, as the loss has it, their mean; [d]."""
         labels = work.labels(micro_batch)
         scores = work.step.chunks[-1].results(output, labels, TokenScoreRules)[..., 0]
-        documents = Documents.of(work.batches[micro_batch])
-        found = _summed(work, micro_batch, scores, documents)
+        found = _summed(work, micro_batch, scores)
         if self._config.loss_type == "sigmoid":
             return found
-        return found / documents.num_labels.clamp(min=1)
+        return found / work.documents(micro_batch).num_labels.clamp(min=1)
 
 
 class RewardLoss(_PairLoss):
@@ -167,17 +166,18 @@ class RewardLoss(_PairLoss):
     """
 
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
-        documents = Documents.of(work.batches[micro_batch])
-        last = documents.numbers.diff(append=documents.numbers[:, -1:] + 1) > 0
+        numbers = work.documents(micro_batch).numbers
+        last = numbers.diff(append=numbers[:, -1:] + 1) > 0
         rewards = work.step.chunks[-1].results(output, work.labels(micro_batch), AllLogits)[..., 0]
-        return _summed(work, micro_batch, rewards * work.as_labels(micro_batch, last), documents)
+        return _summed(work, micro_batch, rewards * work.as_labels(micro_batch, last))
 
     def losses(self, margins: Tensor) -> Tensor:
         return -F.logsigmoid(margins)
 
 
-def _summed(work: StepWork, index: int, scores: Tensor, documents: Documents) -> Tensor:
+def _summed(work: StepWork, index: int, scores: Tensor) -> Tensor:
     """What tokens [B, n] of each document have together, the same on all ranks; [d]."""
+    documents = work.documents(index)
     numbers = work.as_labels(index, documents.numbers).flatten()
     own = scores.new_zeros(len(documents.num_labels)).index_add(0, numbers, scores.flatten())
     if work.token_ranks == 1:

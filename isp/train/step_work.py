@@ -32,6 +32,7 @@ class StepWork:
         self._parts = list(self._batches)
         if step.mesh.topology.mode.facts.slices_batch:
             self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in self._batches]
+        self._documents: dict[int, Documents] = {}
         self.valid = valid
         """Tokens with a label in the global batch."""
         self.tokens = [part.tokens for part in self._parts]
@@ -80,13 +81,19 @@ class StepWork:
         if not torch.is_grad_enabled():
             routers.leave_out()
             return
-        step, documents = self.step, Documents.of(self.batches[micro_batch])
+        step, documents = self.step, self.documents(micro_batch)
         mask = own = self._arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
         if step.mesh.topology.mode.facts.splits_sequence:  # in msp and fsp between the linears
             own = _own(mask, step.mesh[Axis.TENSOR])
         weight = 1 / (len(self.batches) * step.mesh[Axis.DATA].size)
         scale = step.optimizer.scale_loss(torch.ones_like(self.valid))
         routers.begin(mask, own, weight=weight, scale=scale)
+
+    def documents(self, micro_batch: int) -> Documents:
+        """Those of a micro-batch as it was read."""
+        if micro_batch not in self._documents:
+            self._documents[micro_batch] = Documents.of(self.batches[micro_batch])
+        return self._documents[micro_batch]
 
     def labels(self, micro_batch: int) -> Tensor:
         """Those of the tokens whose losses this rank computes, [B, n]."""
