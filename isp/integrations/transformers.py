@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -92,6 +93,7 @@ class RunModel(nn.Module):
                 "a batch with labels is padded on the left, where the Trainer counts a label more a"
                 " row than there is: set padding_side='right' of the tokenizer"
             )
+        packed = position_ids is not None
         if position_ids is None and attention_mask is not None:  # as transformers, padded or not
             position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
         where: Any = {"position_ids": position_ids, "attention_mask": attention_mask}
@@ -99,7 +101,11 @@ class RunModel(nn.Module):
         if labels is None or self.gives_logits:
             _ = outputs["logits"]
         if labels is not None:
-            total = -self.run.log_probs(input_ids, labels, **where).log_probs.sum()
+            if self.gives_logits and not packed:  # no second forward
+                logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+                total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+            else:
+                total = -self.run.log_probs(input_ids, labels, **where).log_probs.sum()
             if num_items_in_batch is None:
                 num_items_in_batch = (labels[:, 1:] != IGNORED).sum()
             outputs["loss"] = total / num_items_in_batch
