@@ -34,7 +34,10 @@ _TURNS = {
     "line feed": "55b2f4a2",  # Qwen2.5: with that of the generation prompt
     "role": "56a1447a 563b1ce7 a4c9919c 6cd0e94d",  # DeepSeek, gpt-oss: with all of the prompt
 }
-"""What a turn begins with, by the SHA-256 of templates: [Note: Templates of TRL]."""
+"""What a turn begins with, by the SHA-256 of templates: [Note: Templates of TRL].
+
+`tools/check_masks_with_trl.py --digests` names them.
+"""
 _KNOWN = {digest: begin for begin, digests in _TURNS.items() for digest in digests.split()}
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
