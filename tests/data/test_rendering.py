@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isp.data.rendering import TemplateFailure, render
-from tests.data.test_chat import GEMMA, GPT_OSS, QWEN3
+from tests.data.test_chat_families import GEMMA, GPT_OSS, QWEN3
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "é\x1b[31m"},
