@@ -39,8 +39,8 @@ class ModelConfig:
     adapter: AdapterConfig | None = None
     """Adapters on the model of hf, which are trained in its place; null: all of it is trained."""
     init_from: Annotated[str | None, KeyRole.PLACE] = None
-    """Folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, InternLM2): its sizes hold, and
-    a run without checkpoints begins from its weights."""
+    """Folder of a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE,
+    InternLM2): its sizes hold, and a run without checkpoints begins from its weights."""
     vocab_size: Size = 32000
     """Entries of the embedding table and of the logits; at least those of the tokenizer."""
     hidden_size: Size = 4096
@@ -55,6 +55,19 @@ class ModelConfig:
     """Features of a head; null: hidden_size / num_heads."""
     intermediate_size: Size = 11008
     """Hidden features of the MLP."""
+    num_experts: CountOrZero = 0
+    """Experts in the place of an MLP; 0: none."""
+    experts_per_token: Size = 2
+    """Experts that a token goes to, those with the largest probabilities."""
+    moe_intermediate_size: Size | None = None
+    """Hidden features of an expert; null: intermediate_size."""
+    norm_topk_prob: bool = True
+    """Divide the probabilities of a token's experts by their sum (Mixtral always does)."""
+    shared_expert_intermediate_size: CountOrZero = 0
+    """Hidden features of an expert that all tokens go to, times a sigmoid gate (Qwen2-MoE); 0:
+    none."""
+    num_dense_layers: CountOrZero = 0
+    """First blocks that have an MLP and no experts."""
     norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """Added to the mean square in RMSNorm."""
     rope_theta: Annotated[float, Field(ge=1, le=1e30)] = 10000.0
@@ -140,6 +153,27 @@ class ModelConfig:
                 f" hidden_size / num_heads) must be even and at least 4"
             )
 
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not self.num_experts:
+            for key in ("shared_expert_intermediate_size", "num_dense_layers"):
+                if getattr(self, key):
+                    raise ValueError(
+                        f"model.{key}={getattr(self, key)} is of a model with experts: set"
+                        f" model.num_experts, or leave it out"
+                    )
+        elif self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} must be at most"
+                f" model.num_experts={self.num_experts}"
+            )
+        elif self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"model.num_dense_layers={self.num_dense_layers} leaves no block of"
+                f" model.num_layers={self.num_layers} with experts: use fewer, or num_experts=0"
+            )
+
     def _check_kept_inputs(self) -> None:
         for key in ("checkpoint_offload", "checkpoint_segment"):
             if getattr(self, key) and not self.checkpoint:
@@ -198,6 +232,19 @@ class ModelConfig:
         """Features of a head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
+    @property
+    def expert_size(self) -> int:
+        """Hidden features of an expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def mlp_sizes(self) -> dict[str, int]:
+        """Hidden features of the MLPs that modes may split, by key."""
+        found = {"shared_expert_intermediate_size": self.shared_expert_intermediate_size}
+        if not self.num_experts or self.num_dense_layers:
+            found["intermediate_size"] = self.intermediate_size
+        return {key: size for key, size in found.items() if size}
+
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked.
 
@@ -207,7 +254,7 @@ class ModelConfig:
         facts, _ = mode.facts, self.recomputation
         if facts.splits_features:
             split = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
-            for key, value in {**split, "intermediate_size": self.intermediate_size}.items():
+            for key, value in {**split, **self.mlp_sizes}.items():
                 if value % size:
                     raise ValueError(
                         f"parallel.tensor.size={size} must divide model.{key}={value} in {mode}"

@@ -4,13 +4,16 @@ Modules have the names that transformers gives them. `isp.parallelize` spreads i
 other module.
 
 B batch, S sequence, D hidden size, H query heads, K key/value heads, d head size, F MLP size, V
-vocabulary
+vocabulary; N tokens of experts, of which there are E, k of them for a token
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.attention.call import attention
@@ -57,9 +60,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate) * up)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, inner: int) -> None:
         super().__init__()
-        hidden, inner, self.compiled = config.hidden_size, config.intermediate_size, config.compile
+        hidden, self.compiled = config.hidden_size, config.compile
         self.gate_proj = nn.Linear(hidden, inner, bias=False)
         self.up_proj = nn.Linear(hidden, inner, bias=False)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
@@ -71,15 +74,90 @@ class MLP(nn.Module):
         return y
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x))."""
+class Router(nn.Module):
+    """The experts of a token: those of the largest probabilities, of a softmax over all."""
 
     def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k, self.normed = config.experts_per_token, config.norm_topk_prob
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, D] -> logits [N, E], weights [N, k], numbers of experts [N, k]."""
+        logits = F.linear(x, self.weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weights, numbers = logits.softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
+        if self.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(x.dtype), numbers
+
+
+class Experts(nn.Module):
+    """SwiGLU of several experts, called as transformers calls its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+        self.compiled = config.compile
+        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden))
+        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
+
+    def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Tokens [N, D], numbers of their experts [N, k] and weights of these [N, k] -> [N, D]."""
+        found, order = numbers.flatten().sort(stable=True)  # [N k]
+        every = torch.arange(len(self.gate_up_proj), device=x.device)
+        ends = torch.searchsorted(found, every, right=True, out_int32=True)
+        inside = _grouped(x[order // numbers.shape[1]], self.gate_up_proj, ends)  # [N k, 2 F]
+        inside = swiglu(*inside.chunk(2, -1), compiled=compiles(self.compiled, x.device))
+        y = _grouped(inside, self.down_proj, ends)[order.argsort()]  # [N k, D]
+        out: Tensor = (y.unflatten(0, numbers.shape) * weights.unsqueeze(-1)).sum(1)
+        return out
+
+
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [R, I] in groups of rows that end at `ends` [E], by weights [E, O, I] -> [R, O]."""
+    fits = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
+    if x.is_meta or (fits and x.dtype != torch.float64):  # what torch's kernels take
+        return F.grouped_mm(x, weight.mT, offs=ends)
+    parts = x.tensor_split(ends[:-1].long().cpu())
+    return torch.cat([part @ own.T for part, own in zip(parts, weight, strict=True)])
+
+
+class MixtureOfExperts(nn.Module):
+    """A token's experts, and one that all tokens share, with a gate of its own: Qwen2-MoE's."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate, self.experts = Router(config), Experts(config)
+        self.shared_expert = self.shared_expert_gate = None
+        if config.shared_expert_intermediate_size:
+            self.shared_expert = MLP(config, config.shared_expert_intermediate_size)
+            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, D] -> [B, S, D]."""
+        shared = None
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        tokens = x.flatten(0, 1)
+        _, weights, numbers = self.gate(tokens)
+        y: Tensor = self.experts(tokens, numbers, weights).view_as(x)
+        return y if shared is None else y + shared
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)), or experts in the MLP's place."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp: nn.Module
+        if config.num_experts and index >= config.num_dense_layers:
+            self.mlp = MixtureOfExperts(config)
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
@@ -94,7 +172,7 @@ class Trunk(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.rotary = RotaryEmbedding(
             config.head_size, base=config.rope_theta, scaling=config.rope_scaling
@@ -110,11 +188,23 @@ class Trunk(nn.Module):
         return y
 
 
+@dataclass(frozen=True)
+class _Recorder:
+    """Where the logits of routers are, as transformers says it."""
+
+    target_class: type[nn.Module] = Router
+    index: int = 0
+    layer_name: str | None = None
+
+
 class Decoder(nn.Module):
     """Tokens to logits, by the sizes and options of `model` in a configuration."""
 
+    _can_record_outputs = {"router_logits": _Recorder()}  # noqa: RUF012
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config_json = {"num_experts_per_tok": config.experts_per_token}
         self.init_std = config.init_std
         self.init_std_of_outputs = config.init_std / math.sqrt(2 * config.num_layers)
         self.model = Trunk(config)
@@ -131,8 +221,10 @@ class Decoder(nn.Module):
     @property
     def tp_plan(self) -> dict[str, str]:
         """How modes that split features split them, in the words of transformers."""
-        columns = *(f"self_attn.{x}_proj" for x in "qkv"), "mlp.gate_proj", "mlp.up_proj"
-        rows = "self_attn.o_proj", "mlp.down_proj"
+        mlps = "mlp", "mlp.shared_expert"
+        columns = [f"self_attn.{x}_proj" for x in "qkv"]
+        columns += [f"{mlp}.{x}_proj" for mlp in mlps for x in ("gate", "up")]
+        rows = "self_attn.o_proj", *(f"{mlp}.down_proj" for mlp in mlps)
         styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(rows, "rowwise")
         return {f"model.layers.*.{name}": style for name, style in styles.items()}
 
@@ -149,3 +241,8 @@ class Decoder(nn.Module):
                 nn.init.normal_(module.o_proj.weight, std=self.init_std_of_outputs)
             case MLP():
                 nn.init.normal_(module.down_proj.weight, std=self.init_std_of_outputs)
+            case Router():
+                nn.init.normal_(module.weight, std=self.init_std)
+            case Experts():
+                nn.init.normal_(module.gate_up_proj, std=self.init_std)
+                nn.init.normal_(module.down_proj, std=self.init_std_of_outputs)

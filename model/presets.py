@@ -107,6 +107,30 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_heads": 32,
         "intermediate_size": 12288,
     },
+    "qwen3-30b-a3b": {
+        **_QWEN_3,
+        "hidden_size": 2048,
+        "num_layers": 48,
+        "num_heads": 32,
+        "num_kv_heads": 4,
+        "intermediate_size": 6144,
+        "num_experts": 128,
+        "experts_per_token": 8,
+        "moe_intermediate_size": 768,
+    },
+    "mixtral-8x7b": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "intermediate_size": 14336,
+        "norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "moe_intermediate_size": 14336,
+    },
 }
 
 

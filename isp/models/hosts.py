@@ -66,8 +66,9 @@ class Host:
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
-        """The model's `config.json`; empty if it has none."""
-        return {}
+        """The model's `config.json`, or what it says of it; empty if it has none."""
+        found: dict[str, Any] = getattr(model, "config_json", None) or {}
+        return found
 
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
         """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""

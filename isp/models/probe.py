@@ -58,6 +58,9 @@ _SEEN = {
     "part": "for a part of the tokens and their positions it gives other values than for all",
 }
 
+_KNOWN = "transformers.", "model.decoder"
+"""Modules whose experts are local to a token."""
+
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -190,9 +193,9 @@ def local_calls(model: nn.Module) -> Iterator[None]:
     ran = set()
     with ExitStack() as stack:
         for module in model.modules():
-            if holds_experts(module):  # those of transformers are known, of others one runs
+            if holds_experts(module):  # some are known, of others one runs
                 key = type(module), *(p.shape for p in module.parameters(recurse=False))
-                if key in ran or type(module).__module__.startswith("transformers."):
+                if key in ran or type(module).__module__.startswith(_KNOWN):
                     stack.enter_context(replaced_forward(module, _experts))
                 ran.add(key)
         stack.enter_context(torch.random.fork_rng(devices=[]))

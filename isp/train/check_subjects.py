@@ -83,6 +83,11 @@ class Subject:
             num_kv_heads=kv_heads,
             head_dim=8,
             intermediate_size=48,
+            num_experts=min(config.num_experts, 6),
+            experts_per_token=min(config.experts_per_token, 2),
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=min(config.shared_expert_intermediate_size, 24),
+            num_dense_layers=min(config.num_dense_layers, layers // 2),
             sliding_window=config.sliding_window and min(config.sliding_window, 9),
             init_std=0.2,
         )

@@ -26,6 +26,8 @@ PUBLISHED_PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
 }
 
 
@@ -66,6 +68,13 @@ def test_presets_have_the_published_parameters(name, tmp_path):
             24,
             "parallel.tensor.size=2 must divide model.intermediate_size=41 in fsp mode: use 1,",
         ),
+        (
+            Mode.MTP,
+            2,
+            {"intermediate_size": 41, "num_experts": 2, "shared_expert_intermediate_size": 5},
+            24,
+            "must divide model.shared_expert_intermediate_size=5 in mtp mode: use 1, or isp",
+        ),
         (Mode.MSP, 2, {}, 25, "parallel.tensor.size=2 must divide the 25 tokens of a row"),
         (Mode.ISP, 5, {}, 24, "parallel.tensor.size=5 must divide the 24 tokens of a row"),
         (
@@ -101,6 +110,9 @@ def test_isp_refuses_neither_odd_heads_nor_odd_vocabularies():
         ({"num_kv_heads": 3}, "model.num_kv_heads=3 must divide model.num_heads=4"),
         ({"num_heads": 5, "num_kv_heads": 5}, "model.num_heads=5 must divide model.hidden_size=32"),
         ({"head_dim": 7}, "a head of 7 features cannot be rotated"),
+        ({"num_experts": 1}, "model.experts_per_token=2 must be at most model.num_experts=1"),
+        ({"num_dense_layers": 1}, "model.num_dense_layers=1 is of a model with experts: set"),
+        ({"num_experts": 4, "num_dense_layers": 2}, "leaves no block of model.num_layers=2 with"),
         ({"checkpoint": 1.5}, "model.checkpoint=1.5 must be at most 1"),
     ],
 )

@@ -17,8 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import isp
 from isp.config import JobConfig
 from isp.models.model import TracedModel
+from isp.parallel import ParallelConfig
+from isp.train.check import Check, CheckCase
+from isp.train.check_layouts import layouts_of
+from isp.train.check_subjects import Subject
 from isp.train.parallel_run import ParallelRun
 from isp.weights.pool import Lease
+from model.config import ModelConfig
 from tests.models.models import (
     Rows,
     Trained,
@@ -248,3 +253,32 @@ def test_flops_count_the_experts_that_a_token_goes_to() -> None:
     counts = counter.get_flop_counts()["Global"]
     products = sum(counts[op] for op in counts if "mm" in str(op) and "bmm" not in str(op))
     assert traced.flops([tokens]) - attention == products
+
+
+DECODER = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=4,
+    num_heads=4,
+    intermediate_size=48,
+    num_experts=5,
+    shared_expert_intermediate_size=24,
+    num_dense_layers=1,
+    mlp_tile_tokens=5,
+)
+LAYOUTS = "1x4, 2x2x2, mtp2, msp2, fsp2, 1x2 1F1B 2"
+
+
+def test_the_decoder_with_experts_is_the_same_in_every_layout() -> None:
+    """Catches a shared expert that is summed or split wrongly, and a router's gradient of a part of
+    the tokens.
+    """
+    subject = Subject.of_decoder(DECODER, layers=4)
+    layouts, _ = layouts_of(LAYOUTS, subject, ParallelConfig())
+    check = Check(subject, layouts, cases=[CheckCase(packed=True, recomputed=True)])
+    found = run_each(check.num_ranks, check.on_rank, {str(layout): layout for layout in layouts})
+    for layout in layouts:
+        assert check.verdict(layout, found[str(layout)]).agrees, str(layout)
+    names = [name for name in check.references[True].gradients if "layers.3.mlp" in name]
+    assert len(names) == 7
+    assert all(check.references[True].gradients[name].abs().max() > 0 for name in names)
