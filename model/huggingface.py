@@ -2,8 +2,9 @@
 
 A folder is read to begin from, and a run is written as one. Loads no torch.
 
-Source: `configuration_*.py` of llama, mistral, qwen2 and qwen3 and `modeling_rope_utils.py` in
-transformers; of InternLM2, the file that is published beside its weights.
+Source: `configuration_*.py` of llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 and qwen3_moe and
+`modeling_rope_utils.py` in transformers; of InternLM2, the file that is published beside its
+weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,17 @@ from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from isp.settings.json_file import read_json
 from isp.settings.section import KeyRole, defaults_of
 from model.config import ModelConfig
+from model.huggingface_experts import (
+    MIXTRAL,
+    OF_EXPERTS,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    count_of,
+    expert_values,
+    experts_json,
+    family_of_experts,
+    shown,
+)
 
 __all__ = [
     "CONFIG_FILE",
@@ -34,8 +46,11 @@ _ARCHITECTURES = {
     _QWEN2: "Qwen2ForCausalLM",
     _QWEN3: "Qwen3ForCausalLM",
     INTERNLM2: "InternLM2ForCausalLM",
+    MIXTRAL: "MixtralForCausalLM",
+    QWEN2_MOE: "Qwen2MoeForCausalLM",
+    QWEN3_MOE: "Qwen3MoeForCausalLM",
 }
-_WINDOWED = (_MISTRAL, _QWEN2, _QWEN3)
+_WINDOWED = (_MISTRAL, _QWEN2, _QWEN3, *OF_EXPERTS)
 """Families that can say a sliding window."""
 
 _ADAPTABLE = {"init_std", "rope_scaling", "rope_theta", "sliding_window"}
@@ -91,7 +106,7 @@ def with_init_from(section: Mapping[str, Any]) -> dict[str, Any]:
         if not (value is None and key in ("num_kv_heads", "head_dim"))
     }
     faults = [
-        f"model.{key}={_shown(own[key])}: the model in {folder} has {_shown(found[key])}: leave it"
+        f"model.{key}={shown(own[key])}: the model in {folder} has {shown(found[key])}: leave it"
         f" out"
         for key in _OF_THE_WEIGHTS
         if key in own and own[key] != found[key]
@@ -116,24 +131,25 @@ def model_values(found: Mapping[str, Any]) -> dict[str, Any]:
             f" {', '.join(_ARCHITECTURES)}: model.hf trains other models as they are"
         )
     _refuse(found)
-    heads, hidden = _count(found, "num_attention_heads"), _count(found, "hidden_size")
+    heads, hidden = count_of(found, "num_attention_heads"), count_of(found, "hidden_size")
     head_dim = found.get("head_dim") or (128 if family == _QWEN3 else hidden // heads)
     theta, scaling = _rope_values(found)
     return {
-        "vocab_size": _count(found, "vocab_size"),
+        "vocab_size": count_of(found, "vocab_size"),
         "hidden_size": hidden,
-        "num_layers": _count(found, "num_hidden_layers"),
+        "num_layers": count_of(found, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": found.get("num_key_value_heads") or heads,
         "head_dim": head_dim,
-        "intermediate_size": _count(found, "intermediate_size"),
+        "intermediate_size": count_of(found, "intermediate_size"),
         "norm_eps": found.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "sliding_window": _window(found),
-        "qkv_bias": family == _QWEN2,
-        "qk_norm": family == _QWEN3,
+        "qkv_bias": family == _QWEN2 or (family == QWEN2_MOE and found.get("qkv_bias", True)),
+        "qk_norm": family in (_QWEN3, QWEN3_MOE),
         "tie_embeddings": bool(found.get("tie_word_embeddings", False)),
+        **expert_values(found),
     }
 
 
@@ -146,30 +162,31 @@ def _refuse(found: Mapping[str, Any]) -> None:
         "bias": (False, None),
         "attention_dropout": (0, None),
         "partial_rotary_factor": (1, None),
+        "router_jitter_noise": (0, None),
         "quantization_config": (None,),
     }
     for key, computed in without.items():
         if found.get(key) not in computed:
             raise ValueError(
-                f"{CONFIG_FILE} has {key}={_shown(found[key])}, which the decoder does not compute:"
+                f"{CONFIG_FILE} has {key}={shown(found[key])}, which the decoder does not compute:"
                 f" model.hf trains the model as it is"
             )
-
-
-def _count(found: Mapping[str, Any], key: str) -> int:
-    value = found.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{CONFIG_FILE} has {key}={_shown(value)}, which must be a whole number")
-    return value
 
 
 def _window(found: Mapping[str, Any]) -> int | None:
     """The window of all layers; None if there is none."""
     family, window = found["model_type"], found.get("sliding_window")
-    if family not in _WINDOWED or (family != _MISTRAL and not found.get("use_sliding_window")):
+    always = family in (_MISTRAL, MIXTRAL)
+    if family not in _WINDOWED or not (always or found.get("use_sliding_window")):
         return None
     kinds = found.get("layer_types")
-    if kinds is None and family != _MISTRAL and window is not None:
+    if kinds is None and family == QWEN2_MOE:
+        raise ValueError(
+            f"{CONFIG_FILE} has use_sliding_window and no layer_types, of which every second layer"
+            f" has the window; the decoder has one in all or in none: model.hf trains the model as"
+            f" it is"
+        )
+    if kinds is None and family in (_QWEN2, _QWEN3) and window is not None:
         first, layers = found.get("max_window_layers", 28), found["num_hidden_layers"]
         kinds = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
     if kinds is None or window is None:
@@ -190,14 +207,15 @@ def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None
             f"{CONFIG_FILE} has rotary positions {rope}, by kinds of layers; the decoder has one"
             f" kind: model.hf trains the model as it is"
         )
-    theta = float(rope.get("rope_theta", found.get("rope_theta") or 10000.0))
+    default = 1e6 if found["model_type"] == MIXTRAL else 1e4
+    theta = float(rope.get("rope_theta", found.get("rope_theta") or default))
     kind = rope.get("rope_type", rope.get("type", "default"))
     known = {"linear": "linear", "dynamic": "ntk", "yarn": "yarn", "llama3": "llama3"}
     if kind == "default" and rope.get("partial_rotary_factor", 1) == 1:
         return theta, None
     if kind not in known or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
-            f"{CONFIG_FILE} has rotary positions {_shown(dict(rope))}; the decoder computes"
+            f"{CONFIG_FILE} has rotary positions {shown(dict(rope))}; the decoder computes"
             f" default, {', '.join(known)} on whole heads: model.hf trains the model as it is"
         )
     values: dict[str, Any] = {"type": known[kind]}
@@ -238,8 +256,8 @@ def config_json(
         found, was = kept, model_values(kept)
         _check_same(model, was)
     if was is None or was["sliding_window"] != model.sliding_window:
-        found.update(_window_json(model, found["model_type"]))
         found.pop("layer_types", None)
+        found.update(_window_json(model, found["model_type"]))
     scaling = None if was is None or was["rope_scaling"] is None else was["rope_scaling"]
     before = None if scaling is None else RopeScaling(**scaling)
     reached = max(context, found.get("max_position_embeddings") or 0)
@@ -274,7 +292,7 @@ def _check_same(model: ModelConfig, was: Mapping[str, Any]) -> None:
         if own[key] != was[key]:
             raise ValueError(
                 f"model.init_from={model.init_from} is another model now: its {CONFIG_FILE} says"
-                f" {key}={_shown(was[key])}, the run had {_shown(own[key])}"
+                f" {key}={shown(was[key])}, the run had {shown(own[key])}"
             )
 
 
@@ -295,6 +313,7 @@ def _fresh(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
+        **experts_json(model, family),
     }
 
 
@@ -305,6 +324,8 @@ def _family(model: ModelConfig) -> str:
             "no model of transformers that is written here has both model.qkv_bias and"
             " model.qk_norm: train with one of them"
         )
+    if model.num_experts:
+        return family_of_experts(model)
     if model.qk_norm:
         return _QWEN3
     if model.qkv_bias:
@@ -315,8 +336,11 @@ def _family(model: ModelConfig) -> str:
 
 def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
     window = model.sliding_window
-    if family == _MISTRAL:
+    if family in (_MISTRAL, MIXTRAL):
         return {"sliding_window": window}
+    if family in OF_EXPERTS and window is not None:  # by default every second layer of Qwen2-MoE
+        kinds = ["sliding_attention"] * model.num_layers
+        return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     if family in _WINDOWED:
         used = window is not None
         layers = 0 if used else model.num_layers
@@ -350,10 +374,3 @@ def _reach(scaling: RopeScaling | None) -> int:
     if scaling is None:
         return 0
     return int(scaling.factor * scaling.original_max_position_embeddings)
-
-
-def _shown(value: object) -> str:
-    """As YAML and JSON have it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,18 +7,24 @@ are one parameter, and gate and up another. Random numbers are drawn as these ar
 group, its k head, its v head, then the next group. Ours are all q, all k, all v. So a parameter
 here is a row of `SourceRows`s, whatever the family.
 
-Source: `modeling_*.py` of llama, mistral, qwen2 and qwen3 in transformers; of InternLM2, the file
-that is published beside its weights.
+[Note: Experts one by one] In files each expert has matrices of its own, gate, up and down. Ours are
+one parameter [E, .., ..] of gates and ups, and one of downs: rows of these are counted as if the
+first two dims were one.
+
+Source: `modeling_*.py` of llama, mistral, qwen2 and qwen3 and `conversion_mapping.py` in
+transformers; of InternLM2, the file that is published beside its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import NamedTuple
 
 from isp.layers.module import RowsOf
 from model.config import ModelConfig
 from model.huggingface import INTERNLM2
+from model.huggingface_experts import MIXTRAL
 
 __all__ = ["SourceRows", "WeightTable", "earlier_names"]
 
@@ -53,6 +59,7 @@ _INTERNLM2 = {
     "mlp.down_proj.weight": "feed_forward.w2.weight",
 }
 """Its names by ours, without that of the block."""
+_MIXTRAL_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def earlier_names(model: ModelConfig) -> dict[str, RowsOf]:
@@ -99,6 +106,7 @@ class WeightTable:
     def __init__(
         self, model: ModelConfig, family: str, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
+        shapes = {name: _as_matrix(shape) for name, shape in shapes.items()}
         self.pieces = {
             name: tuple(_pieces(model, family, name, shape[0])) for name, shape in shapes.items()
         }
@@ -122,7 +130,19 @@ class WeightTable:
         return [(ours, start, stop) for _, ours, start, stop in sorted(self.rows[theirs])]
 
 
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter by rows [Note: Experts one by one]."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
+
+
 def _pieces(model: ModelConfig, family: str, ours: str, rows: int) -> Iterator[SourceRows]:
+    block, local = _block_and_local(ours)
+    if local.startswith("mlp.experts."):
+        yield from _experts(model, family, block, local, rows)
+        return
+    if family == MIXTRAL and local == "mlp.gate.weight":
+        yield SourceRows(f"{block}block_sparse_moe.gate.weight", 0, rows)
+        return
     earlier = not ours.startswith(("model.", "lm_head."))
     for name, size in _parts(model, ours, rows) if earlier else [(ours, rows)]:
         if family != INTERNLM2:
@@ -142,6 +162,20 @@ def _block_and_local(name: str) -> tuple[str, str]:
         return "", name
     _, _, index, local = name.split(".", 3)
     return f"model.layers.{index}.", local
+
+
+def _experts(
+    model: ModelConfig, family: str, block: str, local: str, rows: int
+) -> Iterator[SourceRows]:
+    """The matrices of experts, one by one: see the note."""
+    names = ("down_proj",) if local.endswith("down_proj") else ("gate_proj", "up_proj")
+    size = rows // model.num_experts // len(names)
+    for index in range(model.num_experts):
+        for name in names:
+            own, outer = name, "mlp"
+            if family == MIXTRAL:
+                own, outer = _MIXTRAL_EXPERT[name], "block_sparse_moe"
+            yield SourceRows(f"{block}{outer}.experts.{index}.{own}.weight", 0, size)
 
 
 def _grouped(name: str, model: ModelConfig, kind: str) -> Iterator[SourceRows]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -67,7 +68,8 @@ def load_folder(state: TrainState, model: ModelConfig) -> None:
     folder = _opened(model)
     for name, shard in weight_shards(state):
         for piece in shard.pieces:
-            _fill(piece, name, folder)
+            for matrix in _matrices(piece, shard.global_shape):
+                _fill(matrix, name, folder)
     if state.optimizer is not None:
         state.optimizer.load_state_dict(state.optimizer.state_dict())
 
@@ -86,6 +88,15 @@ def _opened(model: ModelConfig) -> _Folder:
     except ValueError as error:
         raise ValueError(f"model.init_from={path}: {error}") from None
     return _Folder(files, table)
+
+
+def _matrices(piece: Piece, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """The piece of a parameter of this `shape`; of experts that of each, as rows of all."""
+    if len(shape) < 3:
+        yield piece
+        return
+    for index, data in enumerate(piece.data, start=piece.offsets[0]):
+        yield Piece((index * shape[1] + piece.offsets[1], piece.offsets[2]), data)
 
 
 def _fill(piece: Piece, name: str, folder: _Folder) -> None:

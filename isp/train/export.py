@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,9 +158,12 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
     table = WeightTable(section, described["model_type"], shapes)
     saved = saved_rows(shapes, weights.shapes, earlier)
 
+    whole = lru_cache(maxsize=1)(weights.read)  # of experts all are read for the first
+
     def read(name: str, start: int, stop: int) -> Tensor:
-        first = saved[name].first
-        return weights.read(saved[name].name)[first + start : first + stop]
+        first, found = saved[name].first, whole(saved[name].name)
+        rows = found.flatten(0, -2) if found.dim() > 2 else found
+        return rows[first + start : first + stop]
 
     tensors = (
         (name, _in_dtype(torch.cat([read(*part) for part in table.parts_of(name)]), dtype))

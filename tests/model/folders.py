@@ -40,6 +40,7 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": _LLAMA3}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -56,6 +57,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 3, "sliding_window": 7, "head_dim": 6}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**_EXPERTS, "shared_expert_intermediate_size": 12, "mlp_only_layers": [0]},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True, "head_dim": 16}),
 }
 """Of transformers, by a name; InternLM2 is not in it."""
 

@@ -84,13 +84,65 @@ INTERNLM2_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 92544,
 }
+QWEN_3_30B_A3B: dict[str, Any] = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+PUBLISHED = {
+    "llama3.1-8b": LLAMA_3_1_8B,
+    "qwen2.5-7b": QWEN_2_5_7B,
+    "internlm2-7b": INTERNLM2_7B,
+    "qwen3-30b-a3b": QWEN_3_30B_A3B,
+    "mixtral-8x7b": MIXTRAL_8X7B,
+}
 
 
-@pytest.mark.parametrize(
-    ("found", "preset"),
-    [(LLAMA_3_1_8B, "llama3.1-8b"), (QWEN_2_5_7B, "qwen2.5-7b"), (INTERNLM2_7B, "internlm2-7b")],
-)
-def test_published_configurations_are_the_presets(found, preset) -> None:
+@pytest.mark.parametrize(("preset", "found"), PUBLISHED.items())
+def test_published_configurations_are_the_presets(preset, found) -> None:
     """A key read by another name, or a default of ours in the place of theirs."""
     theirs, ours = config_of(model_values(found)), config_of(PRESETS[preset])
     if preset.startswith("internlm2"):  # no other rotation up to the context
@@ -115,6 +167,12 @@ def test_published_configurations_are_the_presets(found, preset) -> None:
             131072,
         ),
         (MISTRAL, {"rope_parameters": {"rope_theta": 7.0}}, "rope_theta", 7.0),
+        (MIXTRAL_8X7B, {"rope_theta": None}, "rope_theta", 1e6),
+        (MIXTRAL_8X7B, {"sliding_window": 5}, "sliding_window", 5),
+        (MIXTRAL_8X7B, {"output_router_logits": True}, "router_aux_loss_coef", 0.02),
+        (QWEN_3_30B_A3B, {"norm_topk_prob": None}, "norm_topk_prob", False),
+        (QWEN_3_30B_A3B, {"mlp_only_layers": [1, 0]}, "num_dense_layers", 2),
+        (QWEN_3_30B_A3B, {"use_sliding_window": True, "sliding_window": 5}, "sliding_window", 5),
     ],
 )
 def test_what_a_family_leaves_out(found, changes, key, value) -> None:
@@ -148,6 +206,18 @@ def test_what_a_family_leaves_out(found, changes, key, value) -> None:
             "by kinds of layers",
         ),
         (LLAMA_3_1_8B, {"vocab_size": None}, "vocab_size=null"),
+        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (QWEN_3_30B_A3B, {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        (QWEN_3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        (
+            QWEN_3_30B_A3B,
+            {
+                "model_type": "qwen2_moe",
+                "shared_expert_intermediate_size": 8,
+                "use_sliding_window": True,
+            },
+            "every second layer",
+        ),
     ],
 )
 def test_what_the_decoder_does_not_compute_is_refused(found, changes, words) -> None:
@@ -182,8 +252,14 @@ def test_a_folder_fills_sizes_and_others_are_refused(tmp_path) -> None:
         load_config(path, ["--checkpoint.initial_load_path=there"])
 
 
+EXPERTS = replace(CONFIG, num_experts=3, moe_intermediate_size=24)
+SHARED = replace(EXPERTS, shared_expert_intermediate_size=12, num_dense_layers=1, sliding_window=5)
 MADE = [
     CONFIG,
+    replace(EXPERTS, intermediate_size=24, head_dim=6, sliding_window=5),
+    replace(SHARED, norm_topk_prob=False),
+    replace(SHARED, qkv_bias=True),
+    replace(EXPERTS, qk_norm=True, norm_topk_prob=False, num_dense_layers=1, sliding_window=5),
     replace(CONFIG, tie_embeddings=True, sliding_window=5),
     replace(CONFIG, qkv_bias=True, sliding_window=5),
     replace(CONFIG, qk_norm=True, head_dim=6, num_heads=5, num_kv_heads=1),
@@ -203,7 +279,10 @@ def test_a_decoder_of_our_own_is_the_same_in_transformers(model, tmp_path) -> No
     (tmp_path / "config.json").write_text(json.dumps(described))
     shapes = parameter_shapes(language_model(model, "float64"))
     table = WeightTable(model, described["model_type"], shapes)
-    weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    weights = {
+        name: parameter.detach().flatten(0, max(0, parameter.dim() - 2))
+        for name, parameter in ours.named_parameters()
+    }
     tensors = {
         theirs: torch.cat([weights[own][a:b] for own, a, b in table.parts_of(theirs)])
         for theirs in table.shapes
@@ -248,6 +327,9 @@ def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
         config_json(model, dtype="float32", context=8, like={**like, "vocab_size": 5})
     with pytest.raises(ValueError, match="both"):
         config_json(replace(CONFIG, qk_norm=True, qkv_bias=True), dtype="float32", context=8)
+    for change in ({"qkv_bias": True}, {"norm_topk_prob": False}, {"num_dense_layers": 1}):
+        with pytest.raises(ValueError, match="has experts so"):
+            config_json(replace(EXPERTS, **change), dtype="float32", context=8)
 
 
 @pytest.mark.parametrize(

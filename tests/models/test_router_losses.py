@@ -15,6 +15,10 @@ from isp.models.model import TracedModel
 from isp.models.router_losses import RouterCoefficients
 from isp.parallel import Mode
 from isp.parallel.config import PipelineConfig
+from model.decoder import Decoder
+from model.huggingface import model_values
+from tests.model.decoders import config_of
+from tests.model.folders import in_float64
 from tests.models.models import (
     Rows,
     Trained,
@@ -70,6 +74,8 @@ class Case(NamedTuple):
     of: RouterCoefficients = RouterCoefficients(0.3, 0.2)
     asked: bool = False
     """Whether the model's configuration asks, not a key."""
+    plain_decoder: bool = False
+    """Whether isp's own decoder runs with the model's weights."""
 
 
 CASES = {
@@ -81,19 +87,28 @@ CASES = {
     "msp": Case("qwen3_moe", job(2, mode=Mode.MSP), 2),
     "fsp": Case("mixtral", job(2, mode=Mode.FSP), 2),
     "mtp": Case("qwen3_moe", job(2, mode=Mode.MTP), 2),
+    "the plain decoder": Case("qwen3_moe", job(2, 2), 2, plain_decoder=True),
     "without a loss of its own": Case("deepseek_v3", job(2, 2), 2),
 }
 
 
 def _model(case: Case) -> Any:
     asked = {"output_router_logits": True, "router_aux_loss_coef": case.of.aux}
-    return tiny(case.kind, **(asked if case.asked else {}))
+    model = tiny(case.kind, **(asked if case.asked else {}))
+    if case.plain_decoder:
+        in_float64(model)  # its angles, too
+    return model
 
 
 def _run(rank: int, case: Case) -> Trained:
     keys = {} if case.asked else {"router_aux_loss_coef": case.of.aux}
     model = replace(case.config.model, router_z_loss_coef=case.of.z, **keys)
-    run = isp.parallelize(_model(case), replace(case.config, model=model))
+    plain = _model(case)
+    if case.plain_decoder:
+        decoder = Decoder(config_of(model_values(plain.config.to_dict()))).double()
+        decoder.load_state_dict(plain.state_dict())
+        plain = decoder
+    run = isp.parallelize(plain, replace(case.config, model=model))
     with torch.no_grad():
         assert run.loss(*DATA[0].part(run.dp_rank, run.dp_size)).isfinite()
     return trained(run, DATA)
