@@ -81,6 +81,8 @@ class Call(NamedTuple):
     """Of attention."""
     route: int | None = None
     """To how many of the experts a token goes; None: the call does not show it."""
+    width: int = 0
+    """Of experts whose route it shows: features of a token."""
     written: bool = False
     """Whether the model writes into the result, of attention."""
     flops: int = 0

@@ -151,7 +151,9 @@ class CallRecorder:
         elif isinstance(module, nn.Embedding):
             self._calls.append(Call(Kind.TABLE, name, self._block))
         elif holds_experts(module):
-            self._calls.append(Call(Kind.EXPERTS, name, self._block, route=_route(given)))
+            route = _route(given)
+            width = 0 if route is None else given[0].shape[1]
+            self._calls.append(Call(Kind.EXPERTS, name, self._block, route=route, width=width))
 
     def _ends(
         self,
