@@ -19,6 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         "--context": "isp: those of them that attend with the same heads",
         "--pipeline": "pipeline stages",
         "--weight": "isp: ranks that share one copy of the weights",
+        "--expert": "ranks of a weight group (isp) or tensor group that share a layer's experts",
     }
     for name, meaning in sizes.items():
         required = name == "--world"
@@ -53,6 +54,7 @@ def _run(args: argparse.Namespace) -> int:
     """Print the groups of a layout."""
     from isp.parallel.config import (
         DevicePlacementConfig,
+        ExpertConfig,
         Mode,
         ParallelConfig,
         PipelineConfig,
@@ -75,6 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         weight=WeightConfig(size=args.weight),
         pipeline=PipelineConfig(size=args.pipeline),
         zero1=Zero1Config(size=args.zero1),
+        expert=ExpertConfig(size=args.expert),
         sequence_2D=Sequence2DConfig(
             enable=True,
             context_size=args.context,

@@ -3,13 +3,14 @@
 from isp.comm import streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog, CommTotals, DeviceClock, TimedTransfer
-from isp.comm.mesh import Mesh, World
+from isp.comm.mesh import Channels, Mesh, World
 from isp.comm.pending import Link, Pending
 from isp.comm.roll_call import CollectiveTimeout, RollCall
 from isp.comm.tag import CollectiveError, Purpose, Tag
 
 __all__ = [
     "Channel",
+    "Channels",
     "CollectiveError",
     "CollectiveTimeout",
     "CommLog",

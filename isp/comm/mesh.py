@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from isp.comm.log import CommLog
 from isp.comm.pending import Link
 from isp.parallel.topology import Axis, Topology
 
-__all__ = ["Mesh", "World"]
+__all__ = ["Channels", "Mesh", "World"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,12 @@ def _meeting_place(timeout: timedelta) -> Store:
     one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "any"
     return PrefixStore(f"start_{start}", store)
+
+
+class Channels(Protocol):
+    """Lookup of a channel for every axis asked for: a `Mesh`, or a dict."""
+
+    def __getitem__(self, axis: Axis, /) -> Channel: ...
 
 
 class Mesh:

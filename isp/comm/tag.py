@@ -40,6 +40,8 @@ class Purpose(StrEnum):
     """Sequence exchanged for heads, around attention, and their gradients."""
     SCAN_HEADS = "heads of scans"
     """The same around a scan."""
+    EXPERTS = "tokens of experts"
+    """Sent to the experts that they are routed to, and back, and their gradients."""
     KEYS = "keys and values"
     """Those that a context rank attends to and others have, and their gradients."""
     HALO = "halos"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from isp.layers.linear import LinearLayer, Moves
 from isp.mixers.recurrence import Recurrence
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
+from isp.parallel.partition import chunk_range
 from isp.parallel.phase import Phase
 from isp.weights.wp import (
     HeadWeightParallelCommunicator,
@@ -45,6 +46,10 @@ class RankLayers:
     """The ranks that share one copy of the weights."""
     communicator: WPCommunicator
     """Gathers weights and reduces their gradients."""
+    expert: Channel = field(default_factory=Channel.solo)
+    """The ranks that have different experts of a layer, and send each other tokens."""
+    expert_chunks: int = 1
+    """Parts of the tokens, each of which travels while the one before is computed."""
     device: torch.device
     dtype: torch.dtype
     embed_split_hidden: bool = False
@@ -165,6 +170,29 @@ class RankLayers:
             parts=self.weight.size,
             index=self.weight.rank,
             reduce_over=Axis.WEIGHT_DATA,
+        )
+
+    def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
+        """Experts [E, ..]: over the expert ranks, and those of each over its weight ranks."""
+        return replace(self.sharded_layout(shape, dim=0), groups=self.expert.size)
+
+    def expert_bounds(self, num_experts: int) -> list[int]:
+        """Where the experts of each expert rank begin, and the last ones end."""
+        size = self.expert.size
+        return [*(chunk_range(num_experts, size, i).start for i in range(size)), num_experts]
+
+    def gathered_experts(self, layout: ParameterLayout) -> ParameterLayout:
+        """The cut of this expert rank's experts, of those in a weight of `expert_layout`."""
+        parts, num_experts = layout.parts // layout.groups, layout.global_shape[0]
+        own = len(chunk_range(num_experts, self.expert.size, self.expert.rank))
+        return replace(
+            layout,
+            global_shape=(own, *layout.global_shape[1:]),
+            segments=(),
+            parts=parts,
+            index=layout.index % parts,
+            groups=1,
+            cut_over=Axis.EXPERT_WEIGHT,
         )
 
     def replicated_layout(

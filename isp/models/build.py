@@ -117,6 +117,8 @@ def build_model(
         mode=mesh.topology.mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
+        expert=mesh[Axis.EXPERT],
+        expert_chunks=parallel.expert.num_chunks,
         communicator=communicator or LocalWeights(),
         embed_split_hidden=parallel.weight.embed_split_hidden,
         vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
@@ -146,9 +148,10 @@ def build_model(
 
 def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
     sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
-    reduce_channel = mesh[Axis.WEIGHT]
+    reduces = {axis: mesh[axis] for axis in (Axis.WEIGHT, Axis.EXPERT_WEIGHT)}
     if weight.reduces_apart:
-        reduce_channel = mesh.open(Axis.WEIGHT, "weight_reduce", sum_locally=sum_locally)
+        axes = reduces if mesh.topology.expert > 1 else (Axis.WEIGHT,)
+        reduces |= {a: mesh.open(a, f"{a}_reduce", sum_locally=sum_locally) for a in axes}
     allocate = None
     if weight.nccl_ub:
         group = mesh[Axis.WEIGHT].group
@@ -159,7 +162,9 @@ def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISP
         ISPCommModelConfig.of(weight, device),
         prefetch=weight.prefetch,
         enable_memory_pool=weight.memory_pool,
-        reduce_channel=reduce_channel,
+        reduce_channel=reduces[Axis.WEIGHT],
+        expert_channel=mesh[Axis.EXPERT_WEIGHT],
+        expert_reduce_channel=reduces[Axis.EXPERT_WEIGHT],
         poison=weight.poison_freed_buffers,
         allocate=allocate,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.mixers.recurrence import StateSizes
 
-__all__ = ["AttentionSizes", "BlockOutput", "Call", "ForwardEnd", "Kind"]
+__all__ = ["AttentionSizes", "BlockOutput", "Call", "ForwardEnd", "Kind", "weights_among"]
 
 
 class Kind(StrEnum):
@@ -81,8 +82,8 @@ class Call(NamedTuple):
     """Of attention."""
     route: int | None = None
     """To how many of the experts a token goes; None: the call does not show it."""
-    width: int = 0
-    """Of experts whose route it shows: features of a token."""
+    weighs: bool = False
+    """Whether experts are given the weights of a token's experts."""
     written: bool = False
     """Whether the model writes into the result, of attention."""
     flops: int = 0
@@ -91,6 +92,14 @@ class Call(NamedTuple):
     """Of a convolution or scan."""
     given: int | None = None
     """Of a linear: the number of the tensor that it was called with."""
+
+
+def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
+    """The index of the weights of experts `numbers` [N, k] in what experts are called with."""
+    for i, x in enumerate(given):
+        if i > 1 and isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape:
+            return i
+    return None
 
 
 class BlockOutput(NamedTuple):

@@ -25,6 +25,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.autograd import Function, once_differentiable
 from isp.layers.linear import NeedsGrad, needs_grad
+from isp.models.calls import weights_among
+from isp.models.expert_exchange import ExpertExchange
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.wp import WPCommunicator
@@ -66,7 +68,9 @@ class SwappedExperts:
         communicator: WPCommunicator,
         called: Callable[[], object],
         place: Callable[[], ExpertPlace],
+        exchange: ExpertExchange | None = None,
     ) -> None:
+        """`exchange`: the ranks that have other experts; None: all are here, or gathered."""
         own = module.named_parameters(recurse=False)
         self.weights = tuple(ExpertWeight(module, name, n) for n, p in own if p.dim() == 3)
         self.communicator = communicator
@@ -76,11 +80,11 @@ class SwappedExperts:
         self.reading: list[Tensor] = []
         """The whole weights, while a backward reads them."""
         self._checked = False
-        self._call = _Call(module)
         gathered = {weight.weight_name for weight in self.weights}
+        self._call = _Call(module, exchange)
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
         module.register_forward_pre_hook(lambda *_: called() and None)
-        if communicator.gathers_weights:
+        if communicator.gathers_weights or exchange is not None:
             module.forward = self._forward
 
     @contextmanager
@@ -155,6 +159,8 @@ class SwappedExperts:
         others = [self._call.module.get_parameter(name) for name in self._others]
         tensors = [*(leaves[place] for place in places), *others]
         shards = [weight.weight for weight in self.weights]
+        if not self.communicator.gathers_weights:
+            return self.compute(given, tensors, shards)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *shards)):
             out: Tensor = _Experts.apply(*tensors, *shards, self, given)
             return out
@@ -167,15 +173,57 @@ def _is_differentiable(x: object) -> bool:
 
 
 class _Call(nn.Module):
-    """Calls the code of a module's class, and none of its hooks."""
+    """Calls the code of a module's class, and none of its hooks; with the `exchange`, for tokens of
+    all its ranks.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, exchange: ExpertExchange | None) -> None:
         super().__init__()
         self.module = module
-        self._code = module.forward
+        self._code, self._exchange = module.forward, exchange
+        whole = 0 if exchange is None else exchange.bounds[-1]
+        self._sizes = [k for k, v in vars(module).items() if type(v) is int and v == whole]
+        """Attributes that say how many experts there are."""
+        self._vectors = [
+            n for n, p in module.named_parameters(recurse=False) if p.dim() < 3 and len(p) == whole
+        ]
+        """Parameters that have a row for each."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._code(*args, **kwargs)
+        if self._exchange is None:
+            return self._code(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        tokens, numbers = args[:2]
+        place = weights_among(leaves, numbers)
+        assert place is not None, "the trace knows"
+
+        def compute(x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
+            leaves[0], leaves[1], leaves[place] = x, local.to(numbers.dtype), weights
+            args, kwargs = tree_unflatten(leaves, spec)
+            with self._alone():
+                out: Tensor = self._code(*args, **kwargs)
+            return out
+
+        given = tokens, numbers, leaves[place]
+        return self._exchange(compute, *given, self.module.parameters())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """In this context the module has this rank's experts, and no others."""
+        assert self._exchange is not None
+        own, whole = self._exchange.own, self._exchange.bounds[-1]
+        rows = {name: getattr(self.module, name) for name in self._vectors}
+        parameters = self.module._parameters
+        try:
+            for name in self._sizes:
+                setattr(self.module, name, own.stop - own.start)
+            for name, x in rows.items():
+                parameters[name] = x[own]
+            yield
+        finally:
+            for name in self._sizes:
+                setattr(self.module, name, whole)
+            parameters.update(rows)
 
 
 class _Given(NamedTuple):

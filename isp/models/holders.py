@@ -9,9 +9,11 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
+from isp.comm import Channel
 from isp.layers.linear import Moves, Role, moves_for
 from isp.layers.rank_layers import RankLayers
 from isp.models.calls import Call, Kind
+from isp.models.expert_exchange import ExpertExchange
 from isp.models.experts import ExpertWeight, SwappedExperts
 from isp.models.follow import CallFollower
 from isp.models.fused import FusedLinears, groups_of, rows_of
@@ -117,8 +119,12 @@ class WeightHolders:
 
     @property
     def _gathered(self) -> Mapping[str, Holder]:
-        """Those that a plan of features cuts, or all; it leaves experts whole."""
-        if self._plan is None:
+        """Those that are gathered, or that a plan of features cuts.
+
+        Experts are not, where such a plan leaves them whole or each lies on one rank as a whole.
+        """
+        spread = self.layers.expert.size
+        if self._plan is None and (spread == 1 or spread < self.layers.weight.size):
             return self._of
         return {
             n: holder for n, holder in self._of.items() if not isinstance(holder, SwappedExperts)
@@ -164,8 +170,26 @@ class WeightHolders:
                 moves = Moves() if plan is None else moves_for(layers.mode, Role.ROW, layers.tensor)
                 self._of[name] = SwappedTable(module, name, layers, called, moves)
             else:
-                place = follower.place
-                self._of[name] = SwappedExperts(module, name, layers.communicator, called, place)
+                place, exchange = follower.place, self._exchange(name, module)
+                self._of[name] = SwappedExperts(
+                    module, name, layers.communicator, called, place, exchange
+                )
+
+    def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
+        """Between the ranks that share these experts; None: no token travels."""
+        layers = self.layers
+        if layers.expert.size == 1:
+            return None
+        layouts = {item.parameter: item.layout for item in self.named}
+        weights = (p for p in module.parameters(recurse=False) if p.dim() == 3)
+        num_experts = layouts[next(weights)].global_shape[0]
+        return ExpertExchange(
+            name,
+            layers.expert,
+            layers.expert_bounds(num_experts),
+            alike=Channel.solo() if layers.mode.facts.splits_sequence else layers.tensor,
+            num_chunks=layers.expert_chunks,
+        )
 
     def _give_layouts(self) -> None:
         layouts = {item.parameter: item.layout for item in self.named}
@@ -176,6 +200,11 @@ class WeightHolders:
                     local: layouts[parameter]
                     for local, parameter in own.items()
                     if parameter in layouts
+                }
+            if isinstance(weight, ExpertWeight) and self.layers.expert.size > 1:
+                weight.layouts = {
+                    local: self.layers.gathered_experts(layout)
+                    for local, layout in weight.layouts.items()
                 }
 
 

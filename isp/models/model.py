@@ -19,6 +19,7 @@ from isp.attention import HeadPlan, LocalAttention
 from isp.layers.module import RowsOf
 from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
+from isp.models.expert_exchange import check_spread
 from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
@@ -270,6 +271,7 @@ class TracedModel:
         self.with_head_size(parallel)
         check_model_config(self.host.config(self.model), parallel)
         check_row(self.host.most_tokens(self.model), seq_len)
+        check_spread(type(self.model).__name__, self.trace, parallel.expert.size)
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.facts.splits_features:
             self._check_exchanged(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks

@@ -17,7 +17,7 @@ from isp.attention.call import AttentionOptions
 from isp.mixers.choice import Indexer
 from isp.mixers.convolution import Convolution
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
-from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
+from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind, weights_among
 from isp.models.reads import Reads
 from isp.models.roles import holds_experts, is_linear
 
@@ -119,7 +119,7 @@ class CallRecorder:
             for name, module in self._model.named_modules():
                 begins = partial(self._begins, name, blocks.get(module))
                 ends = partial(self._ends, name, blocks.get(module))
-                stack.callback(module.register_forward_pre_hook(begins).remove)
+                stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(ends, with_kwargs=True).remove)
             stack.enter_context(reads)
             stack.enter_context(self.finder)
@@ -137,7 +137,12 @@ class CallRecorder:
             yield call if inside else call._replace(block=None)
 
     def _begins(
-        self, name: str, block: str | None, module: nn.Module, given: tuple[Any, ...]
+        self,
+        name: str,
+        block: str | None,
+        module: nn.Module,
+        given: tuple[Any, ...],
+        more: dict[str, Any],
     ) -> None:
         """A module is called; `block`: its name if it is an entry of a list."""
         if block is not None:
@@ -152,8 +157,10 @@ class CallRecorder:
             self._calls.append(Call(Kind.TABLE, name, self._block))
         elif holds_experts(module):
             route = _route(given)
-            width = 0 if route is None else given[0].shape[1]
-            self._calls.append(Call(Kind.EXPERTS, name, self._block, route=route, width=width))
+            weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
+            self._calls.append(
+                Call(Kind.EXPERTS, name, self._block, route=route, weighs=bool(weighs))
+            )
 
     def _ends(
         self,

@@ -22,7 +22,7 @@ from isp.layers.rank_layers import RankLayers
 from isp.models.fused import FusedRows
 from isp.models.reads import looked_up
 from isp.models.region import Entrance
-from isp.models.roles import ParameterRole, is_transposed
+from isp.models.roles import ParameterRole, holds_experts, is_transposed
 from isp.models.tensor_plan import TensorPlan
 from isp.models.trace import Kind, ModelTrace
 from isp.parallel.layout import ParameterLayout
@@ -236,8 +236,14 @@ def _layout(
             return layers.replicated_layout(shape)
         tables = (c.module for c in trace.calls if c.kind is Kind.TABLE)
         is_table = any(parameter is model.get_submodule(table).weight for table in tables)
+        if trace.roles[name] is ParameterRole.EXPERT:
+            return layers.expert_layout(shape)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
     owner, _, local = name.rpartition(".")
+    if layers.expert.size > 1 and holds_experts(model.get_submodule(owner)):
+        if trace.roles[name] is ParameterRole.EXPERT:
+            return layers.expert_layout(shape)
+        return layers.replicated_layout(shape, sees_part=True)
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)
     cut = plan.cuts.get(owner)

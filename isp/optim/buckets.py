@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, Pending, streams
+from isp.comm import Channel, Channels, Pending, streams
 from isp.comm.tag import Purpose, Tag
 from isp.parallel import Axis
 from isp.parallel.partition import chunk_range
@@ -20,7 +20,6 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "Bucket",
     "BucketManager",
-    "Channels",
     "Gradient",
     "grouped",
     "master_dtype",
@@ -30,12 +29,6 @@ __all__ = [
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 T = TypeVar("T")
-
-
-class Channels(Protocol):
-    """Lookup of a channel for every axis asked for: a `Mesh`, or a dict."""
-
-    def __getitem__(self, axis: Axis, /) -> Channel: ...
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

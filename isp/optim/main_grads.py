@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from isp.autograd import after_gradients
-from isp.comm import Channel
-from isp.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, Channels, Gradient
+from isp.comm import Channel, Channels
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, Gradient
 from isp.weights.parameter import ShardedParameter, by_whole
 from isp.weights.transfers import WriteGradient
 

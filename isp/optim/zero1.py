@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Pending
+from isp.comm import Channels, Pending
 from isp.comm.tag import Tag
-from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Channels
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
 from isp.optim.publisher import Publisher
@@ -373,7 +373,8 @@ def _as_plain(layout: ParameterLayout) -> dict[str, Any]:
     """The layout's fields as numbers, lists and strings."""
     fields = dataclasses.asdict(layout)
     return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()} | {
-        "reduce_over": layout.reduce_over.value
+        "reduce_over": layout.reduce_over.value,
+        "cut_over": layout.cut_over.value,
     }
 
 

@@ -304,6 +304,26 @@ class Zero1Config:
     half as many bytes of gradients travel between replicas."""
 
 
+@section("parallel.expert", KeyRole.PLACE)
+class ExpertConfig:
+    """`parallel.expert`: the ranks over which the experts of a layer are spread."""
+
+    size: Ranks = 1
+    """Ranks that share a layer's experts, to which tokens travel: a divisor of the weight size in
+    isp mode, 1 or the tensor size in others; 1: the weights travel instead.  Name: InternEvo."""
+    num_chunks: Ranks = 1
+    """Parts of a rank's tokens, each of which travels while the one before is computed."""
+
+
+@section("parallel.expert_weight", KeyRole.PLACE)
+class ExpertWeightConfig:
+    """`parallel.expert_weight`: the ranks over which the weights of an expert rank are cut."""
+
+    size: Ranks | None = None
+    """Ranks that gather experts from each other; expert size x this is the weight size; null: what
+    that leaves.  Name: InternEvo."""
+
+
 @section("parallel", KeyRole.PLACE)
 class ParallelConfig:
     """`parallel`: sizes and mode; what is left of the world is data parallel."""
@@ -318,12 +338,42 @@ class ParallelConfig:
     """The optimizer's shards."""
     sequence_2D: Sequence2DConfig = field(default_factory=Sequence2DConfig)
     """Heads x context, in the tensor group (isp)."""
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
+    """The ranks that share a layer's experts, and send each other tokens."""
+    expert_weight: ExpertWeightConfig = field(default_factory=ExpertWeightConfig)
+    """The ranks that gather the same experts."""
     sequence_scan: SequenceScan = SequenceScan.AUTO
     """auto, heads or state: how linear attention and state spaces are split (not in mtp)."""
 
     def __post_init__(self) -> None:
         if self._has_two_axes:
             self.sequence_2D.check_fits(self.tensor.size)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raise ValueError if expert x expert_weight cannot be the weight size."""
+        expert, gathered = self.expert.size, self.expert_weight.size
+        if not self.tensor.mode.facts.gathers_weights:
+            if expert not in (1, self.tensor.size) or gathered not in (None, 1):
+                raise ValueError(
+                    f"parallel.expert.size={expert} and parallel.expert_weight.size={gathered} in"
+                    f" mode {self.tensor.mode}, where weights stay on their rank: use 1 (all"
+                    f" experts on every rank) or parallel.tensor.size={self.tensor.size}, and leave"
+                    f" parallel.expert_weight.size out"
+                )
+            return
+        weight = self.weight.size
+        if weight % expert:
+            raise ValueError(
+                f"parallel.expert.size={expert} must divide parallel.weight.size={weight}: use"
+                f" {any_of(divisors(weight))}"
+            )
+        if gathered not in (None, weight // expert):
+            raise ValueError(
+                f"parallel.expert.size={expert} x parallel.expert_weight.size={gathered} is not"
+                f" parallel.weight.size={weight}: use parallel.expert_weight.size="
+                f"{weight // expert}, or leave it out"
+            )
 
     @property
     def _has_two_axes(self) -> bool:

@@ -46,6 +46,10 @@ class ParameterLayout:
     """Rows of other parameters that come before, where several are cut as one."""
     behind: int = 0
     """Rows of other parameters that come after."""
+    groups: int = 1
+    """Equal runs of shards, over which the parameter is cut first."""
+    cut_over: Axis = Axis.WEIGHT
+    """The ranks that have the other shards."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -53,6 +57,7 @@ class ParameterLayout:
         assert sum(self.segments) == self.global_shape[self.dim], self
         assert 0 <= self.index < self.parts, self
         assert not (self.ahead or self.behind) or (self.dim == 0 and len(self.segments) == 1), self
+        assert self.parts % self.groups == 0, self
 
     @property
     def sharded(self) -> bool:
@@ -63,8 +68,11 @@ class ParameterLayout:
         """The parts of the global tensor along `dim` in shard `index` (this rank's), in order."""
         index = self.index if index is None else index
         intervals, begin = [], 0
+        group, within = divmod(index, self.parts // self.groups)
         for size in self.segments:
-            part = chunk_range(self.ahead + size + self.behind, self.parts, index)
+            run = chunk_range(self.ahead + size + self.behind, self.groups, group)
+            own = chunk_range(len(run), self.parts // self.groups, within)
+            part = run[own.start : own.stop]
             start, stop = (min(max(end - self.ahead, 0), size) for end in (part.start, part.stop))
             intervals.append((begin + start, begin + stop))
             begin += size
@@ -73,8 +81,13 @@ class ParameterLayout:
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
         """Shape of each rank's piece as it travels, padding included, with the cut dim in front."""
-        length = math.ceil(self.global_shape[self.dim] / self.parts)
+        length = math.ceil(self._run_length / (self.parts // self.groups))
         return (length, *self.global_shape[: self.dim], *self.global_shape[self.dim + 1 :])
+
+    @property
+    def _run_length(self) -> int:
+        """Along `dim`, of the first of the `groups`."""
+        return math.ceil(self.global_shape[self.dim] / self.groups)
 
     @cached_property
     def travels_as_it_lies(self) -> bool:
@@ -88,7 +101,13 @@ class ParameterLayout:
         return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
 
     def joined(self, pieces: Tensor) -> Tensor:
-        """The global tensor: a view of all pieces as they travel, one behind the other."""
+        """The global tensor: a view of all pieces as they travel, one behind the other.
+
+        Of several groups it is a copy.
+        """
+        if self.groups > 1:
+            runs = pieces.unflatten(0, (self.groups, -1))
+            pieces = runs[:, : self._run_length].flatten(0, 1)
         return pieces[: self.global_shape[self.dim]].movedim(0, self.dim)
 
     def shard(self, full: Tensor) -> Tensor:

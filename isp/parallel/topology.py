@@ -12,7 +12,8 @@ same ranks share one where that delays nothing. Transfers of a group follow each
 of their launch, which has to be the same on all its ranks. Every axis is of one of these kinds:
 
 - compute waits for them at once (tensor and its parts), they are fetched ahead (weight), or wait
-  for another stage (pipeline): each has a group of its own;
+  for another stage (pipeline): each has a group of its own; of the first kind is expert, too, which
+  shares the group of tensor;
 - sums of gradients over replicas are launched in backward, and what publishes new weights (zero1)
   is over by then: the two share;
 - all others are sums that a step begins or ends with, and gradients of replicated weights: they
@@ -48,6 +49,11 @@ class Axis(StrEnum):
     """Ranks with the same place in their sequence, on different data."""
     WEIGHT = "weight"
     """Ranks that together hold one copy of a stage's weights."""
+    EXPERT = "expert"
+    """Ranks of a weight group that have different experts of a layer, and send each other tokens;
+    without expert parallelism, the rank alone."""
+    EXPERT_WEIGHT = "expert_weight"
+    """Ranks of a weight group that gather the same experts; without it, all of the group."""
     WEIGHT_DATA = "weight_data"
     """Ranks that hold the same weight shard."""
     ZERO1 = "zero1"
@@ -66,6 +72,7 @@ _FULLY_SHOWN_RANKS = 16
 """Up to so many ranks every group is printed, with every rank."""
 _SHOWN_WORDS = 4
 _MAY_SHARE = (
+    (Axis.TENSOR, Axis.EXPERT),
     (Axis.WORLD, Axis.STAGE, Axis.DATA, Axis.EMBEDDING),
     (Axis.WEIGHT_DATA, Axis.ZERO1),
 )
@@ -87,6 +94,8 @@ class Topology:
     zero1: int
     context: int = 1
     """Ranks of a tensor group that attend with the same heads."""
+    expert: int = 1
+    """Ranks of a weight group that have different experts."""
     head_first: bool = True
     """Whether the ranks of a head group are neighbours, or those of a context group."""
     reduces_apart: bool = False
@@ -115,6 +124,7 @@ class Topology:
             pipeline=pipeline,
             zero1=zero1,
             context=parallel.context_size,
+            expert=parallel.expert.size,
             head_first=parallel.sequence_2D.device_placement_strategy.head_first,
             reduces_apart=mode.facts.gathers_weights and parallel.weight.reduces_apart,
         )
@@ -123,6 +133,11 @@ class Topology:
     def head(self) -> int:
         """Ranks of a tensor group that exchange tokens for heads."""
         return self.tensor // self.context
+
+    @property
+    def expert_weight(self) -> int:
+        """Ranks that gather the same experts."""
+        return self.weight // self.expert
 
     @property
     def stage(self) -> int:
@@ -167,6 +182,12 @@ class Topology:
                 return [g for s in stages for g in _strided(s, self.tensor)]
             case Axis.WEIGHT:
                 return [g for s in stages for g in _consecutive(s, self.weight)]
+            case Axis.EXPERT:
+                weights = self.groups(Axis.WEIGHT)
+                return [g for ranks in weights for g in _strided(ranks, self.expert_weight)]
+            case Axis.EXPERT_WEIGHT:
+                weights = self.groups(Axis.WEIGHT)
+                return [g for ranks in weights for g in _consecutive(ranks, self.expert_weight)]
             case Axis.WEIGHT_DATA:
                 return [g for s in stages for g in _strided(s, self.weight)]
             case Axis.ZERO1:
@@ -176,8 +197,11 @@ class Topology:
     def channel_axis(self, axis: Axis) -> Axis:
         """The axis whose channel serves `axis`: the tensor's, where head or context is all of it.
 
-        So a second group of the same ranks is not opened.
+        So a second group of the same ranks is not opened. That of weights serves experts that are
+        gathered like all others.
         """
+        if axis is Axis.EXPERT_WEIGHT and self.expert == 1:
+            return Axis.WEIGHT
         parts = {Axis.HEAD: self.head, Axis.CONTEXT: self.context}
         return Axis.TENSOR if parts.get(axis) == self.tensor else axis
 
@@ -213,6 +237,10 @@ class Topology:
             lines.append(f"tensor {self.tensor} = head {self.head} x context {self.context}")
         if self.mode.facts.gathers_weights:
             lines.append(f"{world} x weight_data {self.weight_data} x weight {self.weight}")
+        if self.expert > 1:
+            whole = f"{'weight' if self.mode.facts.gathers_weights else 'tensor'} {self.weight}"
+            own = f"expert {self.expert} x expert_weight {self.expert_weight}"
+            lines.append(f"{whole} = {own}, expert_data {self.weight_data}")
         return lines
 
     def describe(self) -> str:
@@ -222,6 +250,8 @@ class Topology:
             shown[1:1] = [Axis.HEAD, Axis.CONTEXT]
         if self.mode.facts.gathers_weights:
             shown[-1:-1] = [Axis.WEIGHT, Axis.WEIGHT_DATA]
+        if self.expert > 1:
+            shown[-1:-1] = [Axis.EXPERT, Axis.EXPERT_WEIGHT]
         shown.append(Axis.ZERO1)
         lines = [f"mode {self.mode}", *self.sizes()]
         width = max(len(axis) for axis in shown)

@@ -77,7 +77,7 @@ class DryRank:
         config = ISPCommModelConfig.of(weight, META)
         name = "weight_reduce" if weight.reduces_apart else Axis.WEIGHT.value
         reducer = GradientReducer(
-            self._channel(Axis.WEIGHT, name),
+            {Axis.WEIGHT: self._channel(Axis.WEIGHT, name)},
             self.pool,
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes if weight.overlap else 0,
@@ -112,7 +112,7 @@ class DryRank:
 
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""
-        gather([self.parameters[name]], self[Axis.WEIGHT], MemoryPool())
+        gather([self.parameters[name]], self, MemoryPool())
 
     def all_reduce_number(self, axis: Axis) -> None:
         """Add up a number of the step along `axis`, and wait for the sum."""

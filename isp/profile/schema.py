@@ -56,6 +56,7 @@ _COSTS = {
     Purpose.OUTPUT_GRADIENT: Cost.CHAIN,
     Purpose.HEADS: Cost.CHAIN,
     Purpose.SCAN_HEADS: Cost.CHAIN,
+    Purpose.EXPERTS: Cost.CHAIN,
     Purpose.KEYS: Cost.CHAIN,
     Purpose.HALO: Cost.CHAIN,
     Purpose.STATES: Cost.CHAIN,

@@ -33,6 +33,10 @@ _ENOUGH = 0.95
 _BACKWARD = (Phase.RECOMPUTE, Phase.BACKWARD)
 _OF_SEQUENCE = {
     Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes it",
+    Purpose.EXPERTS: (
+        "experts need it at once: parallel.expert.num_chunks hides a part's trip behind the one"
+        " before, parallel.expert.size=1 gathers weights instead"
+    ),
     Purpose.KEYS: "attention needs it at once: only the sizes of parallel.sequence_2D change it",
     Purpose.SCAN_HEADS: (
         "a scan needs it at once: parallel.sequence_scan=state would send states instead of heads"

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 
 from isp.config import ConfigError
+from isp.models.roles import ParameterRole
 from isp.parallel import Mode, ParallelConfig, PipelineConfig, PipelineSchedule, WeightConfig
 from isp.train.check_subjects import Subject
 
@@ -29,6 +30,8 @@ class Layout:
     context: int = 1
     """Of the tensor ranks those that attend with the same heads."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    expert: int = 1
+    """Ranks that share a layer's experts."""
 
     @property
     def num_ranks(self) -> int:
@@ -41,6 +44,8 @@ class Layout:
             chunks = f"x{stages.num_chunks}" * (stages.num_chunks > 1)
             sizes = replace(self, pipeline=PipelineConfig())
             return f"{sizes} {stages.schedule} {stages.size}{chunks}"
+        if self.expert > 1:
+            return f"{replace(self, expert=1)} ep{self.expert}"
         if self.context > 1:
             return f"isp {self.tensor // self.context}x{self.context}x{self.weight}"
         if self.mode is Mode.ISP:
@@ -61,6 +66,7 @@ class Layout:
             ),
             sequence_scan=base.sequence_scan,
             pipeline=self.pipeline,
+            expert=replace(base.expert, size=self.expert),
         )
 
 
@@ -87,6 +93,10 @@ def layouts_of(
     every += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
     others = (mode for mode in Mode if not mode.facts.gathers_weights)
     every += [Layout(tensor, 1, mode) for mode in others for tensor in _SIZES[1:]]
+    if subject.language_model(1.0).trace.elements(ParameterRole.EXPERT):
+        sizes = ((1, 2, 2), (2, 4, 2), (4, 4, 4))
+        every += [Layout(tensor, weight, expert=expert) for tensor, weight, expert in sizes]
+        every += [replace(x, expert=x.tensor) for x in every if x.mode is not Mode.ISP]
     by_fault: dict[str, list[Layout]] = {}
     for layout in every:
         by_fault.setdefault(fault_of(subject, layout, parallel), []).append(layout)
@@ -118,6 +128,8 @@ def _layout(name: str, text: str) -> Layout:
             except ValueError as error:
                 raise ConfigError(f"--layouts {text}: {name!r}: {error}") from None
             return replace(_layout(cut[1], text), pipeline=stages)
+    if cut := re.fullmatch(r"(.+) ep([2-9]|[1-9]\d)", name):
+        return replace(_layout(cut[1], text), expert=int(cut[2]))
     if cut := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)x([1-9]\d?)", name):
         return _with_context(*map(int, cut.groups()))
     if sizes := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", name):
@@ -127,6 +139,7 @@ def _layout(name: str, text: str) -> Layout:
     raise ConfigError(
         f"--layouts {text}: {name!r} is no layout: write all, sizes of the tensor and the weight"
         f" group such as 2x4,4x1, of head, context and weight group such as 2x2x4, or another mode"
-        f" and its size such as mtp2; behind any of them a pipeline's schedule and size, such as"
+        f" and its size such as mtp2; behind any of them parallel.expert.size, such as 1x4 ep2, and"
+        f" a pipeline's schedule and size, such as"
         f" 2x2 1F1B 2, with chunks on a rank as 1x2 Interleaved1F1B 2x2 or 1x1 ZBVZeroBubble 2x2"
     )

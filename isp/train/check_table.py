@@ -11,7 +11,7 @@ __all__ = ["HEAD", "heading", "line", "summary"]
 _SHOWN = 3
 """Names in a list of what differs."""
 
-HEAD = f"{'layout':<10}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result   worst gradient"
+HEAD = f"{'layout':<12}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result   worst gradient"
 
 
 def heading(check: Check) -> str:
@@ -23,7 +23,7 @@ def heading(check: Check) -> str:
 
 def line(verdict: Verdict) -> str:
     """A line of the table."""
-    name = f"{verdict.layout!s:<10}"
+    name = f"{verdict.layout!s:<12}"
     if verdict.failure:
         return f"{name}{'-':>9}{'-':>9}{'-':>9}  {'-':<12}FAILED"
     cases = list(verdict.cases.values())

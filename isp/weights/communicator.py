@@ -32,6 +32,7 @@ from isp.comm import Channel
 from isp.comm.cuda import Allocate
 from isp.parallel.config import Prefetch, WeightConfig
 from isp.parallel.phase import Phase
+from isp.parallel.topology import Axis
 from isp.weights.declare import (
     DeclaredBlock,
     WeightHolder,
@@ -144,9 +145,13 @@ class ISPCommunicator(WPCommunicator):
         overlap: bool | None = None,
         enable_memory_pool: bool = True,
         reduce_channel: Channel | None = None,
+        expert_channel: Channel | None = None,
+        expert_reduce_channel: Channel | None = None,
         poison: bool = False,
         allocate: Allocate | None = None,
     ) -> None:
+        """`reduce_channel`: for gradients; None: `channel`. `expert_channel`: the part of its ranks
+        that gathers the same experts; None: all."""
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.overlap = self.prefetch.overlap
@@ -160,9 +165,15 @@ class ISPCommunicator(WPCommunicator):
         self.states: list[ISPOverlapState] = []
         """Of each chunk."""
         self._latch = ErrorLatch()
-        self._gatherer = WeightGatherer(channel, self.pool, config.device, self._latch)
+        experts = expert_channel or channel
+        gathers = {Axis.WEIGHT: channel, Axis.EXPERT_WEIGHT: experts}
+        reduces = {
+            Axis.WEIGHT: reduce_channel or channel,
+            Axis.EXPERT_WEIGHT: expert_reduce_channel or experts,
+        }
+        self._gatherer = WeightGatherer(gathers, self.pool, config.device, self._latch)
         self._reducer = GradientReducer(
-            reduce_channel or channel,
+            reduces,
             self.reduce_pool,
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes,

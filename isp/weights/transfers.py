@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from isp.comm import Channel, Pending, streams
+from isp.comm import Channel, Channels, Pending, streams
+from isp.parallel.topology import Axis
 from isp.weights.parameter import ShardedParameter
 from isp.weights.plan import Act, ActKind
 from isp.weights.pool import Lease, MemoryPool
@@ -123,20 +124,20 @@ class DeclaredWeight:
 
 
 class WeightGatherer:
-    """Gathers weights over the weight group, ahead of their use or for it.
+    """Gathers weights over the ranks that they are cut over, ahead of their use or for it.
 
     [Note: Gather stream] A gather waits for what is on its own stream: the last use of its buffer,
     and what published the weight. It does not wait for compute queued before it.
     """
 
     def __init__(
-        self, channel: Channel, pool: MemoryPool, device: torch.device, latch: ErrorLatch
+        self, channels: Channels, pool: MemoryPool, device: torch.device, latch: ErrorLatch
     ) -> None:
         self.weights: dict[str, DeclaredWeight] = {}
         self.prerequisites: list[Callable[[nn.Module], None]] = []
         """Called with the block of a weight before its gather."""
         self._stream = streams.new(device)
-        self._gather = partial(gather, channel=channel, pool=pool)
+        self._gather = partial(gather, channels=channels, pool=pool)
         self._latch = latch
 
     def follow(self) -> None:
@@ -195,7 +196,9 @@ class WeightGatherer:
                     gathered.let_go()
 
 
-def gather(shards: Sequence[ShardedParameter], channel: Channel, pool: MemoryPool) -> GatheredLayer:
+def gather(
+    shards: Sequence[ShardedParameter], channels: Channels, pool: MemoryPool
+) -> GatheredLayer:
     """Set the full tensors of a layer's `shards` on their way into buffers of `pool`.
 
     Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
@@ -204,6 +207,7 @@ def gather(shards: Sequence[ShardedParameter], channel: Channel, pool: MemoryPoo
     gathered = GatheredLayer(shards)
     for shard in shards:
         piece, layout = shard.parameter.detach(), shard.layout
+        channel = channels[layout.cut_over]
         if channel.size == 1:
             gathered.full.append(Pending.ready(piece))
             continue
@@ -297,7 +301,7 @@ class _Sum(NamedTuple):
 
 
 class GradientReducer:
-    """Sums full gradients over the weight group, each rank keeping its shard, in order of launch.
+    """Sums full gradients over the ranks that they are cut over, each keeping its shard, in order.
 
     A gradient is sent from where it was computed if it is cut by rows and they divide, and the sum
     is then received where the sink adds it up, if that has a tensor for it.
@@ -306,13 +310,13 @@ class GradientReducer:
 
     def __init__(
         self,
-        channel: Channel,
+        channels: Channels,
         pool: MemoryPool,
         *,
         dtype: torch.dtype | None,
         max_bytes_in_flight: int,
     ) -> None:
-        self.channel = channel
+        self._channels = channels
         self.pool = pool
         self._summed_in = partial(_wider, torch.bool if dtype is None else dtype)
         """The dtype of the sum of gradients of a dtype; any is wider than bool."""
@@ -325,7 +329,7 @@ class GradientReducer:
     def promise(self, parameter: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
         """Announce a full gradient of `dtype` to the sink, and ask where it is to be received."""
         into = None
-        if self.channel.size > 1 and parameter.layout.travels_as_it_lies:
+        if self._of(parameter).size > 1 and parameter.layout.travels_as_it_lies:
             into = self._summed_in(dtype)
         return self.sink.promise(parameter.parameter, into)
 
@@ -333,7 +337,7 @@ class GradientReducer:
         self, parameter: ShardedParameter, grad: Tensor, place: Tensor | None = None
     ) -> None:
         """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
-        if self.channel.size == 1:
+        if self._of(parameter).size == 1:
             self.sink.add(parameter.parameter, grad)
             return
         num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
@@ -344,7 +348,7 @@ class GradientReducer:
 
     def reduce(self, parameter: ShardedParameter, grad: Tensor) -> Tensor:
         """This rank's shard of the sum of the full `grad` over the group; waits for it."""
-        if self.channel.size == 1:
+        if self._of(parameter).size == 1:
             return grad
         sent = self._send(parameter, grad, 0, None)
         shard = sent.shard().clone()
@@ -353,7 +357,7 @@ class GradientReducer:
 
     def travels_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a gradient of `dtype` travels: that of the sum where others add up."""
-        return dtype if self.channel.sums_locally else self._summed_in(dtype)
+        return dtype if self._channels[Axis.WEIGHT].sums_locally else self._summed_in(dtype)
 
     def finish(self) -> None:
         """Wait for all that is in flight and deliver it."""
@@ -371,13 +375,17 @@ class GradientReducer:
             leases.append(self.pool.lease(shape, dtype, grad.device))
             place = leases[0].tensor
         received = None
-        if self.channel.sums_locally:
+        channel = self._of(parameter)
+        if channel.sums_locally:
             leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, grad.device))
             received = leases[-1].tensor
-        pending = self.channel.reduce_scatter_into(
+        pending = channel.reduce_scatter_into(
             place, pieces, received=received, tag=parameter.gradient_tag
         )
         return _Sum(parameter, pending, leases, num_bytes)
+
+    def _of(self, parameter: ShardedParameter) -> Channel:
+        return self._channels[parameter.layout.cut_over]
 
     def _deliver_oldest(self) -> None:
         arriving = self._in_flight.popleft()

@@ -164,7 +164,9 @@ def test_bytes_in_flight_are_those_that_travel(sum_locally: bool, item_bytes: in
     """Catches narrow gradients counted where float32 copies of them travel, and are kept."""
     channel = DryChannel("weight", WORLD, 0, Heard(), sum_locally=sum_locally)
     limit = 2 * O * I * item_bytes
-    reducer = GradientReducer(channel, MemoryPool(), dtype=torch.float32, max_bytes_in_flight=limit)
+    reducer = GradientReducer(
+        {Axis.WEIGHT: channel}, MemoryPool(), dtype=torch.float32, max_bytes_in_flight=limit
+    )
     layout = ParameterLayout(global_shape=(O, I), parts=WORLD, reduce_over=Axis.WEIGHT_DATA)
     weight = nn.Parameter(torch.empty(layout.local_shape, dtype=torch.bfloat16, device="meta"))
     sharded = ShardedParameter("layer.weight", weight, layout)

@@ -1,0 +1,283 @@
+"""Experts that are spread over ranks: a token travels to those that it is routed to, and back.
+
+[Note: Launch and wait] A transfer is two autograd functions: the first launches it and returns the
+buffer that it fills, the second waits for it. Backward comes to them in the opposite order: there
+the second launches the gradient's way back and the first waits for it. Autograd runs first what
+was recorded last. So while the experts compute a part of the tokens, forward and backward, the next
+part is on its way.
+
+[Note: Every rank takes part] A rank that receives no token still has the node through which
+gradients travel: ranks must launch the same transfers in backward, too.
+
+N tokens of a rank, k experts a token goes to, D hidden size, E experts; R = N k rows that a rank
+sends, a token for one of its experts, sorted by expert; M rows that it receives
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.autograd import Function, joined, once_differentiable
+from isp.comm import Channel, Pending
+from isp.comm.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from isp.comm.tag import Purpose, Tag
+from isp.models.roles import ParameterRole
+from isp.models.trace import Kind, ModelTrace
+from isp.parallel.partition import chunk_range
+
+__all__ = ["ExpertExchange", "check_spread"]
+
+
+def check_spread(name: str, trace: ModelTrace, size: int) -> None:
+    """Raise ValueError if `size` ranks of a model cannot send each other tokens of experts."""
+    if size == 1:
+        return
+    key = f"parallel.expert.size={size}"
+    if not trace.elements(ParameterRole.EXPERT):
+        raise ValueError(f"{key} needs experts that isp cuts, and {name} has none: use 1")
+    for call in trace.calls:
+        if call.kind is Kind.EXPERTS and not call.weighs:
+            raise ValueError(
+                f"{key}: {call.module} is called without weights [N, k] beside the experts'"
+                f" numbers, so that tokens cannot travel: use 1"
+            )
+
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of tokens [M, D], numbers of experts [M, 1] and their weights [M, 1]: the weighted results."""
+
+
+@dataclass(eq=False)
+class _Route:
+    """The way of the rows of one part of the tokens."""
+
+    channel: Channel
+    tag: Tag
+    order: Tensor
+    """[R], of each row the number of its entry among the N k of the tokens."""
+    token: Tensor
+    """[R], its token."""
+    of_token: Tensor
+    """[N, k], the rows of each token, from the lowest expert to the highest."""
+    sent: list[int]
+    """Rows to each rank."""
+    received: list[int]
+    """Rows from each rank."""
+    numbers: Tensor
+    """[M, 1], the experts of the received rows, among those of this rank."""
+    under_way: list[Pending] = field(default_factory=list)
+
+    def launch(self, rows: Iterable[Tensor], what: str, *, back: bool = False) -> list[Tensor]:
+        """Send rows to their experts, or `back`; gives what will be received."""
+        there, here = (self.received, self.sent) if back else (self.sent, self.received)
+        tag = self.tag._replace(tensor=what)
+        buffers = []
+        for x in rows:
+            buffer = x.new_empty(sum(here), *x.shape[1:])
+            self.under_way.append(
+                self.channel.all_to_all_into(
+                    buffer, x.contiguous(), out_rows=here, in_rows=there, tag=tag
+                )
+            )
+            buffers.append(buffer)
+        return buffers
+
+    def wait(self, count: int = 1) -> list[Tensor]:
+        """What the first `count` of the transfers under way bring."""
+        first, self.under_way = self.under_way[:count], self.under_way[count:]
+        return [pending.wait() for pending in first]
+
+    def sum_by_token(self, rows: Tensor) -> Tensor:
+        """[R, D] -> [N, D], in the order of experts, as one process adds up."""
+        total = rows[self.of_token[:, 0]]
+        for column in self.of_token.unbind(1)[1:]:
+            total += rows[column]
+        return total
+
+
+class ExpertExchange:
+    """The ranks that share the experts of a layer, each with some of them.
+
+    Source: GShard (arXiv 2006.16668), without a capacity: no token is dropped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Channel,
+        bounds: Sequence[int],
+        *,
+        alike: Channel,
+        num_chunks: int,
+    ) -> None:
+        """`bounds`: rank i has the experts from `bounds[i]` to `bounds[i + 1]`. `alike`: the ranks
+        that are given the same tokens, of which each sends its share."""
+        self.ranks, self.bounds, self.alike = ranks, bounds, alike
+        self.num_chunks = num_chunks
+        self._tag = Tag(Purpose.EXPERTS, name)
+
+    @property
+    def own(self) -> slice:
+        """The experts of this rank."""
+        return slice(*self.bounds[self.ranks.rank : self.ranks.rank + 2])
+
+    def __call__(
+        self,
+        compute: Compute,
+        tokens: Tensor,
+        numbers: Tensor,
+        weights: Tensor,
+        parameters: Iterable[nn.Parameter],
+    ) -> Tensor:
+        """The sum of what its experts give for each token, [N, D].
+
+        tokens [N, D], numbers [N, k] of experts and weights [N, k]; `compute` is called with rows
+        that other ranks sent, and their experts numbered among this rank's. `parameters` are what
+        it reads. The host waits once, for the numbers of rows.
+        """
+        count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.alike.size)
+        tokens, numbers, weights = (
+            scatter_to_sequence_parallel_region(F.pad(x, pad) if pad[-1] else x, self.alike)
+            for x in (tokens, numbers, weights)
+        )
+        last = self.bounds[-1] - 1  # transformers numbers by E what goes to no expert
+        weights = weights.masked_fill(numbers > last, 0)
+        numbers = numbers.clamp(max=last)
+        parts = [chunk_range(len(tokens), self.num_chunks, i) for i in range(self.num_chunks)]
+        cuts = [slice(part.start, part.stop) for part in parts]
+        routes = self._routes([numbers[cut] for cut in cuts])
+        launched = [
+            _Dispatch.apply(tokens[cut], weights[cut], route)
+            for cut, route in zip(cuts, routes, strict=True)
+        ]
+        back = []
+        for route, buffers in zip(routes, launched, strict=True):
+            x, w = _Arrive.apply(*buffers, route)
+            # [Note: Every rank takes part]
+            y = compute(x, route.numbers, w) if len(x) else joined(x * w, *parameters)
+            back.append(_Return.apply(y.to(tokens.dtype), route))
+        sums = [_Combine.apply(rows, route) for rows, route in zip(back, routes, strict=True)]
+        out = sums[0] if len(sums) == 1 else torch.cat(sums)
+        every = gather_from_sequence_parallel_region(
+            out, self.alike, tensor_parallel_output_grad=False
+        )
+        return every[:count] if pad[-1] else every
+
+    def _routes(self, parts: Sequence[Tensor]) -> list[_Route]:
+        """The ways of parts of the tokens, whose experts are numbers [N, k]."""
+        num_experts, size = self.bounds[-1], self.ranks.size
+        flat = [part.flatten().long() for part in parts]
+        counts = torch.stack(
+            [x.new_zeros(num_experts).scatter_add_(0, x, torch.ones_like(x)) for x in flat]
+        )
+        every = counts.new_empty(size, *counts.shape)  # [ranks, parts, E]
+        tag = self._tag._replace(tensor="counts")
+        self.ranks.all_gather_into(every, counts.unsqueeze(0), tag=tag).wait()
+        sums = every.cumsum(-1)
+        sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
+        rows = sums.tolist()  # the one wait of the host
+        return [
+            self._route(part, every[:, i, self.own], [of_rank[i] for of_rank in rows])
+            for i, part in enumerate(parts)
+        ]
+
+    def _route(self, numbers: Tensor, own: Tensor, rows: list[list[int]]) -> _Route:
+        """`own` [ranks, e]: rows from each rank for each expert of this one; `rows`: from each rank
+        to each."""
+        me, k = self.ranks.rank, numbers.shape[1]
+        order = numbers.flatten().argsort(stable=True)
+        token = order // k
+        received = [of_rank[me] for of_rank in rows]
+        local = torch.arange(own.shape[1], device=own.device).repeat(len(own))
+        return _Route(
+            self.ranks,
+            self._tag,
+            order,
+            token,
+            token.argsort(stable=True).view(-1, k),
+            rows[me],
+            received,
+            local.repeat_interleave(own.flatten(), output_size=sum(received)).unsqueeze(1),
+        )
+
+
+class _Dispatch(Function):
+    """forward   tokens [N, D] and weights [N, k] to their experts, under way: [M, D], [M, 1]
+    backward  waits for their gradients, and sums those of tokens
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, route: _Route) -> tuple[Tensor, ...]:
+        ctx.route, ctx.shape = route, weights.shape
+        rows = x[route.token], weights.flatten()[route.order].unsqueeze(1)
+        return tuple(route.launch(rows, "dispatch"))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.route.wait(2)
+        of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, ctx.route.order, dw[:, 0])
+        return ctx.route.sum_by_token(dx), of_weights.view(ctx.shape), None
+
+
+class _Arrive(Function):
+    """forward   waits for dispatched rows
+    backward  sends their gradients back
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, route: _Route) -> tuple[Tensor, ...]:
+        ctx.route = route
+        route.wait(2)
+        return x.view_as(x), weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx: Tensor, dw: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.route.launch((dx, dw), "dispatch.grad", back=True)
+        return dx, dw, None
+
+
+class _Return(Function):
+    """forward   what experts gave back to where the tokens came from, under way: [M, D] -> [R, D]
+    backward  waits for its gradient
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, route: _Route) -> Tensor:
+        ctx.route = route
+        (rows,) = route.launch((y,), "combine", back=True)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.route.wait(), None
+
+
+class _Combine(Function):
+    """forward   waits for the rows and sums those of a token: [R, D] -> [N, D]
+    backward  sends the gradient to the experts
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
+        ctx.route = route
+        route.wait()
+        return route.sum_by_token(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows = dy[ctx.route.token]
+        ctx.route.launch((rows,), "combine.grad")
+        return rows, None

@@ -1,0 +1,226 @@
+"""Experts that are spread over ranks: their tokens travel, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isp
+from isp.comm import Purpose
+from isp.config import JobConfig
+from isp.models.model import TracedModel
+from isp.parallel import Mode, ParallelConfig, Topology
+from isp.parallel.config import ExpertConfig, ExpertWeightConfig, TensorConfig, WeightConfig
+from tests.models.models import (
+    Rows,
+    Trained,
+    job,
+    packed_rows,
+    tiny,
+    trained,
+    trained_plainly,
+    worst,
+)
+from tests.models.own import Own, OwnBlock
+from tests.ranks import run_each, run_ranks
+
+TOLERANCE = 1e-9  # float64, sums in another order
+DOCUMENTS = [[1, 30, 7, 26], [20, 44]]
+
+
+def _config(
+    tensor: int,
+    weight: int,
+    expert: int,
+    *,
+    mode: Mode = Mode.ISP,
+    recompute: float = 0.0,
+    chunks: int = 1,
+    context: int = 1,
+    **keys: Any,
+) -> JobConfig:
+    config = job(tensor, weight, mode=mode, recompute=recompute, context=context)
+    of_weights = replace(config.parallel.weight, poison_freed_buffers=mode is Mode.ISP, **keys)
+    experts = ExpertConfig(size=expert, num_chunks=chunks)
+    return replace(config, parallel=replace(config.parallel, weight=of_weights, expert=experts))
+
+
+def _all_to_one() -> nn.Module:
+    """A model whose first layer sends every token to experts 1 and 2."""
+    model = tiny("deepseek_v3", first_k_dense_replace=0)
+    gate = model.model.layers[0].mlp.gate
+    gate.e_score_correction_bias.copy_(torch.tensor([0.0, 9.0, 9.0, 0.0]))
+    return model
+
+
+def _only_experts_trained() -> nn.Module:
+    """A model in which no gradient enters the first experts' tokens."""
+    model = tiny("qwen3_moe", num_experts=3)
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.mlp.experts.requires_grad_(True)
+    return model
+
+
+_MODELS = {
+    "biases": lambda: tiny("gpt_oss"),
+    "three": lambda: tiny("qwen3_moe", num_experts=3),
+    "one only": _all_to_one,
+    "experts only": _only_experts_trained,
+    "shared": lambda: tiny("qwen2_moe"),
+}
+_CASES: dict[int, dict[str, tuple[str, JobConfig]]] = {
+    2: {
+        "in chunks": ("three", _config(2, 2, 2, chunks=3, recompute=0.5)),
+        "frozen": ("experts only", _config(1, 2, 2)),
+        "mtp": ("biases", _config(2, 2, 2, mode=Mode.MTP, chunks=2)),
+        "fsp": ("shared", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
+    },
+    4: {
+        "both axes": ("three", _config(2, 4, 2, recompute=1.0, chunks=2)),
+        "all over": ("one only", _config(1, 4, 4)),
+        "heads and context": ("biases", _config(4, 4, 2, context=2, own_reduce_group=True)),
+        "replicas": ("shared", _config(1, 2, 2, overlap=False)),
+    },
+}
+
+
+def _data() -> list[Rows]:
+    return [packed_rows(4, 64, 2 * DOCUMENTS, seed) for seed in (1, 2)]
+
+
+def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Trained:
+    model, config, data = case
+    return trained(isp.parallelize(model, config), data)
+
+
+def test_spread_experts_train_as_in_a_plain_loop() -> None:
+    """Catches tokens that come to other experts or back in another order, weights and biases whose
+    gradients are lost or summed twice, ranks without tokens that the others wait for.
+    """
+    data, models = _data(), {name: make() for name, make in _MODELS.items()}
+    expected = {name: trained_plainly(model, data) for name, model in models.items()}
+    for size, cases in _CASES.items():
+        given = {name: (copy.deepcopy(models[of]), how, data) for name, (of, how) in cases.items()}
+        for name, of_ranks in run_each(size, _train, given, timeout_seconds=100).items():
+            plain = expected[cases[name][0]]
+            assert max(worst(found, plain) for found in of_ranks) < TOLERANCE, name
+
+
+def _resumed(rank: int, folder: Path) -> Trained:
+    data = _data()
+    first = isp.parallelize(tiny("qwen3_moe", num_experts=5), _config(1, 4, 2))
+    first.step(first.loss(*data[0].part(first.dp_rank, first.dp_size)))
+    first.save(folder)
+    then = isp.parallelize(
+        tiny("qwen3_moe", num_experts=5, seed=3), _config(2, 2, 2, mode=Mode.MSP)
+    )
+    then.load(folder)
+    return trained(then, data[1:])
+
+
+def test_a_checkpoint_of_spread_experts_loads_into_another_spread(tmp_path: Path) -> None:
+    """Catches shards, cut over both axes, that are saved as if they were cut over one."""
+    plain = trained_plainly(tiny("qwen3_moe", num_experts=5), _data())
+    expected = Trained(plain.losses[1:], plain.norms[1:], plain.weights)
+    for found in run_ranks(4, _resumed, tmp_path, timeout_seconds=60):
+        assert worst(found, expected) < TOLERANCE
+
+
+def _transfers(rank: int, recompute: float) -> Counter[str]:
+    """Exchanges of a step by what they carry."""
+    run = isp.parallelize(tiny("qwen3_moe"), _config(1, 4, 2, recompute=recompute))
+    log = run.mesh.log
+    log.collect()
+    run.step(run.loss(*_data()[0].part(run.dp_rank, run.dp_size)))
+    found = (t for t in log.take() if t.tag.purpose is Purpose.EXPERTS)
+    return Counter(t.tag.tensor for t in found)
+
+
+@pytest.mark.parametrize("recompute", [0.0, 1.0])
+def test_a_layer_asks_once_how_many_rows_come(recompute: float) -> None:
+    """Catches further exchanges: of counts, for which the host waits, or of rows."""
+    layers, forwards = 3, 2 if recompute else 1
+    for counts in run_ranks(4, _transfers, recompute):
+        assert counts == {
+            "counts": layers * forwards,
+            "dispatch": 2 * layers * forwards,  # tokens, and their weights
+            "combine": layers * forwards,
+            "combine.grad": layers,
+            "dispatch.grad": 2 * layers,
+        }
+
+
+_REFUSED = [
+    (4, 3, None, Mode.ISP, "parallel.expert.size=3 must divide parallel.weight.size=4: use 1, 2"),
+    (4, 2, 4, Mode.ISP, "use parallel.expert_weight.size=2, or leave it out"),
+    (4, 2, None, Mode.MTP, "use 1 (all experts on every rank) or parallel.tensor.size=4"),
+]
+
+
+@pytest.mark.parametrize(("size", "expert", "gathered", "mode", "words"), _REFUSED)
+def test_sizes_that_do_not_fit_are_refused(
+    size: int, expert: int, gathered: int | None, mode: Mode, words: str
+) -> None:
+    """Catches groups of experts that are no part of a copy of the weights."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ParallelConfig(
+            tensor=TensorConfig(size=size, mode=mode),
+            weight=WeightConfig(size=size),
+            expert=ExpertConfig(size=expert),
+            expert_weight=ExpertWeightConfig(size=gathered),
+        )
+
+
+def test_models_whose_tokens_cannot_travel_are_refused() -> None:
+    """Catches a size that is silently without effect, and experts called without weights."""
+    parallel = _config(1, 2, 2).parallel
+    for model, words in ((tiny("llama"), "has none"), (Unweighted(), "is called without weights")):
+        with pytest.raises(ValueError, match=words):
+            TracedModel(model, in_place=False).check_layout(parallel, 64)
+
+
+class _Halves(nn.Module):
+    """Two experts that are not weighed."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, size, size))
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return torch.where(numbers > 0, x @ self.up[1], x @ self.up[0])
+
+
+class _UnweightedBlock(OwnBlock):
+    def __init__(self) -> None:
+        super().__init__(32, 4, 2, 0.0)
+        self.experts = _Halves(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        tokens = x.flatten(0, 1)
+        return x + self.experts(tokens, (tokens[:, :1] > 0).long()).view(x.shape)
+
+
+class Unweighted(Own):
+    """Experts whose results are not weighed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_UnweightedBlock() for _ in range(2))
+
+
+def test_groups_of_experts_lie_within_those_of_weights() -> None:
+    """Catches an order of ranks in which an expert's weights are gathered from far."""
+    text = Topology.create(8, _config(1, 4, 2).parallel).describe()
+    assert "weight 4 = expert 2 x expert_weight 2, expert_data 2" in text
+    assert "expert         [0, 2]  [1, 3]  [4, 6]  [5, 7]" in text
+    assert "expert_weight  [0, 1]  [2, 3]  [4, 5]  [6, 7]" in text
