@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from isp.settings.json_file import read_json
-from model.decoder import Decoder
+from model.decoder import Decoder, Experts
 from model.huggingface import model_values
 from tests.model.decoders import CONFIG, S, config_of, filled
 from tests.model.folders import FAMILIES, make_folder
@@ -52,3 +52,21 @@ def test_compiled_functions_compute_the_same() -> None:
             found.append([logits, *gradients])
     for plain, of_kernels in zip(*found, strict=True):
         torch.testing.assert_close(of_kernels, plain, rtol=1e-11, atol=1e-11)
+
+
+def test_products_in_groups_are_those_one_by_one() -> None:
+    """Catches a weight that is not turned, and tokens of an expert in the group of another."""
+    torch.manual_seed(0)
+    experts = Experts(replace(CONFIG, num_experts=5, moe_intermediate_size=24))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    x, weights = torch.randn(7, CONFIG.hidden_size), torch.rand(7, 2)
+    numbers = torch.tensor([[4, 0], [0, 2], [2, 4], [0, 4], [4, 2], [0, 2], [2, 0]])  # not 1 and 3
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        given = [x.to(dtype).requires_grad_(), weights.to(dtype).requires_grad_()]
+        out = experts.to(dtype)(given[0], numbers, given[1])
+        gradients = torch.autograd.grad(out.square().sum(), [*given, *experts.parameters()])
+        found.append([out, *gradients])
+    for grouped, plain in zip(*found, strict=True):
+        assert _far(grouped.double(), plain) < 1e-5

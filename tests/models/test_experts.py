@@ -24,6 +24,7 @@ from isp.train.check_subjects import Subject
 from isp.train.parallel_run import ParallelRun
 from isp.weights.pool import Lease
 from model.config import ModelConfig
+from model.decoder import Decoder
 from tests.models.models import (
     Rows,
     Trained,
@@ -239,22 +240,6 @@ def test_experts_that_would_lose_gradients_are_refused() -> None:
             assert "blocks.1.experts" in found
 
 
-def test_flops_count_the_experts_that_a_token_goes_to() -> None:
-    """Catches a utilisation that is counted of all experts, or of none."""
-    model, tokens = tiny("qwen3_moe", **{**SIZES, "num_experts": 8}), 32
-    traced, ids = TracedModel(model, in_place=False), torch.arange(tokens).unsqueeze(0)
-    attention = 3 * sum(
-        call.sizes.num_heads * 2 * call.sizes.head_size * tokens**2
-        for call in traced.trace.calls
-        if call.sizes is not None
-    )
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, position_ids=ids).logits.sum().backward()
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(counts[op] for op in counts if "mm" in str(op) and "bmm" not in str(op))
-    assert traced.flops([tokens]) - attention == products
-
-
 DECODER = ModelConfig(
     vocab_size=64,
     hidden_size=32,
@@ -282,3 +267,24 @@ def test_the_decoder_with_experts_is_the_same_in_every_layout() -> None:
     names = [name for name in check.references[True].gradients if "layers.3.mlp" in name]
     assert len(names) == 7
     assert all(check.references[True].gradients[name].abs().max() > 0 for name in names)
+
+
+def test_flops_count_the_experts_that_a_token_goes_to() -> None:
+    """Catches a utilisation that is counted of all experts, or of none; a router or a shared expert
+    that is forgotten.
+    """
+    tokens = 32
+    ids = torch.arange(tokens).unsqueeze(0)
+    theirs = tiny("qwen3_moe", **{**SIZES, "num_experts": 8})
+    for model in (theirs, Decoder(DECODER).double()):
+        traced = TracedModel(model, in_place=False)
+        attention = 3 * sum(
+            call.sizes.num_heads * 2 * call.sizes.head_size * tokens**2
+            for call in traced.trace.calls
+            if call.sizes is not None
+        )
+        with FlopCounterMode(display=False) as counter:
+            traced.host.forward(model, ids, ids).sum().backward()
+        counts = counter.get_flop_counts()["Global"]
+        products = sum(counts[op] for op in counts if "mm" in str(op) and "bmm" not in str(op))
+        assert traced.flops([tokens]) - attention == products
