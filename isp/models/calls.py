@@ -84,6 +84,8 @@ class Call(NamedTuple):
     """To how many of the experts a token goes; None: the call does not show it."""
     weighs: bool = False
     """Whether experts are given the weights of a token's experts."""
+    width: int = 0
+    """Of experts whose route it shows: features of a token."""
     written: bool = False
     """Whether the model writes into the result, of attention."""
     flops: int = 0

@@ -158,9 +158,9 @@ class CallRecorder:
         elif holds_experts(module):
             route = _route(given)
             weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
-            self._calls.append(
-                Call(Kind.EXPERTS, name, self._block, route=route, weighs=bool(weighs))
-            )
+            width = 0 if route is None else given[0].shape[1]
+            shown = {"route": route, "weighs": bool(weighs), "width": width}
+            self._calls.append(Call(Kind.EXPERTS, name, self._block, **shown))
 
     def _ends(
         self,

@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from isp.planner.case import PlanCase
 from isp.planner.counts import scans
+from isp.planner.experts import expert_traffic
 from isp.planner.fabric import Fabric
 from isp.planner.generation import GenerationPlan
 from isp.planner.ladder import LadderStep, changes
@@ -61,6 +63,7 @@ def lengths_as_json(plan: MemoryPlan) -> str:
         "seq_len": plan.planned.config.data.seq_len,
         "memory": _plain(plan.memory),
         "growth": _plain_growth(plan.growth),
+        "experts": (experts := expert_traffic(_case(plan))) and experts.plain(),
         "generation": plan.generation._asdict(),
     }
     if plan.longest is not None:
@@ -103,11 +106,16 @@ def _sizes(memory: Memory) -> dict[str, int]:
     return {**memory.by_owner(), "host": memory.host}
 
 
+def _case(plan: MemoryPlan) -> PlanCase:
+    """The configuration as it is."""
+    return plan.planned.case(plan.planned.config.data.seq_len)
+
+
 # -- pieces of the text ----------------------------------------------------------------------
 
 
 def _head(plan: MemoryPlan) -> str:
-    budget, case = plan.budget, plan.planned.case(plan.planned.config.data.seq_len)
+    budget, case = plan.budget, _case(plan)
     t = case.topology
     host = "" if budget.host is None else f", {_gib(budget.host)} GiB of its host's"
     lines = {
@@ -117,6 +125,7 @@ def _head(plan: MemoryPlan) -> str:
         f"  zero1 {t.zero1}",
         "context": f"{t.context} ranks, {plan.exchange}" if plan.exchange else "",
         "scans": scans(case),
+        "experts": str(expert_traffic(case) or "").replace("\n", f"\n{'':10}"),
         "memory": f"{_gib(budget.device)} GiB of a rank for tensors{host}",
     }
     return "\n".join(f"{head:<10}{line}" if head else line for head, line in lines.items() if line)

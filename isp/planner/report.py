@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
 from isp.parallel import Mode
 from isp.planner.case import PlanCase
 from isp.planner.counts import scans, traffic
+from isp.planner.experts import expert_traffic
 from isp.planner.memory import Memory
 from isp.planner.search import Candidate, Found
 from isp.profile.table import aligned
 
 __all__ = [
-    "COLUMNS",
-    "LEGEND",
     "as_json",
     "as_text",
     "details_of",
     "largest",
+    "legend_of",
     "model_of",
-    "row_of",
     "shown_of",
     "size_of",
+    "table_of",
     "time_of",
     "verdict_of",
 ]
@@ -64,9 +66,10 @@ def as_text(found: Found, top: int) -> str:
     """The ranking, what does not fit, and the fastest layout in detail."""
     parts, shown = [_head(found)], shown_of(found, top)
     if shown:
-        rows = [row_of(c, "*" if _is_own(c, found) else "", found.world_size) for c in shown]
-        parts.append(aligned([COLUMNS, *rows], text_columns=2))
-        parts.append(f"{len(shown)} of {found.num_fitting:,} layouts that fit\n{LEGEND}")
+        marks = ["*" if _is_own(c, found) else "" for c in shown]
+        table = table_of(shown, marks, found.world_size)
+        parts.append(aligned(table, text_columns=2))
+        parts.append(f"{len(shown)} of {found.num_fitting:,} layouts that fit\n{legend_of(table)}")
     parts += [verdict_of(found), _too_large(found), _refused(found)]
     parts.append(details_of(shown[0]) if shown else _remedy(found))
     return "\n\n".join(part for part in parts if part)
@@ -113,6 +116,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
             for (kind, channel), count in sorted(traffic(case, 0).by_channel.items())
         ],
         "scans": scans(case),
+        "experts": (experts := expert_traffic(case)) and experts.plain(),
         "overrides": candidate.overrides,
     }
 
@@ -190,19 +194,38 @@ def _remedy(found: Found) -> str:
     )
 
 
-COLUMNS = (
+_COLUMNS = (
     *("", "mode", "tensor", "weight", "pipeline", "zero1", "data", "micro", "recompute"),
-    *("memory", "step", "exposed", "bubble", "tgs", "tflops"),
+    *("experts", "memory", "step", "exposed", "bubble", "tgs", "tflops"),
 )
-LEGEND = """\
+_LEGEND = """\
 kept: weights, which are gathered once a step; recompute: of the blocks;
 micro: sequences of a micro-batch x micro-batches of a step;
 exposed, bubble: shares of the step in which transfers, or other stages, are waited for;
 tgs, tflops: tokens and model TFLOP/s of a rank a second"""
 
 
-def row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
-    """A layout in `COLUMNS`; heads x context if its tensor group is cut so."""
+_OF_EXPERTS = """
+experts: what sends less for them, to gather weights, which is planned, or to exchange tokens"""
+
+
+def legend_of(table: Sequence[Sequence[str]]) -> str:
+    """The meaning of the columns of a table."""
+    return _LEGEND + _OF_EXPERTS * ("experts" in table[0])
+
+
+def table_of(
+    shown: Sequence[Candidate], marks: Iterable[str], world_size: int
+) -> list[tuple[str, ...]]:
+    """`_COLUMNS`, and a row for each of the layouts; without columns that none has anything in."""
+    rows = [_row_of(c, mark, world_size) for c, mark in zip(shown, marks, strict=True)]
+    _, *columns = zip(*rows, strict=True)
+    there = [True, *map(any, columns)]
+    return [tuple(compress(row, there)) for row in (_COLUMNS, *rows)]
+
+
+def _row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
+    """A layout in `_COLUMNS`; heads x context if its tensor group is cut so."""
     t, prediction, config = candidate.case.topology, candidate.prediction, candidate.config
     assert prediction is not None
     tensor, weight, recompute = str(t.tensor), "-", "none"
@@ -217,6 +240,7 @@ def row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
         *(mark, t.mode.value, tensor, weight, str(t.pipeline), str(t.zero1), str(t.data)),
         f"{config.data.micro_bsz} x {config.data.num_micro_batches}",
         recompute,
+        "" if (experts := expert_traffic(candidate.case)) is None else experts.less,
         size_of(candidate.memory.total),
         time_of(prediction.step),
         f"{prediction.exposed / prediction.step:.0%}",
@@ -258,13 +282,14 @@ def _refused(found: Found) -> str:
 
 def details_of(best: Candidate) -> str:
     """Keys, memory and transfers of the layout of the table's first line."""
-    memory, split = best.memory, scans(best.case)
+    memory, split, experts = best.memory, scans(best.case), expert_traffic(best.case)
     sizes = [(f"  {name}", size_of(size)) for name, size in memory.by_owner().items() if size]
     table = aligned([*sizes, ("  in all", size_of(memory.total))])
     lines = ["the first one", *(f"  {words}" for words in best.overrides), ""]
     lines += ["its memory, of the rank that takes most", f"{table}  at {memory.moment}"]
     lines += [f"  and in the host's memory {size_of(memory.host)}"] if memory.host else []
     lines += ["", f"its scans: {split}"] if split else []
+    lines += ["", f"its experts: {experts}"] if experts else []
     sent = traffic(best.case, 0).by_purpose.items()
     rows = [(f"  {of}", f"{count.calls:,}", size_of(count.sent_bytes)) for of, count in sent]
     lines += ["", "its transfers of a step, rank 0", aligned([("  of", "calls", "sent"), *rows])]

@@ -10,12 +10,11 @@ from isp.planner import Candidate, Found, as_text
 from isp.planner.lengths_report import MemoryPlan, lengths_as_text
 from isp.planner.memory import Memory
 from isp.planner.report import (
-    COLUMNS,
-    LEGEND,
     details_of,
-    row_of,
+    legend_of,
     shown_of,
     size_of,
+    table_of,
     time_of,
     verdict_of,
 )
@@ -51,8 +50,8 @@ def layouts_page(found: Found, top: int, *, command: str) -> Page:
         return Page(name="layouts", title=title, lead=lead, sections=(section,), command=command)
     own = found.own if isinstance(found.own, str) else found.own.overrides
     marks = (f"{n}{'*' if c.overrides == own else ''}" for n, c in enumerate(shown, start=1))
-    rows = [row_of(c, mark, found.world_size) for c, mark in zip(shown, marks, strict=True)]
-    named = {" ".join(row[:3]): c for row, c in zip(rows, shown, strict=True)}
+    table = table_of(shown, marks, found.world_size)
+    named = {" ".join(row[:3]): c for row, c in zip(table[1:], shown, strict=True)}
     best, verdict = shown[0], verdict_of(found)
     t, prediction = best.case.topology, best.prediction
     assert prediction is not None
@@ -71,9 +70,9 @@ def layouts_page(found: Found, top: int, *, command: str) -> Page:
                     f"{len(shown)} of the {found.num_fitting:,} layouts that fit, for"
                     f" {found.rows:,} sequences a step: the fastest, the fastest of each mode, and"
                     f" the configuration itself (*) if it fits.",
-                    LEGEND.replace("\n", " "),
+                    legend_of(table).replace("\n", " "),
                 ),
-                table=Table([COLUMNS, *rows], text_columns=2),
+                table=Table(table, text_columns=2),
                 pictures=(
                     _step_picture(named),
                     _memory_picture(

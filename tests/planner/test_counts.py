@@ -54,6 +54,13 @@ LATE = WeightConfig(
 STAY = WeightConfig(reshard_after_forward=False)
 
 DEEP = replace(TIED, num_layers=4)
+EXPERTS = replace(
+    DEEP,
+    num_experts=5,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=24,
+    num_dense_layers=1,
+)
 ROUND, V = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV
 
 Counts = dict[tuple[str, str], tuple[int, int]]
@@ -75,6 +82,9 @@ CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(tensor=2, weight=4, data=2, options=WeightConfig(overlap=False)), DROPS, "float64"),
     (Layout(weight=2, data=2, pipeline=2, micro=4, schedule=ROUND, chunks=2), DEEP, "float32"),
     (Layout(mode=Mode.MTP, tensor=2, pipeline=2, micro=4, schedule=V, chunks=2), DEEP, "float32"),
+    (Layout(tensor=2, weight=4, data=2, micro=2), EXPERTS, "bfloat16"),
+    (Layout(mode=Mode.MSP, tensor=2, data=2), EXPERTS, "float64"),
+    (Layout(weight=2, data=2, pipeline=2, micro=4), EXPERTS, "float32"),
     (Layout(weight=2, data=2, pipeline=2, micro=4), replace(OFF, checkpoint_segment=2), "float32"),
 ]  # fmt: skip
 

@@ -53,6 +53,14 @@ LADDER = replace(
 TILED = replace(MODEL, mlp_tile_tokens=32, intermediate_size=640, num_layers=2)
 TILED_ALL = replace(TILED, checkpoint=1.0)
 CHUNKED = replace(MODEL, vocab_size=2048, num_layers=2, loss_chunk_tokens=40)
+EXPERTS = replace(
+    MODEL,
+    num_experts=8,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=96,
+    num_dense_layers=1,
+    num_layers=4,
+)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
 STAY = WeightConfig(reshard_after_forward=False)
 CASES = [
@@ -72,6 +80,9 @@ CASES = [
     (Layout(pipeline=2, micro=3), LADDER, "float32"),
     (Layout(weight=2, data=2), BOTH, "bfloat16"),
     (Layout(pipeline=2, micro=3), OFF, "float32"),
+    (Layout(tensor=2, weight=4, data=2, micro=2), EXPERTS, "bfloat16"),
+    (Layout(weight=2, data=2), replace(EXPERTS, checkpoint=1.0), "float32"),
+    (Layout(mode=Mode.MSP, tensor=2), replace(EXPERTS, checkpoint=0.5), "float32"),
     (Layout(tensor=2, context=2), MODEL, "float32"),
     (Layout(tensor=2, context=2, weight=2), KEPT, "float32"),
 ]

@@ -1,0 +1,129 @@
+"""Weights of experts or their tokens: which of the two are less to send.
+
+[Note: Crossing] Gathering sends all E experts of a layer twice, and their gradients once;
+exchanging sends each token to its k experts and back, forward and backward. An expert of SwiGLU has
+3 H I numbers, so with all in one dtype they send the same at
+
+    3 * E * 3 H I = 4 * tokens * k * H,  tokens of a rank = 9 I (E / k) / 4
+
+and with more tokens gathering sends less. Of p ranks, p - 1 parts of p are sent in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # the rule is plain arithmetic
+    from isp.planner.case import PlanCase
+
+__all__ = ["ExpertLayer", "ExpertTraffic", "crossing_tokens", "expert_layers", "expert_traffic"]
+
+PASSES, TRIPS = 3, 4
+"""Of weights: two gathers and a reduction; of tokens: there and back, forward and backward."""
+
+
+class ExpertLayer(NamedTuple):
+    """Sizes of a layer's experts."""
+
+    num_experts: int
+    used: int
+    """Experts of a token."""
+    width: int
+    """Features of a token."""
+    numbers: int
+    """Of the weights of an expert."""
+
+    def gathered(self, passes: float = PASSES) -> float:
+        """Numbers that travel with the weights, in a micro-batch."""
+        return passes * self.num_experts * self.numbers
+
+    def exchanged(self, tokens: int, trips: float = TRIPS) -> float:
+        """Numbers that travel with a rank's tokens."""
+        return trips * tokens * self.used * self.width
+
+
+def crossing_tokens(
+    layers: Iterable[ExpertLayer], *, passes: float = PASSES, trips: float = TRIPS
+) -> float:
+    """Tokens of a rank from which on gathering sends less [Note: Crossing]."""
+    layers = list(layers)
+    gathered = sum(layer.gathered(passes) for layer in layers)
+    return gathered / sum(layer.exchanged(1, trips) for layer in layers)
+
+
+class ExpertTraffic(NamedTuple):
+    """What a rank would send for experts in a micro-batch, either way."""
+
+    layers: tuple[ExpertLayer, ...]
+    tokens: int
+    """Of the rank, in a micro-batch."""
+    crossing: float
+    """Tokens with which both ways send the same."""
+    gathered: int
+    """Bytes."""
+    exchanged: int
+    """Bytes."""
+    is_sent: bool
+    """Whether weights are gathered: where each rank has all experts nothing is sent."""
+
+    @property
+    def less(self) -> str:
+        """The way that sends less; none where nothing is sent."""
+        if not self.is_sent:
+            return "-"
+        return "gather" if self.tokens >= self.crossing else "exchange"
+
+    def __str__(self) -> str:
+        kinds = dict.fromkeys(f"{x.num_experts}, {x.used} of a token" for x in self.layers)
+        found = f"{' or '.join(kinds)}, in {len(self.layers)} layers; "
+        if not self.is_sent:
+            return f"{found}all on every rank"
+        more = "more" if self.less == "exchange" else "less"
+        return (
+            f"{found}gathering sends {self.gathered / 2**30:,.2f} GiB of a rank a micro-batch,"
+            f" {more} than\nits {self.tokens:,} tokens would, {self.exchanged / 2**30:,.2f} GiB;"
+            f" equal at {self.crossing:,.0f} tokens"
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**self._asdict(), "layers": [x._asdict() for x in self.layers], "less": self.less}
+
+
+def expert_layers(case: PlanCase) -> tuple[ExpertLayer, ...]:
+    """The layers with experts that are gathered in isp mode, in order."""
+    model, found = case.language_model, []
+    for call in model.trace.calls:
+        if call.route is not None:
+            own = model.shape.get_submodule(call.module).parameters(recurse=False)
+            stacks = [p.shape for p in own if p.dim() == 3]
+            numbers = sum(shape[1] * shape[2] for shape in stacks)
+            found.append(ExpertLayer(stacks[0][0], call.route, call.width, numbers))
+    return tuple(found)
+
+
+def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
+    """That of a case whose model has experts; None of another.
+
+    Gradients count by the dtype that they are summed in, experts as if each rank had as many as the
+    first, which is what is sent, and tokens of recomputed blocks go there and back once more.
+    """
+    layers = expert_layers(case)
+    if not layers:
+        return None
+    is_wide = case.parallel.weight.reduce_dtype == "float32" and not case.sums_locally
+    wide = case.wide_bytes if is_wide else case.item_bytes
+    gathers = 1 / case.micro_num if case.keeps_gathered else PASSES - 1
+    passes, trips = gathers + wide / case.item_bytes, TRIPS + 2 * case.model.checkpoint
+    tokens, ranks = case.rows * case.tokens // case.topology.tensor, case.topology.weight
+    padded = [x._replace(num_experts=-(-x.num_experts // ranks) * ranks) for x in layers]
+    sent = case.item_bytes * (ranks - 1) / ranks
+    return ExpertTraffic(
+        layers,
+        tokens,
+        crossing_tokens(padded, passes=passes, trips=trips),
+        round(sent * sum(layer.gathered(passes) for layer in padded)),
+        round(sent * sum(layer.exchanged(tokens, trips) for layer in padded)),
+        case.gathers_weights,
+    )
