@@ -100,6 +100,9 @@ class ModelConfig:
     output_router_logits.  Name and loss: transformers."""
     router_z_loss_coef: Annotated[NotNegative, KeyRole.METHOD] = 0.0
     """Weight of the routers' z-loss, the mean square of their logits' log-sum-exp."""
+    moe_router_bias_update_rate: Annotated[NotNegative, KeyRole.METHOD] = 0.0
+    """Let each step move the biases by which routers choose experts so much towards the mean of
+    their tokens, as DeepSeek-V3 without a loss (0.001 there); 0: not.  Name: Megatron."""
     checkpoint: Annotated[Fraction, KeyRole.METHOD] = 0.0
     """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
     checkpoint_keeps_attention: Annotated[bool, KeyRole.METHOD] = False

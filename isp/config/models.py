@@ -43,7 +43,11 @@ def _how(model: ModelConfig) -> dict[str, Any]:
         "recomputation": model.recomputation,
         "attention_backend": model.attention_backend,
         "loss_chunk_tokens": model.loss_chunk_tokens,
-        "router_losses": RouterCoefficients(model.router_aux_loss_coef, model.router_z_loss_coef),
+        "router_losses": RouterCoefficients(
+            model.router_aux_loss_coef,
+            model.router_z_loss_coef,
+            model.moe_router_bias_update_rate,
+        ),
     }
 
 

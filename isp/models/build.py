@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import starmap
 
 import torch
 from torch import nn
@@ -18,8 +19,10 @@ from isp.comm.host import HostMemory
 from isp.layers.linear import LinearLayer, linears_of
 from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
+from isp.models.expert_load import saved_buffers
 from isp.models.model import TracedModel
 from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
+from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.parameter import ShardedParameter
@@ -59,8 +62,15 @@ class BuiltModel:
 
     @property
     def saved(self) -> tuple[ShardedParameter, ...]:
-        """Those that checkpoints have."""
-        return self.parameters if self.model.checkpoints_frozen else self.trained
+        """Those that checkpoints have, and buffers that training may change."""
+        named = self.parameters if self.model.checkpoints_frozen else self.trained
+        return *named, *starmap(self._as_saved, saved_buffers(self.model).items())
+
+    def _as_saved(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
+        """A buffer in its own memory."""
+        memory = nn.Parameter(self.chunks[0].model.get_buffer(name), requires_grad=False)
+        layout = ParameterLayout(global_shape=shape, reduce_over=Axis.STAGE)
+        return ShardedParameter(name, memory, layout)
 
     @property
     def linears(self) -> tuple[LinearLayer, ...]:
@@ -193,9 +203,9 @@ def shape_only(
 
 
 def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter that checkpoints of the whole model have, by name."""
+    """The shape of each parameter and buffer that checkpoints of the whole model have, by name."""
     (whole,) = shape_only(model, Mode.ISP)
-    return {
+    return saved_buffers(model) | {
         item.name: item.layout.global_shape
         for item in whole.shards()
         if model.checkpoints_frozen or item.parameter.requires_grad

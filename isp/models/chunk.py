@@ -20,6 +20,7 @@ from isp.layers.linear import multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.rank_layers import RankLayers
 from isp.models.calls import ForwardEnd
+from isp.models.expert_load import ExpertLoad
 from isp.models.follow import CallFollower
 from isp.models.forward_pass import ForwardPass, Instead, Masks, outer_calls
 from isp.models.holders import WeightHolders
@@ -49,6 +50,7 @@ class TracedChunk:
         loss_chunk_tokens: int = 0,
         gives_scores: bool = False,
         routers: RouterLosses | None = None,
+        expert_load: ExpertLoad | None = None,
     ) -> None:
         """`weights`: the source of the initial ones; None: they are there.
 
@@ -62,6 +64,8 @@ class TracedChunk:
         self._gives_scores = gives_scores
         self.routers = routers
         """Losses of routers; None: without."""
+        self.expert_load = expert_load
+        """None: it has no experts, or does not train."""
         self.model, self.trace = holders.model, follower.trace
         self.splits_logits = holders.layers.splits_logits
         """Whether the losses need the labels of the whole sequence, or those of its tokens."""

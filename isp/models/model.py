@@ -20,6 +20,7 @@ from isp.layers.module import RowsOf
 from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.expert_exchange import check_spread
+from isp.models.expert_load import experts_of, make_expert_load
 from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
@@ -275,13 +276,9 @@ class TracedModel:
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.facts.splits_features:
             self._check_exchanged(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
-        check_router_losses(
-            self.model,
-            self.host.config(self.model),
-            self._router_losses(),
-            num_stages=num_stages,
-            tiles=self.recomputation.mlp_tile_tokens,
-        )
+        of, config = self._router_losses(), self.host.config(self.model)
+        experts, tiles = experts_of(self), self.recomputation.mlp_tile_tokens
+        check_router_losses(self.model, config, of, experts, num_stages=num_stages, tiles=tiles)
         if num_stages > 1:
             self._check_stages(num_stages, parallel.pipeline)
         if parallel.tensor.mode.facts.splits_features:
@@ -398,11 +395,7 @@ class TracedModel:
             weights=self._weights,
             loss_chunk_tokens=self.loss_chunk_tokens,
             gives_scores=self.gives_scores,
-            routers=None
-            if plans_or_generates
-            else make_router_losses(
-                model, self.host.config(model), self._router_losses(), layers.tensor
-            ),
+            **({} if plans_or_generates else self._router_parts(model, layers)),
         )
         if not plans_or_generates and self.loss_chunk_tokens and self.trace.head is None:
             logger.warning(
@@ -412,6 +405,13 @@ class TracedModel:
                 self.loss_chunk_tokens,
             )
         return chunk
+
+    def _router_parts(self, model: nn.Module, layers: RankLayers) -> dict[str, Any]:
+        """What a chunk that trains has for routers."""
+        of, config = self._router_losses(), self.host.config(model)
+        losses = make_router_losses(model, config, of, layers.tensor)
+        load = make_expert_load(model, experts_of(self), layers.device, rate=of.bias_rate)
+        return {"routers": losses, "expert_load": load}
 
     def _router_losses(self) -> RouterCoefficients:
         """The weights of the losses of routers."""

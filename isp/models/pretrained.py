@@ -88,13 +88,13 @@ def saved_again(
     """
     model = _made(folder, torch.float32)
     weights = _weights_of(model, Path(folder))
-    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    kept = {name: buffer for name, buffer in _kept_buffers(model) if name not in shapes}
+    own = {n: tuple(_tensor(model, n).shape) for n in _names(model) if n not in kept}
     if odd := [name for name in {**own, **shapes} if own.get(name) != shapes.get(name)]:
         raise ValueError(
             f"the weights are not of the model in {folder}: {odd[0]} is"
             f" {shapes.get(odd[0], 'missing')}, not {own.get(odd[0], 'of the model')}"
         )
-    kept = dict(_kept_buffers(model))
     if kept:
         weights.fill(model, (), 0)
     return chain(_by_block(model, {**dict.fromkeys(own), **kept}, read), weights.untrained())

@@ -11,6 +11,7 @@ N tokens that a router is called with, E experts, k of them a token
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +21,25 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
+from isp.models.expert_load import check_bias_update
 
 __all__ = ["RouterCoefficients", "RouterLosses", "check_router_losses", "make_router_losses"]
 
 
 class RouterCoefficients(NamedTuple):
-    """The weights of the losses; 0: without."""
+    """The weights of the losses and of what does without; 0: not."""
 
     aux: float = 0.0
     """Of load balancing, num_experts * sum(f * p)."""
     z: float = 0.0
     """Of the mean square of the logits' log-sum-exp over layers and tokens."""
+    bias_rate: float = 0.0
+    """How much a step moves the biases by which routers choose: see `isp.models.expert_load`."""
+
+    @property
+    def of_losses(self) -> bool:
+        """Whether there are losses."""
+        return bool(self.aux or self.z)
 
 
 class _Router(NamedTuple):
@@ -219,16 +228,26 @@ def make_router_losses(
     model: Any, config: dict[str, Any], of: RouterCoefficients, channel: Channel
 ) -> RouterLosses | None:
     """The losses of a model's routers; None where their weights are 0."""
-    if not any(of):
+    if not of.of_losses:
         return None
     return RouterLosses(_find_routers(model), _experts_of_a_token(config), of, channel)
 
 
 def check_router_losses(
-    model: Any, config: dict[str, Any], of: RouterCoefficients, *, num_stages: int, tiles: int
+    model: Any,
+    config: dict[str, Any],
+    of: RouterCoefficients,
+    experts: Mapping[str, int],
+    *,
+    num_stages: int,
+    tiles: int,
 ) -> None:
-    """Raise ValueError for losses of routers that this model, or this layout, cannot have."""
-    if not any(of):
+    """Raise ValueError for what `of` asks and this model, or this layout, cannot have.
+
+    `experts`: see `isp.models.expert_load.experts_of`.
+    """
+    check_bias_update(model, experts, of.bias_rate, tiles=tiles)
+    if not of.of_losses:
         return
     _find_routers(model)
     _experts_of_a_token(config)

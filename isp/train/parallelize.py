@@ -76,7 +76,9 @@ def parallelize(
         loss_chunk_tokens=config.model.loss_chunk_tokens,
         gives_scores=True,
         router_losses=RouterCoefficients(
-            config.model.router_aux_loss_coef, config.model.router_z_loss_coef
+            config.model.router_aux_loss_coef,
+            config.model.router_z_loss_coef,
+            config.model.moe_router_bias_update_rate,
         ),
         weights=begun_by_the_model(model),
     )

@@ -46,6 +46,10 @@ class StepOutcome:
     """Whether the update was left out: the gradients were not finite, or no token had a label."""
     valid_tokens: int
     """Tokens of the global batch that had a label; pairs, if the loss is of those."""
+    expert_load: float | None = None
+    """The most tokens of an expert, of any layer, as a multiple of the layer's mean."""
+    unused_experts: int | None = None
+    """Experts of all layers that no token went to; None without experts."""
 
 
 def make_train_step(
@@ -204,6 +208,7 @@ class TrainStep:
         if self._weights_may_change:
             self.hook.before_step(self._actions)
         self.objective.begin(batches)
+        self.forget_routes()
         valid = self._count(batches)
         self.expect_both()
         return StepWork(self, batches, valid)
@@ -230,7 +235,11 @@ class TrainStep:
         """As `finish`; `count` gives the loss, and the tokens with a label, of all ranks, [2]."""
         self.reduce()
         # Set off before the norm: the host waits for no more than that.
-        totals = host_memory.HostCopy(count())
+        load, found = self.chunks[-1].expert_load, count()
+        if load is not None:
+            routes = self._sum(Axis.PIPELINE, self._sum(Axis.STAGE, load.tokens()))
+            found = torch.cat((found, load.figures(routes)))
+        totals = host_memory.HostCopy(found)
         self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(
             lr,
@@ -238,16 +247,26 @@ class TrainStep:
             wait=self._weights_may_change,
             is_empty=lambda: not totals.wait()[1],  # then only momentum would move the weights
         )
+        if load is not None and not result.skipped:
+            load.update_biases(routes)
+        self.forget_routes()
         self._gather_ahead()
         self._unfinished = False
-        loss, valid = totals.wait().tolist()
+        loss, valid, *of_experts = totals.wait().tolist()
         self.clock.enter(Phase.OTHER)
         return StepOutcome(
             loss=loss if valid else math.nan,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             valid_tokens=int(valid),
+            expert_load=of_experts[0] if of_experts else None,
+            unused_experts=int(of_experts[1]) if of_experts else None,
         )
+
+    def forget_routes(self) -> None:
+        """What experts tokens went to so far belongs to no step."""
+        if (load := self.chunks[-1].expert_load) is not None:
+            load.clear()
 
     def reduce(self) -> None:
         """Sum the gradients over the ranks, unless that is done; none may come behind it."""

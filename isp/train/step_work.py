@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,10 +52,14 @@ class StepWork:
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
         """Through the model, or the part of it that is this rank's chunk number `chunk`."""
-        part, routers = self._parts[micro_batch], self.step.chunks[chunk].routers
-        if routers is not None:
-            self._begin_routing(routers, micro_batch)
-        y: Tensor = self.step.chunks[chunk](x, part.positions, part.cu_seqlens)
+        part, run = self._parts[micro_batch], self.step.chunks[chunk]
+        if run.routers is not None:
+            self._begin_routing(run.routers, micro_batch)
+        counting: AbstractContextManager[None] = nullcontext()
+        if run.expert_load is not None and torch.is_grad_enabled():
+            counting = run.expert_load.counting(*self._documents_that_count(micro_batch))
+        with counting:
+            y: Tensor = run(x, part.positions, part.cu_seqlens)
         return y
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
@@ -81,13 +86,19 @@ class StepWork:
         if not torch.is_grad_enabled():
             routers.leave_out()
             return
+        step = self.step
+        mask, own = self._documents_that_count(micro_batch)
+        weight = 1 / (len(self.batches) * step.mesh[Axis.DATA].size)
+        scale = step.optimizer.scale_loss(torch.ones_like(self.valid))
+        routers.begin(mask, own, weight=weight, scale=scale)
+
+    def _documents_that_count(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Which tokens are of a document with a label: of the sequence, [B, S], and of the rank."""
         step, documents = self.step, self.documents(micro_batch)
         mask = own = self._arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
         if step.mesh.topology.mode.facts.splits_sequence:  # in msp and fsp between the linears
             own = _own(mask, step.mesh[Axis.TENSOR])
-        weight = 1 / (len(self.batches) * step.mesh[Axis.DATA].size)
-        scale = step.optimizer.scale_loss(torch.ones_like(self.valid))
-        routers.begin(mask, own, weight=weight, scale=scale)
+        return mask, own
 
     def documents(self, micro_batch: int) -> Documents:
         """Those of a micro-batch as it was read."""

@@ -123,6 +123,7 @@ def test_ways_to_compute_are_left_out_by_their_role():
         "loss_chunk_tokens": 0,
         "router_aux_loss_coef": 0.01,
         "router_z_loss_coef": 0.001,
+        "moe_router_bias_update_rate": 0.001,
         "checkpoint": 0.5,
         "checkpoint_distribute_activations": True,
         "checkpoint_offload": True,
