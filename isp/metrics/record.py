@@ -48,6 +48,8 @@ class StepRecord:
     evaluation_ms: _Sometimes = None
     val_loss: _Sometimes = None
     loss_scale: _Sometimes = None
+    expert_load: _Sometimes = None
+    unused_experts: int | None = None
     eta_seconds: _Sometimes = None
     skipped: bool = False
 
@@ -68,6 +70,8 @@ class StepRecord:
             f"exposed_ms: {self.exposed_ms:.1f} ({share:.1%})",
             *([] if self.val_loss is None else [f"val_loss: {self.val_loss:.4f}"]),
             *([] if self.loss_scale is None else [f"loss_scale: {self.loss_scale:g}"]),
+            *([] if self.expert_load is None else [f"expert_load: {self.expert_load:.2f}"]),
+            *([f"unused_experts: {self.unused_experts}"] if self.unused_experts else []),
             *([] if self.eta_seconds is None else [f"eta: {format_duration(self.eta_seconds)}"]),
             *(["skipped"] if self.skipped else []),
         ]

@@ -81,6 +81,7 @@ def run_page(folder: RunFolder) -> Page:
                 texts=(_times(average), _profile_hint(folder, environment)),
                 pictures=_time_pictures(records),
             ),
+            *_expert_sections(records),
             Section(title="Memory", pictures=(_memory_picture(records),)),
             Section(title="The run", facts=_facts(config, environment, records, average)),
         ),
@@ -234,6 +235,26 @@ def _time_pictures(records: Sequence[StepRecord]) -> tuple[Picture, ...]:
             _Line(_points(records, "exposed_ms"), Color.VERMILLION, "-.", "exposed"),
         ),
     )
+
+
+def _expert_sections(records: Sequence[StepRecord]) -> tuple[Section, ...]:
+    """Of a model with experts."""
+    if records[-1].expert_load is None:
+        return ()
+    load = _picture(
+        "expert_load",
+        "tokens / mean",
+        "Load of experts: the most tokens of one as a multiple of the mean of its layer, over all"
+        " layers; 1 is an even load.",
+        _Line(_points(records, "expert_load"), Color.BLUE),
+    )
+    unused = _picture(
+        "unused_experts",
+        "experts",
+        "Unused experts: those of all layers that no token of a step went to.",
+        _Line(_points(records, "unused_experts"), Color.VERMILLION),
+    )
+    return (Section(title="Experts", pictures=(load, unused)),)
 
 
 def _memory_picture(records: Sequence[StepRecord]) -> Picture:

@@ -146,6 +146,8 @@ class StepMeter:
             optimizer_ms=a_step(self._times[Phase.OPTIMIZER]),
             checkpoint_ms=saving * 1e3 if saving else None,
             loss_scale=loss_scale,
+            expert_load=outcome.expert_load,
+            unused_experts=outcome.unused_experts,
             eta_seconds=eta_seconds,
             skipped=outcome.skipped,
         )

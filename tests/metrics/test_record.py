@@ -46,6 +46,8 @@ def test_line_of_an_evaluated_and_of_a_skipped_step() -> None:
     record = replace(record, loss_scale=65536.0, eta_seconds=5025.2)
     assert record.line(10).endswith("val_loss: 2.5000  loss_scale: 65536  eta: 1:23:45  skipped")
     assert "grad_norm: inf" in record.line(10)
+    line = replace(RECORD, expert_load=2.345, unused_experts=3).line(10)
+    assert line.endswith("(3.9%)  expert_load: 2.35  unused_experts: 3")
 
 
 SOMETIMES = {
@@ -53,7 +55,7 @@ SOMETIMES = {
     for number, name in enumerate(
         (
             *("data_ms", "forward_backward_ms", "reduce_ms", "optimizer_ms", "checkpoint_ms"),
-            *("evaluation_ms", "val_loss", "loss_scale", "eta_seconds"),
+            *("evaluation_ms", "val_loss", "loss_scale", "eta_seconds", "expert_load"),
         )
     )
 }

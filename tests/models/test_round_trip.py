@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
+from isp.metrics import StepRecord, read_metrics
 from isp.models.chunk import TracedChunk
 from isp.models.pretrained import folder_model
 from isp.models.tiny import kept_in_float64
@@ -55,6 +56,9 @@ def test_a_folder_comes_back_trained(tmp_path: Path, kind: str) -> None:
     assert expected[-1][1] < expected[0][1] - 1, "it learns"
     for there, here in zip(expected, found, strict=True):
         assert here == pytest.approx(there, rel=1e-9)
+    loads, others = ([_load(r) for r in read_metrics(x / "metrics.jsonl")] for x in (one, many))
+    assert loads == others
+    assert (loads[0] is None) == (kind != "qwen3_moe")
 
     assert main(["checkpoint", "export", str(many), "--hf", str(tmp_path / "hf")]) == 0
     text, ours = _greedy(source, many)
@@ -77,6 +81,10 @@ def test_the_decoder_trains_as_the_model_of_transformers(tmp_path: Path, kind: s
         run_forked(job, "--parallel.tensor.size=2", "--parallel.weight.size=2", num_ranks=2)
     (traced,), (decoder,) = run_folders(hf, "hf"), run_folders(own, "own")
     assert_learns_alike(decoder, traced)
+
+
+def _load(record: StepRecord) -> tuple[float, int | None] | None:
+    return record.expert_load and (round(record.expert_load, 9), record.unused_experts)
 
 
 @torch.no_grad()

@@ -165,15 +165,17 @@ def test_value_between_gaps_is_seen(tmp_path: Path) -> None:
     [
         [record(1, loss=math.nan, val_loss=math.nan)],
         [record(step, loss=math.nan, skipped=True) for step in (1, 2)],
+        [record(step, expert_load=1.5 * step, unused_experts=0) for step in (1, 2)],
         [record(1, comm_ms=0.0, exposed_ms=0.0), record(2, comm_ms=0.0, exposed_ms=0.0)],
     ],
-    ids=["one without a loss", "all skipped", "nothing travels"],
+    ids=["one without a loss", "all skipped", "experts", "nothing travels"],
 )
 def test_little_to_draw(records: list[StepRecord], tmp_path: Path) -> None:
     """Catches pictures, or a sentence, that need two steps, a finite loss or a transfer."""
     page = run_page(make_run(tmp_path / "run", records))
     for picture in page.pictures:
         to_svg(picture)
+    assert ("Experts" in page.to_html()) == (records[-1].expert_load is not None)
     assert ("Nothing is exposed" in page.to_html()) == (records[-1].comm_ms == 0)
 
 
