@@ -1,9 +1,6 @@
-"""Boxes: where a rank's rows lie in the whole parameter, and who writes and reads which.
+"""Who writes and reads which boxes of a parameter [Note: A shard is a set of boxes].
 
-[Note: A shard is a set of boxes] A shard of a parameter is one interval of its split dim, or, where
-q, k and v are fused, one interval of each. An optimizer's shard is some rows of dim 0 of that. What
-is left is always a union of boxes of the global tensor, which tile it when all ranks are put
-together. DTensor has no placement for that; `torch.distributed.checkpoint` itself thinks in boxes
+DTensor has no placement for such a shard; `torch.distributed.checkpoint` itself thinks in boxes
 ("chunks"), so boxes are what it is given: the planners below say which rank writes which, and which
 saved ones a rank reads.
 """
@@ -14,9 +11,8 @@ import dataclasses
 import io
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,65 +37,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isp.layers.module import RowsOf
+from isp.parallel.boxes import boxes_of
 from isp.parallel.layout import Interval, ParameterLayout
 
-__all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Piece", "Shard", "boxes_of"]
-
-
-class Box(NamedTuple):
-    """A block of a global tensor, and where it lies in a local one."""
-
-    offsets: tuple[int, ...]
-    """Its corner in the global tensor."""
-    sizes: tuple[int, ...]
-    local_offsets: tuple[int, ...]
-    """Its corner in the local tensor."""
-
-    def view(self, local: Tensor) -> Tensor:
-        """The block in the local tensor, without autograd."""
-        block = local.detach()
-        for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
-            block = block.narrow(dim, start, size)
-        return block
-
-
-def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box, ...]:
-    """The boxes that make up rows (start, stop) of dim 0 of the local shard; all rows if None.
-
-    Local offsets count from the first of the rows. Nothing is empty: a shard without elements has
-    no boxes.
-    """
-    begin, end = (0, layout.local_shape[0]) if rows is None else rows
-    dim, sizes, zeros = layout.dim, list(layout.local_shape), [0] * len(layout.local_shape)
-    boxes = []
-    for global_start, local_start, length in _runs(layout):
-        start, size, local = list(zeros), list(sizes), list(zeros)
-        start[dim], size[dim], local[dim] = global_start, length, local_start
-        if dim == 0:
-            first, last = max(begin, local_start), min(end, local_start + length)
-            start[0], local[0] = global_start + first - local_start, first - begin
-        else:
-            start[0], first, last = begin, begin, end
-        size[0] = last - first
-        if all(n > 0 for n in size):
-            boxes.append(Box(tuple(start), tuple(size), tuple(local)))
-    return tuple(boxes)
-
-
-def _runs(layout: ParameterLayout) -> Iterator[tuple[int, int, int]]:
-    """(global start, local start, length) along the split dim; what touches is joined."""
-    local = 0
-    run: tuple[int, int, int] | None = None
-    for start, stop in layout.intervals():
-        if run is not None and run[0] + run[2] == start:
-            run = (run[0], run[1], run[2] + stop - start)
-        else:
-            if run is not None:
-                yield run
-            run = (start, local, stop - start)
-        local += stop - start
-    assert run is not None
-    yield run
+__all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Piece", "Shard"]
 
 
 @dataclass(frozen=True, eq=False)

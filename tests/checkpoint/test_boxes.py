@@ -10,9 +10,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard, boxes_of
+from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
 from isp.layers.module import RowsOf
 from isp.parallel import Axis
+from isp.parallel.boxes import boxes_of
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
 
