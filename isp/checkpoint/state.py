@@ -136,7 +136,7 @@ def other_rule(state: TrainState, metadata: Metadata) -> str | None:
     needed = state_kinds(shard.key for _, _, shard in _shards(state))
     if state.optimizer is None or found == needed:
         return None
-    name = state.optimizer.rule.config.name
+    name = state.optimizer.config.name
     return (
         f"has the optimizer states {' and '.join(found) or 'of a rule without any'},"
         f" optimizer.name={name} needs {' and '.join(needed) or 'none'}:"

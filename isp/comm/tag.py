@@ -29,6 +29,8 @@ class Purpose(StrEnum):
     REPLICA_GRADIENT = "gradients of replicas"
     PUBLISHED_WEIGHT = "updated weights"
     """The rows that other ranks have updated."""
+    MATRIX = "matrices to update"
+    """Rows of momentum on their way to whole matrices, and of what came of these."""
     ACTIVATION = "activations"
     """The input or output of a layer, or both ways what a mapping makes of it."""
     REGATHERED_ACTIVATION = "activations, gathered again"

@@ -28,7 +28,7 @@ from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.parameter import ShardedParameter
 from isp.weights.wp import LocalWeights
 
-__all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only"]
+__all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only", "trained_layouts"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,6 +200,12 @@ def shape_only(
         dtype=torch.float32,
     )
     return model.build(layers, stages, num_stages, attention=CpuAttention())
+
+
+def trained_layouts(model: TracedModel) -> dict[str, ParameterLayout]:
+    """The layout of each trained parameter of the whole model, as one rank has it, by name."""
+    (whole,) = shape_only(model, Mode.ISP)
+    return {p.name: p.layout for p in whole.shards() if p.parameter.requires_grad}
 
 
 def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:

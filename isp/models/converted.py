@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.models.dequantised import DequantisedFiles
+from isp.models.folder import WeightFiles
 from isp.parallel.layout import ParameterLayout
 
 __all__ = ["ConvertedFiles"]
@@ -40,15 +40,14 @@ class _Source(NamedTuple):
         return [name for names in self.tensors.values() for name in names]
 
 
-class ConvertedFiles(DequantisedFiles):
+class ConvertedFiles(WeightFiles):
     """The tensors of a folder under the names of `model`, of transformers, on the meta device.
 
     What no parameter is made of has the name that it would have, too.
     """
 
     def __init__(self, folder: Path, model: Any) -> None:
-        quantisation = getattr(model.config, "quantization_config", None)
-        super().__init__(folder, quantisation, next(model.parameters()).dtype)
+        super().__init__(folder)
         self._model = model
         self._sources = _sources(model, super().names)
 

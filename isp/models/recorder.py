@@ -20,6 +20,7 @@ from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind, weights_among
 from isp.models.reads import Reads
 from isp.models.roles import holds_experts, is_linear
+from isp.models.splits import SplitFinder
 
 __all__ = [
     "TOKENS",
@@ -60,6 +61,7 @@ class CallRecorder:
         self.by_token: dict[str, int] = {}
         """The modules that are given one tensor [B, S, D] and give one, and how often."""
         self.finder = HeadFinder()
+        self.splits = SplitFinder()
         self.outputs: dict[str, BlockOutput] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -122,6 +124,7 @@ class CallRecorder:
                 stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(ends, with_kwargs=True).remove)
             stack.enter_context(reads)
+            stack.enter_context(self.splits)
             stack.enter_context(self.finder)
             stack.enter_context(experts_passed(self._model))
             yield
@@ -177,6 +180,7 @@ class CallRecorder:
         if len(args) == 1 and not kwargs and all(of_tokens):
             self.by_token[name] = self.by_token.get(name, 0) + 1
         if is_linear(module):
+            self.splits.called(name, output)  # ahead: the finder sees what is asked of the output
             self.finder.called(name, output)
         if block is not None:
             self._block = None

@@ -28,6 +28,8 @@ class RankShape(NamedTuple):
     """The model's tied weight, if the rank has it, by its name in `chunks`."""
     frozen: frozenset[str]
     """Of `layouts`, those that are not trained."""
+    trained: dict[str, ParameterLayout]
+    """Of each trained parameter by itself, by its name in the model."""
 
 
 def rank_shape(
@@ -50,6 +52,12 @@ def rank_shape(
         {names[id(item.parameter)]: item.layout for item in items},
         next((names[parameter] for parameter in tied), None),
         frozenset(names[id(p.parameter)] for p in items if not p.parameter.requires_grad),
+        {
+            item.name: item.layout
+            for chunk in built
+            for item in chunk.shards()
+            if item.parameter.requires_grad
+        },
     )
 
 

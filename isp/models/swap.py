@@ -20,6 +20,7 @@ from isp.layers.embedding import look_up
 from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
 from isp.layers.rank_layers import RankLayers
 from isp.models.fused import FusedRows
+from isp.models.matrices import matrices_in
 from isp.models.reads import looked_up
 from isp.models.region import Entrance
 from isp.models.roles import ParameterRole, holds_experts, is_transposed
@@ -191,7 +192,11 @@ def shard_parameters(
     for module in model.modules():
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses.setdefault(id(parameter), []).append((module, local))
-    for name in [name for name, _ in model.named_parameters()]:
+    matrices = {
+        name: matrices_in(model, trace, name, len(uses[id(p)]))
+        for name, p in model.named_parameters()
+    }
+    for name in matrices:
         parameter = model.get_parameter(name)
         if name not in own:
             nan = torch.full((), torch.nan, device=layers.device, dtype=layers.dtype)
@@ -205,6 +210,7 @@ def shard_parameters(
             whole = wholes.get(among.whole) or _whole(among, parameter, layers)
             wholes[whole.name] = whole
             layout = replace(layout, ahead=among.ahead, behind=among.behind)
+        layout = replace(layout, matrices=matrices[name])
         shard = nn.Parameter(
             _own_part(parameter, layout, layers, whole), requires_grad=parameter.requires_grad
         )

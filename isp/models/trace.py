@@ -78,6 +78,8 @@ class ModelTrace(NamedTuple):
     """The linear behind all blocks of whose output alone the logits are made, if there is one."""
     changes_logits: bool
     """Whether the model does anything with what its last linear gives."""
+    splits: dict[str, tuple[int, ...]]
+    """The parts into which its code splits what a linear gives: sizes of features."""
 
     @property
     def called_at(self) -> dict[str, set[str]]:
@@ -184,6 +186,7 @@ def trace_model(
         tuple(_by_token(model, calls, recorder)),
         _head(model, calls, recorder.finder, logits),
         recorder.finder.used,
+        recorder.splits.sizes(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,12 @@ class Publisher:
     def launch(self) -> list[Pending]:
         """Start all transfers; a parameter must not be used before its own has been waited for."""
         return [bucket.launch() for bucket in self.buckets]
+
+    def launch_updated(self, left: Collection[ShardedParameter]) -> None:
+        """Start the transfers that are not under way, but for those of what is `left` to update."""
+        for bucket in self.buckets:
+            if bucket.pending is None and not any(item in left for item in bucket.members):
+                bucket.launch()
 
     def wait_for(self, parameter: nn.Parameter) -> None:
         """Wait until `parameter` is up to date; free if it is."""

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +37,18 @@ from isp.comm import host_memory, streams
 from isp.optim.buckets import master_dtype
 from isp.optim.update_rules import GroupValues, Rows, UpdateRule
 
-__all__ = ["MASTER", "STREAM_BYTES", "Resting", "StateMemory", "StateStream", "kept", "take_up"]
+__all__ = [
+    "MASTER",
+    "STREAM_BYTES",
+    "Resting",
+    "StateMemory",
+    "StateStream",
+    "by_values",
+    "kept",
+    "take_up",
+]
+
+T = TypeVar("T")
 
 MASTER = "master"
 STREAM_BYTES = 128 * 2**20
@@ -116,7 +128,7 @@ class Resting:
     def num_bytes(self) -> int:
         """Bytes of the states, at work."""
         number = len({MASTER, *self.states})
-        return self.weights.numel() * self.master.element_size() * number
+        return self.weights.numel() * self.grad.element_size() * number
 
     def pieces(self, limit_bytes: int) -> Iterator[Resting]:
         """Itself, or rows of it of up to `limit_bytes` at work, as far as they can be cut."""
@@ -150,7 +162,7 @@ class Bucket:
     @property
     def wide_bytes(self) -> int:
         """Bytes of the wide copies of states that are narrower at rest."""
-        dtype = self.rows[0].master.dtype
+        dtype = self.rows[0].grad.dtype
         every = (x for found in self.states.values() for x in found if x.dtype != dtype)
         return sum(x.numel() * dtype.itemsize for x in every)
 
@@ -161,7 +173,7 @@ def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -
     for values, rows in groups.items():
         by_kind: dict[tuple[torch.dtype, bool], list[Resting]] = {}
         for row in rows:
-            key = row.master.dtype, MASTER in row.states
+            key = row.grad.dtype, MASTER in row.states
             by_kind.setdefault(key, []).append(row)
         for alike in by_kind.values():
             found += (Bucket(values, members) for members in _cut(alike, limit_bytes))
@@ -225,39 +237,57 @@ class StateStream:
         bucket_bytes: int = STREAM_BYTES,
         weights_may_change: bool = False,
     ) -> None:
-        rows = [row for of_group in groups.values() for row in of_group]
-        narrow = any(x.dtype != row.master.dtype for row in rows for x in row.states.values())
-        self._buckets = _buckets_of(groups, bucket_bytes if on_host or narrow else sys.maxsize)
         self._device = device
         self._on_host = on_host
+        self._bucket_bytes = bucket_bytes
+        self._every: list[Bucket] = []
         self._weights_may_change = weights_may_change
         self._inward = streams.new(device) if on_host else None
         self._outward = streams.new(device) if on_host else None
         self._home: streams.Event | None = None
         """When all states are back on the host."""
-        self._buffer_bytes = max(map(_buffer_bytes, self._buckets), default=0) if on_host else 0
+        self._buckets = self.add(groups)
 
     @property
     def work_bytes(self) -> int:
         """Bytes of the device that `pass_through` takes for states."""
-        return 2 * self._buffer_bytes + max((b.wide_bytes for b in self._buckets), default=0)
+        wide = max((bucket.wide_bytes for bucket in self._every), default=0)
+        return wide + (2 * self._largest(self._every) if self._on_host else 0)
+
+    def add(self, groups: Mapping[GroupValues, list[Resting]]) -> list[Bucket]:
+        """Buckets of more rows, which `pass_through` is given when it is their turn."""
+        rows = [row for of_group in groups.values() for row in of_group]
+        narrow = any(x.dtype != row.grad.dtype for row in rows for x in row.states.values())
+        limit = self._bucket_bytes if self._on_host or narrow else sys.maxsize
+        self._every += (found := _buckets_of(groups, limit))
+        return found
 
     def settle(self) -> None:
         """Wait, on the host, until what lies there may be read and written there."""
         if self._home is not None:
             self._home.synchronize()
 
-    def pass_through(self, update: Callable[[GroupValues, Rows], None]) -> None:
-        """Let `update` change rows of every bucket in turn; weights follow their masters."""
-        if not self._on_host:
-            for bucket in self._buckets:
-                self._work(bucket, bucket.states, update)
-        elif self._buckets:
-            self._stream(update)
+    def pass_through(
+        self,
+        update: Callable[[GroupValues, Rows], None],
+        buckets: Sequence[Bucket] | None = None,
+    ) -> None:
+        """Let `update` change rows of every bucket in turn; weights follow their masters.
 
-    def _stream(self, update: Callable[[GroupValues, Rows], None]) -> None:
-        device, buckets = self._device, self._buckets
-        buffers = [_Buffer(self._buffer_bytes, device) for _ in range(2)]
+        `buckets`: those of an `add`; None: of the groups that it was made with.
+        """
+        buckets = self._buckets if buckets is None else buckets
+        if not self._on_host:
+            for bucket in buckets:
+                self._work(bucket, bucket.states, update)
+        elif buckets:
+            self._stream(update, buckets)
+
+    def _stream(
+        self, update: Callable[[GroupValues, Rows], None], buckets: Sequence[Bucket]
+    ) -> None:
+        device, size = self._device, self._largest(buckets)
+        buffers = [_Buffer(size, device) for _ in range(2)]
         streams.follow(self._inward)
         coming = self._bring(buckets[0], buffers[0])
         for number, bucket in enumerate(buckets):
@@ -272,6 +302,10 @@ class StateStream:
             if buffer.free is not None:
                 buffer.free.wait()
         self._home = streams.mark(device)
+
+    @staticmethod
+    def _largest(buckets: Sequence[Bucket]) -> int:
+        return max(map(_buffer_bytes, buckets), default=0)
 
     def _bring(
         self, bucket: Bucket, buffer: _Buffer
@@ -303,7 +337,7 @@ class StateStream:
         update: Callable[[GroupValues, Rows], None],
     ) -> None:
         """Update a bucket whose `states` are on the device; what is narrow is rounded once."""
-        dtype, weights = bucket.rows[0].master.dtype, [row.weights for row in bucket.rows]
+        dtype, weights = bucket.rows[0].grad.dtype, [row.weights for row in bucket.rows]
         wide = {name: [x.to(dtype) for x in found] for name, found in states.items()}
         masters = wide.get(MASTER, weights)
         if self._weights_may_change and masters is not weights:
@@ -316,6 +350,17 @@ class StateStream:
                 torch._foreach_copy_(found, wide[name])
         if masters is not weights:
             torch._foreach_copy_(weights, masters)
+
+
+def by_values(
+    shards: Mapping[T, Resting], values: Mapping[T, GroupValues]
+) -> dict[GroupValues, list[Resting]]:
+    """The rows of this rank by what holds for their parameters."""
+    groups: dict[GroupValues, list[Resting]] = {}
+    for item, shard in shards.items():
+        if shard.weights.numel():
+            groups.setdefault(values[item], []).append(shard)
+    return groups
 
 
 def take_up(master: Tensor, weight: Tensor) -> None:

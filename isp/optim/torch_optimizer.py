@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from isp.optim.states import MASTER, Resting, take_up
 from isp.optim.update_rules import GroupValues, Rows, UpdateRule
+from isp.weights.parameter import ShardedParameter
 
 __all__ = ["MakeOptimizer", "NoRule", "TorchUpdates", "check_elementwise"]
 
@@ -41,9 +42,11 @@ class TorchUpdates:
 
     work_bytes = 0
 
-    def __init__(self, shards: Mapping[str, Resting], make: MakeOptimizer) -> None:
-        self._shards = shards
-        self._parameters = {name: nn.Parameter(shard.master) for name, shard in shards.items()}
+    def __init__(self, shards: Mapping[ShardedParameter, Resting], make: MakeOptimizer) -> None:
+        self._shards = {item.name: shard for item, shard in shards.items()}
+        self._parameters = {
+            name: nn.Parameter(shard.master) for name, shard in self._shards.items()
+        }
         self.optimizer = make([*self._parameters.items()])
         self.optimizer.register_step_pre_hook(self._check_step)
         self._updates = False

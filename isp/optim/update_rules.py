@@ -9,23 +9,27 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from isp.settings import LRSchedulerConfig, OptimizerConfig
+from isp.parallel.layout import Matrices, ParameterLayout
+from isp.settings import LRSchedulerConfig, OptimizerConfig, ParamGroupConfig
 
 __all__ = [
     "GroupValues",
     "Rows",
     "UpdateRule",
     "check_groups",
+    "group_of",
     "group_values",
     "learning_rate",
+    "rules_in_words",
     "update_rule",
+    "values_of",
 ]
 
 
@@ -44,10 +48,14 @@ class UpdateRule(ABC):
     """The update of master weights by gradients; keeps nothing but the numbers of `config`.
 
     [Note: Whole matrices] A rule sees some rows of a parameter's shard, so it can only treat
-    elements, or rows, each by itself. One that needs whole matrices, such as Muon, would say so:
-    the optimizer would then gather their momentum over ZERO1, and over WEIGHT where that cuts
-    them, as `Publisher` gathers weights, and keep the rank's rows of what the rule gives.
+    elements, or rows, each by itself. One that needs whole matrices averages gradients into its
+    momentum by rows, `average`; what comes of that is brought together on a rank that has the
+    matrix for a home, made orthogonal there, and sent back as rows, by which `step` updates
+    (`isp.optim.matrices`).
     """
+
+    by_matrix = False
+    """Whether it updates whole matrices: `average` comes before `step`."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
@@ -73,6 +81,10 @@ class UpdateRule(ABC):
         All rows may be given at once or some at a time: no result depends on the others.
         """
 
+    def average(self, rows: Rows) -> None:
+        """Change states, and put what a whole matrix is made of in the place of its gradient."""
+        raise NotImplementedError(f"{type(self).__name__} updates by elements")
+
 
 class AdamW(UpdateRule):
     """Adam with decoupled weight decay, by torch's fused kernels.
@@ -95,11 +107,11 @@ class AdamW(UpdateRule):
             state_steps=list(before.unbind()),  # torch adds 1 to each
             fused=True,
             amsgrad=False,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
+            beta1=self.config.of_adamw("beta1"),
+            beta2=self.config.of_adamw("beta2"),
             lr=lr,
             weight_decay=weight_decay,
-            eps=self.config.eps,
+            eps=self.config.of_adamw("eps"),
             maximize=False,
         )
 
@@ -125,10 +137,38 @@ class Lion(UpdateRule):
         torch._foreach_add_(masters, grads, alpha=-lr)
 
 
-def update_rule(config: OptimizerConfig) -> UpdateRule:
-    """The rule that `config.name` names."""
-    rules: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion}
-    return rules[config.name](config)
+class Muon(UpdateRule):
+    """Momentum, its singular values brought to about 1, with decoupled weight decay; one state.
+
+    m = lerp(g, m, momentum);  u = lerp(g, m, momentum) if nesterov else m
+    w -= lr (orthogonal(u) ratio(shape) + weight_decay w)
+    Source: Jordan et al. 2024, Muon; the numbers are those of `torch.optim.Muon`.
+    """
+
+    by_matrix = True
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {"momentum_buffer": self.moment(dtype)}
+
+    def average(self, rows: Rows) -> None:
+        keys, moments = self.config.muon, rows.states["momentum_buffer"]
+        torch._foreach_lerp_(moments, rows.grads, 1 - keys.momentum)
+        if keys.nesterov:
+            torch._foreach_lerp_(rows.grads, moments, keys.momentum)
+        else:
+            torch._foreach_copy_(rows.grads, moments)
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
+        torch._foreach_mul_(rows.masters, 1 - lr * weight_decay)
+        torch._foreach_add_(rows.masters, rows.grads, alpha=-lr)
+
+
+_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+
+
+def update_rule(config: OptimizerConfig, name: str | None = None) -> UpdateRule:
+    """The rule of this name; None: the one that `config.name` names."""
+    return _RULES[name or config.name](config)
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedulerConfig) -> float:
@@ -157,21 +197,54 @@ class GroupValues(NamedTuple):
     lr_scale: float
     """Its learning rate, as a part of that of the step."""
     weight_decay: float
+    rule: str = "adamw"
+    """The name of its update rule."""
 
 
-def group_values(name: str, num_dims: int, config: OptimizerConfig) -> GroupValues:
+def group_values(
+    name: str, num_dims: int, config: OptimizerConfig, matrices: Matrices | None = None
+) -> GroupValues:
     """The values for the parameter called `name` in the whole model, of so many dimensions.
 
     Those of the first of `config.param_groups` whose pattern is found in the name. Where it says
     nothing of weight decay, or none is found, parameters of one dimension, which are norm weights
-    and biases, are not decayed.
+    and biases, are not decayed. What has no `matrices` takes another rule than muon, and so do
+    tables, heads and routers for which no group asks for it.
     """
-    decay = config.weight_decay if num_dims > 1 else 0.0
-    for group in config.param_groups:
-        if re.search(group.pattern, name):
-            own = group.weight_decay
-            return GroupValues(group.lr_scale, decay if own is None else own)
-    return GroupValues(1.0, decay)
+    group = group_of(name, config)
+    asked = None if group is None else group.rule
+    rule = asked or config.name
+    if rule == "muon" and (matrices is None or not (asked or matrices.of_block)):
+        rule = "adamw" if config.name == "muon" else config.name
+    own, decay = config.lr, config.weight_decay
+    if rule == "muon":
+        own, decay = config.muon.lr, config.muon.weight_decay
+    elif rule == "adamw":
+        own, decay = config.of_adamw("lr"), config.of_adamw("weight_decay")
+    decay = decay if num_dims > 1 else 0.0
+    if group is None:
+        return GroupValues(own / config.lr, decay, rule)
+    scale = (group.lr or own) / config.lr * group.lr_scale
+    return GroupValues(scale, decay if group.weight_decay is None else group.weight_decay, rule)
+
+
+def values_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> GroupValues:
+    """`group_values` for a parameter of this layout."""
+    return group_values(name, len(layout.global_shape), config, layout.matrices)
+
+
+def group_of(name: str, config: OptimizerConfig) -> ParamGroupConfig | None:
+    """The first of `config.param_groups` whose pattern is found in the name."""
+    return next((g for g in config.param_groups if re.search(g.pattern, name)), None)
+
+
+def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConfig) -> str:
+    """Which parameters of the whole model take which rule, a line for each."""
+    found: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        found.setdefault(values_of(name, layout, config).rule, []).append(name)
+    lines = (f"{rule} updates {_shortened(names)}" for rule, names in sorted(found.items()))
+    return "\n".join(lines)
 
 
 def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:

@@ -15,10 +15,20 @@ from isp.comm.tag import Tag
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
+from isp.optim.matrices import MatrixUpdates
 from isp.optim.publisher import Publisher
-from isp.optim.states import MASTER, STREAM_BYTES, Resting, StateMemory, StateStream, kept, take_up
+from isp.optim.states import (
+    MASTER,
+    STREAM_BYTES,
+    Resting,
+    StateMemory,
+    StateStream,
+    by_values,
+    kept,
+    take_up,
+)
 from isp.optim.torch_optimizer import MakeOptimizer, NoRule, TorchUpdates
-from isp.optim.update_rules import GroupValues, Rows, group_values, update_rule
+from isp.optim.update_rules import GroupValues, Rows, update_rule, values_of
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
@@ -89,8 +99,12 @@ class Zero1Optimizer:
         """`make`: makes torch's optimizer that takes the place of the rule in `config`."""
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
-        self.rule = update_rule(config) if make is None else NoRule(config)
-        """Rule that updates the weights, and says their states."""
+        self._rules = {
+            name: update_rule(config, name) if make is None else NoRule(config)
+            for name in config.rules
+        }
+        """Rules that update the weights, and say their states, by name."""
+        self.config = config
         self.num_skipped = 0
         """Steps skipped so far."""
         self.skipped_in_a_row = 0
@@ -111,12 +125,13 @@ class Zero1Optimizer:
         # A model that is frozen as a whole has none.
         device = next((p.parameter.device for p in gradients.parameters), torch.device("cpu"))
         self._device = device
-        kinds = {dtype: kept(self.rule, dtype) for dtype in dtypes}
+        values = {item: values_of(item.name, item.layout, config) for item in owned}
+        kinds = {item: kept(self._rules[values[item].rule], item.parameter.dtype) for item in owned}
         memory = StateMemory(
             (
                 (kind, len(rows) * math.prod(item.parameter.shape[1:]))
                 for item, rows in owned.items()
-                for kind in kinds[item.parameter.dtype].values()
+                for kind in kinds[item].values()
             ),
             device,
             on_host=config.offload_states,
@@ -130,22 +145,24 @@ class Zero1Optimizer:
             summed = gradients.summed if scatters else gradients.grad
             grad = summed(item.parameter)
             grad = grad if scatters else grad[own]
-            return memory.resting(rows, weights[own], grad, kinds[weights.dtype])
+            return memory.resting(rows, weights[own], grad, kinds[item])
 
         self._shards = {item: resting(item, rows) for item, rows in owned.items()}
         """The rows of each parameter that this rank updates, and what it keeps of them."""
-        self._stream: StateStream | TorchUpdates
-        if make is None:
-            self._stream = StateStream(
-                _groups(self._shards, config),
-                device,
-                on_host=config.offload_states,
-                bucket_bytes=stream_bytes,
-                weights_may_change=weights_may_change,
-            )
-        else:
-            shards = {item.name: shard for item, shard in self._shards.items()}
-            self._stream = TorchUpdates(shards, make)
+        by_rows, whole = dict[ShardedParameter, Resting](), dict[ShardedParameter, Resting]()
+        for item, shard in self._shards.items():
+            (whole if self._rules[values[item].rule].by_matrix else by_rows)[item] = shard
+        stream = StateStream(
+            by_values(by_rows, values),
+            device,
+            on_host=config.offload_states,
+            bucket_bytes=stream_bytes,
+            weights_may_change=weights_may_change,
+        )
+        self._matrices = MatrixUpdates(
+            whole, values, channels, config, stream, bucket_bytes=bucket_bytes
+        )
+        self._stream = stream if make is None else TorchUpdates(self._shards, make)
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
 
@@ -178,7 +195,6 @@ class Zero1Optimizer:
             return StepResult(norm, skipped=True)
         self._unscale_and_clip(norm)
         self._update(lr)
-        self.publish()
         if wait:
             self._publisher.wait()
         return StepResult(norm, skipped=False)
@@ -191,7 +207,7 @@ class Zero1Optimizer:
     @property
     def work_bytes(self) -> int:
         """Bytes of the device that an update takes for states that rest elsewhere, or narrower."""
-        return self._stream.work_bytes
+        return self._stream.work_bytes + self._matrices.work_bytes
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to differentiate: multiplied by the loss scale, `loss` itself without one."""
@@ -336,32 +352,31 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
+        """Update the rows of this rank, and publish each bucket of weights once it is updated."""
         self._num_updates += 1
 
-        def update(values: GroupValues, rows: Rows) -> None:
-            self.rule.step(
+        def step(values: GroupValues, rows: Rows) -> None:
+            self._rules[values.rule].step(
                 rows,
                 lr=lr * values.lr_scale,
                 weight_decay=values.weight_decay,
                 number=self._num_updates,
             )
 
-        self._stream.pass_through(update)
+        def average(values: GroupValues, rows: Rows) -> None:
+            self._rules[values.rule].average(rows)
+
+        def others() -> None:
+            self._stream.pass_through(step)
+            self._publisher.launch_updated(left)
+
+        left = {*self._matrices.members}
+        for items in self._matrices.run(average, step, others):
+            left.difference_update(items)
+            self._publisher.launch_updated(left)
         self.skipped_in_a_row = 0
         if self.scaler is not None:
             self.scaler.update(overflow=False)
-
-
-def _groups(
-    shards: Mapping[ShardedParameter, Resting], config: OptimizerConfig
-) -> dict[GroupValues, list[Resting]]:
-    """The rows of this rank by what holds for their parameters."""
-    groups: dict[GroupValues, list[Resting]] = {}
-    for item, shard in shards.items():
-        if shard.weights.numel():
-            values = group_values(item.name, len(item.layout.global_shape), config)
-            groups.setdefault(values, []).append(shard)
-    return groups
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

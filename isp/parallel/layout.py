@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +13,23 @@ from torch import Tensor
 from isp.parallel.partition import chunk_range
 from isp.parallel.topology import Axis
 
-__all__ = ["Interval", "ParameterLayout"]
+__all__ = ["Interval", "Matrices", "ParameterLayout"]
 
 Interval = tuple[int, int]
 """(start, stop) along the split dim of the global tensor."""
+
+
+class Matrices(NamedTuple):
+    """The matrices that a weight [.., A, B] consists of, for updates of whole ones."""
+
+    of_block: bool = True
+    """Whether it is a linear's or experts' in a block; else of a table, a head or a router."""
+    dim: int = -2
+    """The dim along which several are fused: that of output features."""
+    sizes: tuple[int, ...] = ()
+    """Their sizes along it, as the model's code splits them; empty: one is all."""
+    heads: int = 0
+    """Attention heads along it, if it is of q, k or v."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +64,8 @@ class ParameterLayout:
     """Equal runs of shards, over which the parameter is cut first."""
     cut_over: Axis = Axis.WEIGHT
     """The ranks that have the other shards."""
+    matrices: Matrices | None = None
+    """Those of the whole parameter; None: it has one dimension, is tied, or is no matrix."""
 
     def __post_init__(self) -> None:
         if not self.segments:

@@ -12,8 +12,10 @@ from isp.config import JobConfig
 from isp.config.models import language_model
 from isp.models.model import TracedModel
 from isp.optim import update_rule
+from isp.optim.update_rules import values_of
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.context import ContextPlan
+from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.settings import OptimizerConfig
 from model.config import ModelConfig
@@ -99,11 +101,12 @@ class PlanCase:
         """Bytes of a number of main gradients, master weights and losses: float32 at least."""
         return max(4, self.item_bytes)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer states of a number of weights, master weights left out."""
+    def state_bytes(self, name: str, layout: ParameterLayout) -> int:
+        """Bytes of the optimizer states of a number of a weight, master weights left out."""
         wide = torch.float64 if self.dtype == "float64" else torch.float32
-        return sum(dtype.itemsize for dtype in update_rule(self.optimizer).states(wide).values())
+        rule = values_of(name, layout, self.optimizer).rule
+        kinds = update_rule(self.optimizer, rule).states(wide).values()
+        return sum(dtype.itemsize for dtype in kinds)
 
     @property
     def gathers_weights(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from isp.planner.case import Coordinates, PlanCase
-from isp.planner.declared import trained_parameters
+from isp.planner.declared import updated_parameters
 from isp.planner.fabric import DeviceSpec, HostSpec
 from isp.planner.record import Compute, Work
 from isp.weights.trace import Block
@@ -50,14 +50,16 @@ class Costs:
 
         States on the host travel there and back at the same time, behind the update.
         """
-        numbers = sum(p.parameter.numel() for p in trained_parameters(self.case, self.place))
-        case, owned = self.case, numbers / self.case.topology.zero1
+        case, zero1 = self.case, self.case.topology.zero1
+        trained = updated_parameters(case, self.place)
+        numbers = sum(p.parameter.numel() for p in trained)
+        states = sum(p.parameter.numel() * case.state_bytes(p.name, p.layout) for p in trained)
         wide, item = case.wide_bytes, case.item_bytes
-        published = 3 * numbers * item if case.topology.zero1 > 1 else 0
-        updated = owned * (3 * wide + 2 * case.state_bytes + item)
+        published = 3 * numbers * item if zero1 > 1 else 0
+        updated = (numbers * (3 * wide + item) + 2 * states) / zero1
         passing = 0.0
         if case.optimizer.offload_states:
-            passing = owned * (case.state_bytes + (wide if item < wide else 0))
+            passing = (states + (numbers * wide if item < wide else 0)) / zero1
         streamed = max(self._over_memory(updated), passing / (self.host.gb_per_second * 1e9))
         return self._over_memory(numbers * wide + published) + streamed
 

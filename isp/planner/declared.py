@@ -17,6 +17,7 @@ from torch import nn
 from isp.config.models import language_model
 from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
+from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Coordinates, PlanCase
 from isp.settings.section import KeyRole, defaults_of
@@ -33,6 +34,7 @@ __all__ = [
     "local_parameters",
     "shape_of",
     "trained_parameters",
+    "updated_parameters",
 ]
 
 
@@ -74,6 +76,15 @@ def trained_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParame
     return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
 
 
+def updated_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParameter]:
+    """The trained parameters as the optimizer has them: each by itself, however it travels."""
+    shape, topology = shape_of(case, place.stage), case.topology
+    return [
+        _sharded(name, layout, case.dtype, topology.weight, place.weight)
+        for name, layout in shape.trained.items()
+    ]
+
+
 def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
     return _local_parameters(
@@ -103,12 +114,25 @@ def _local_parameters(
     found = []
     shape = _shape(model, dtype, mode, embed_split_hidden, order, rank)
     for name, layout in shape.layouts.items():
-        if layout.reduce_over is Axis.WEIGHT_DATA:
-            layout = replace(layout, parts=parts, index=index)
-        data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
-        parameter = nn.Parameter(data, requires_grad=name not in shape.frozen)
-        found.append(ShardedParameter(name, parameter, layout))
+        trained = name not in shape.frozen
+        found.append(_sharded(name, layout, dtype, parts, index, requires_grad=trained))
     return tuple(found)
+
+
+def _sharded(
+    name: str,
+    layout: ParameterLayout,
+    dtype: str,
+    parts: int,
+    index: int,
+    *,
+    requires_grad: bool = True,
+) -> ShardedParameter:
+    """Shard number `index` of `parts`; what is replicated stays whole."""
+    if layout.reduce_over is Axis.WEIGHT_DATA:
+        layout = replace(layout, parts=parts, index=index)
+    data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
+    return ShardedParameter(name, nn.Parameter(data, requires_grad=requires_grad), layout)
 
 
 BlockKind = tuple[bool, tuple[tuple[Use, tuple[int, ...]], ...]]

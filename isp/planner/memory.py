@@ -29,7 +29,12 @@ from isp.optim import Zero1Optimizer
 from isp.optim.buckets import pads_little
 from isp.parallel.partition import chunk_range
 from isp.planner.case import Coordinates, PlanCase
-from isp.planner.declared import local_parameters, shape_of, trained_parameters
+from isp.planner.declared import (
+    local_parameters,
+    shape_of,
+    trained_parameters,
+    updated_parameters,
+)
 from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductions
 from isp.planner.rank import DryRank, Heard
 from isp.planner.record import Saved
@@ -80,10 +85,13 @@ def states(case: PlanCase, place: Coordinates) -> Memory:
     trained, parts = trained_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in local_parameters(case, place))
     padded = sum(_padded(case, p) for p in trained)
-    owned = sum(_owned(p.layout.local_shape, parts, place.zero1) for p in trained)
     master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
-    weights = numbers * case.item_bytes
-    kept, on_host = owned * (master_bytes + case.state_bytes), case.optimizer.offload_states
+    weights, on_host = numbers * case.item_bytes, case.optimizer.offload_states
+    kept = sum(
+        _owned(p.layout.local_shape, parts, place.zero1)
+        * (master_bytes + case.state_bytes(p.name, p.layout))
+        for p in updated_parameters(case, place)
+    )
     copies = weights + kept if case.saves_in_background else 0
     return Memory(
         weights=weights,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import field
 from pathlib import PurePath
 from typing import Annotated, Literal
@@ -15,6 +14,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from isp.settings.durations import parse_duration
+from isp.settings.optimizer import (
+    GradScalerConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ParamGroupConfig,
+)
 from isp.settings.section import (
     Count,
     CountOrZero,
@@ -34,6 +39,7 @@ __all__ = [
     "JobSection",
     "LRSchedulerConfig",
     "MetricsConfig",
+    "MuonConfig",
     "OptimizerConfig",
     "ParamGroupConfig",
     "ProfilerConfig",
@@ -64,14 +70,6 @@ def _duration(value: int | str | None) -> int | str | None:
     except ValueError as error:
         raise ValueError(f"{error}, or null for no limit") from error
     return value
-
-
-def _pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"is not a regular expression: {error}") from error
-    return pattern
 
 
 @section("job", KeyRole.PLACE)
@@ -149,107 +147,6 @@ class TrainingConfig:
     def max_seconds(self) -> float:
         """`max_time` in seconds, infinity without a limit."""
         return math.inf if self.max_time is None else parse_duration(self.max_time)
-
-
-@section("optimizer.grad_scaler", KeyRole.METHOD)
-class GradScalerConfig:
-    """`optimizer.grad_scaler`: the factor of the loss in float16.  Names: InternEvo."""
-
-    use: Literal["auto", "always"] = "auto"
-    """auto: with `training.dtype: float16`, whose small gradients would vanish without it."""
-    initial_scale: Positive = 2.0**16
-    """The factor of the first step; an overflow skips the step and lowers it."""
-    min_scale: Positive = 1.0
-    """The factor is not lowered below this."""
-    max_scale: Positive = 2.0**24
-    """The factor is not raised above this."""
-    growth_factor: Annotated[float, Field(gt=1, le=1e30)] = 2.0
-    """Multiplier of the factor when it is raised; powers of two round no gradient."""
-    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Multiplier of the factor when it is lowered."""
-    growth_interval: Count = 1000
-    """Steps in a row without an overflow after which the factor is raised."""
-    hysteresis: Count = 2
-    """Overflows, since the factor was last raised, from which on each one lowers it."""
-
-    def __post_init__(self) -> None:
-        initial, least, most = self.initial_scale, self.min_scale, self.max_scale
-        if not least <= initial <= most:
-            key = "optimizer.grad_scaler"
-            raise ValueError(
-                f"{key}.initial_scale={initial} must be from {key}.min_scale={least} to"
-                f" {key}.max_scale={most}"
-            )
-
-
-@section("optimizer.param_groups", KeyRole.METHOD)
-class ParamGroupConfig:
-    """An entry of `optimizer.param_groups`: parameters with values of their own."""
-
-    pattern: Annotated[Text, AfterValidator(_pattern)]
-    """A regular expression, searched for in the names of parameters in the whole model."""
-    lr_scale: NotNegative = 1.0
-    """Their learning rate, as a part of that of the step."""
-    weight_decay: NotNegative | None = None
-    """Their weight decay; null: `optimizer.weight_decay`, and none where there is one dimension."""
-
-
-_RULE_KEYS = {"adamw": {"beta1", "beta2", "eps"}, "lion": {"beta1", "beta2"}}
-"""Keys of `optimizer` that not every update rule has a use for."""
-_MOMENT_DECAYS = {"adamw": ("beta1", "beta2"), "lion": ("beta2",)}
-"""Those with which the moments of a rule decay."""
-_SLOWEST_NARROW = 1 - 2**-8
-"""A bfloat16 that is multiplied by more may be rounded back to itself."""
-
-
-@section("optimizer", KeyRole.METHOD)
-class OptimizerConfig:
-    """`optimizer`: the update rule and its numbers."""
-
-    name: Literal["adamw", "lion"] = "adamw"
-    """The update rule. lion keeps one state where adamw keeps two; its updates are larger: take a
-    third to a tenth of adamw's lr, and as many times its weight_decay."""
-    lr: Positive = 3e-4
-    """Peak learning rate, reached at the end of the warm-up."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the first moment; lion: the part of momentum in an update."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Decay of the second moment; lion: of momentum."""
-    eps: Positive = 1e-8
-    """adamw: added to the root of the second moment."""
-    weight_decay: NotNegative = 0.1
-    """Decoupled decay of the weights, a fraction of lr."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the moments are kept between updates, which compute in float32 at least;
-    bfloat16: half the memory, rounded once an update; needs betas up to 0.996."""
-    offload_states: bool = False
-    """Keep master weights and moments in the memory of the host and bring them to the GPU bucket by
-    bucket in the update, which computes the same bits. Every byte travels once there and back."""
-    param_groups: tuple[ParamGroupConfig, ...] = ()
-    """Parameters with another learning rate or weight decay; the first that matches counts."""
-    grad_scaler: GradScalerConfig = field(default_factory=GradScalerConfig)
-    """The scale of the loss in float16."""
-    max_skipped_steps: CountOrZero = 10
-    """End the run after this many steps in a row whose gradients were not finite; those after which
-    the loss scale can still be lowered do not count. 0: never."""
-
-    def __post_init__(self) -> None:
-        if self.moment_dtype != "bfloat16":
-            return
-        for key in _MOMENT_DECAYS[self.name]:
-            if getattr(self, key) > _SLOWEST_NARROW:
-                raise ValueError(
-                    f"optimizer.{key}={getattr(self, key)} is too near to 1 for"
-                    f" optimizer.moment_dtype=bfloat16, in whose 8 bits such a moment does not"
-                    f" decay: use at most 0.996, or moment_dtype=float32"
-                )
-
-    @property
-    def unused(self) -> list[str]:
-        """Keys that differ from their defaults and mean nothing to this update rule."""
-        foreign = set().union(*_RULE_KEYS.values()) - _RULE_KEYS[self.name]
-        plain = OptimizerConfig()
-        return sorted(key for key in foreign if getattr(self, key) != getattr(plain, key))
 
 
 @section("lr_scheduler", KeyRole.METHOD)

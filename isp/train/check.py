@@ -150,7 +150,9 @@ class Check:
         self.cases = tuple(cases)
         self.parallel = parallel or ParallelConfig()
         # lion's step is a sign: the noise of a gradient that is zero would be the whole of it
-        self.optimizer = replace(optimizer or OptimizerConfig(), name="adamw")
+        asked = optimizer or OptimizerConfig()
+        groups = tuple(replace(group, rule=None) for group in asked.param_groups)
+        self.optimizer = replace(asked, name="adamw", param_groups=groups)
         self.max_norm = max_norm
         self.num_ranks = math.lcm(*(layout.num_ranks for layout in layouts))
         width = math.lcm(*(layout.tensor for layout in layouts))

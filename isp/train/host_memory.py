@@ -166,7 +166,8 @@ def _chunks(config: JobConfig, stage: int) -> tuple[TracedChunk, ...]:
 
 
 def _state_bytes(config: JobConfig, topology: Topology, elements: int) -> int:
-    """Bytes of the states of a rank with so many elements of weights."""
+    """Bytes of the states of a rank with so many elements of weights, at least."""
     dtype: torch.dtype = getattr(torch, config.training.dtype)
-    kinds = kept(update_rule(config.optimizer), dtype).values()
-    return elements // topology.zero1 * sum(kind.itemsize for kind in kinds)
+    rules = (update_rule(config.optimizer, name) for name in config.optimizer.rules)
+    least = min(sum(kind.itemsize for kind in kept(rule, dtype).values()) for rule in rules)
+    return elements // topology.zero1 * least

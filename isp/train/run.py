@@ -16,8 +16,10 @@ from isp.comm import Mesh, RollCall, World
 from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
 from isp.data.packing import ExampleDataset
-from isp.models.build import parameter_shapes
+from isp.models.build import parameter_shapes, trained_layouts
 from isp.optim import check_groups
+from isp.optim.newton_schulz import matrices_of
+from isp.optim.update_rules import values_of
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
@@ -138,9 +140,13 @@ def check_device(name: str, ranks: int) -> None:
 
 
 def check_param_groups(config: JobConfig) -> None:
-    """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in."""
+    """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in, or whose
+    `split` does not fit."""
     if config.optimizer.param_groups:
         check_groups(list(parameter_shapes(config.language_model)), config.optimizer)
+        for name, layout in trained_layouts(config.language_model).items():
+            if values_of(name, layout, config.optimizer).rule == "muon":
+                matrices_of(name, layout, config.optimizer)
 
 
 def device_of(name: str) -> torch.device:

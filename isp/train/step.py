@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,11 @@ from isp.data.batch import MicroBatch
 from isp.layers.linear import WeightGradientRoute
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.metrics.phases import PhaseClock
-from isp.models.build import BuiltModel, build_model
+from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.model import TracedModel
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.torch_optimizer import MakeOptimizer
+from isp.optim.update_rules import rules_in_words
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
@@ -29,6 +31,8 @@ from isp.train.objective import TokenLoss
 from isp.train.step_work import StepWork
 
 __all__ = ["StepOutcome", "TrainStep", "make_train_step"]
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
@@ -70,8 +74,11 @@ def make_train_step(
     takes the place of the one that the configuration describes, `make_optimizer`'s of its update
     rule. `weights_may_change`: see `TrainStep`.
     """
+    model = config.language_model if model is None else model
+    if len(config.optimizer.rules) > 1 and make_optimizer is None and mesh.rank == 0:
+        logger.info("%s", rules_in_words(trained_layouts(model), config.optimizer))
     built = build_model(
-        config.language_model if model is None else model,
+        model,
         config.parallel,
         mesh,
         seed=config.training.seed if initial_weights else None,

@@ -131,7 +131,7 @@ def test_another_update_rule_is_refused(tmp_path: Path) -> None:
         (adamw, lion, r"exp_avg and exp_avg_sq, optimizer\.name=lion needs exp_avg:"),
         (lion, adamw, r"exp_avg, optimizer\.name=adamw needs exp_avg and exp_avg_sq:"),
     ):
-        checkpointer = _checkpointer(tmp_path / run.optimizer.rule.config.name)
+        checkpointer = _checkpointer(tmp_path / run.optimizer.config.name)
         checkpointer.save(20, saved.state, tokens=0)
         info = chosen(checkpointer)
         with pytest.raises(ValueError, match=rf"{fault}.*initial_load_model_only=true"):

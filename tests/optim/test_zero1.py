@@ -36,11 +36,13 @@ SPECS = [
 STAGED = [spec._replace(stage=i % 2) for i, spec in enumerate(SPECS)]
 
 
-def topology(world: int, *, weight: int = 1, pipeline: int = 1, zero1: int = -1) -> Topology:
+def topology(
+    world: int, *, weight: int = 1, pipeline: int = 1, zero1: int = -1, mode: Mode = Mode.ISP
+) -> Topology:
     return Topology.create(
         world,
         ParallelConfig(
-            tensor=TensorConfig(mode=Mode.ISP),
+            tensor=TensorConfig(mode=mode, size=1 if mode is Mode.ISP else weight),
             weight=WeightConfig(size=weight),
             pipeline=PipelineConfig(size=pipeline),
             zero1=Zero1Config(size=zero1),
@@ -76,8 +78,10 @@ def reference(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Norms and weights of the plain update rule on whole parameters."""
     whole = {s.name: s.full(0).requires_grad_() for s in specs}
-    values = {s.name: group_values(s.name, len(s.shape), config) for s in specs}
-    groups = [{"params": [p], **values[name]._asdict()} for name, p in whole.items()]
+    values = {s.name: group_values(s.name, len(s.shape), config, s.matrices) for s in specs}
+    groups = [
+        {"params": [whole[s.name]], "cuts": s.cuts, **values[s.name]._asdict()} for s in specs
+    ]
     optimizer = plain_optimizer(groups, config)
     norms = []
     for step in range(STEPS):

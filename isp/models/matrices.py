@@ -1,0 +1,65 @@
+"""The matrices that the weights of a model consist of: what its code splits, heads, experts."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from isp.models.calls import AttentionSizes, Call, Kind
+from isp.models.roles import ParameterRole, holds_experts, is_transposed
+from isp.models.trace import ModelTrace
+from isp.parallel.layout import Matrices
+
+__all__ = ["matrices_in"]
+
+
+def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -> Matrices | None:
+    """Those of a parameter; None: it has one dimension, is used twice, or is no matrix.
+
+    Experts are those of transformers: where they are gated, gate and up are halves of one weight,
+    or every other feature of it, which is left whole.
+    """
+    owner, _, local = name.rpartition(".")
+    module, parameter = model.get_submodule(owner), model.get_parameter(name)
+    role, one = trace.roles.get(name), min(parameter.shape[-2:], default=1) == 1
+    if (
+        num_uses > 1
+        or one
+        or parameter.dim() < 2
+        or role not in (ParameterRole.SHARDED, ParameterRole.EXPERT)
+    ):
+        return None
+    block = next((b for b in trace.blocks if name.startswith(f"{b}.")), None)
+    if role is ParameterRole.EXPERT:
+        turned, gated = (getattr(module, key, False) for key in ("is_transposed", "has_gate"))
+        dim = -1 if turned else -2
+        half, rest = divmod(parameter.shape[dim], 2)
+        split = gated and not rest and module.is_concatenated and local.startswith("gate_up")
+        return Matrices(block is not None, dim, (half, half) if split else ())
+    dim = -1 if is_transposed(module) else -2
+    siblings = [] if block is None else model.get_submodule(owner.rpartition(".")[0]).children()
+    routes = any(
+        holds_experts(child)
+        and any(len(p) == parameter.shape[dim] for p in child.parameters() if p.dim() == 3)
+        for child in siblings
+    )
+    heads = _heads(trace, owner, block, parameter.shape[dim])
+    return Matrices(block is not None and not routes, dim, trace.splits.get(owner, ()), heads)
+
+
+def _heads(trace: ModelTrace, owner: str, block: str | None, length: int) -> int:
+    """The heads of q, k or v, or of all in one, of which a linear ahead of attention has rows."""
+    calls = [call for call in trace.calls if call.block == block]
+    attends = next((i for i, call in enumerate(calls) if call.kind is Kind.ATTENTION), None)
+    if block is None or attends is None or not _calls(calls[:attends], owner):
+        return 0
+    sizes = calls[attends].sizes
+    assert isinstance(sizes, AttentionSizes)
+    num, kv, size, value = sizes[:4]
+    ways = {num * size: num, kv * size: kv, kv * value: kv}
+    if size == value:
+        ways[(num + 2 * kv) * size] = num + 2 * kv
+    return ways.get(length, 0)
+
+
+def _calls(calls: list[Call], owner: str) -> bool:
+    return any(call.kind is Kind.LINEAR and call.module == owner for call in calls)

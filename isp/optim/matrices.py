@@ -1,0 +1,353 @@
+"""`MatrixUpdates`: rows of momentum become whole matrices on their home ranks, and rows again.
+
+[Note: Homes] A rank of a stage has some rows of each weight, by its place in the weight group and
+in the zero1 group, and perhaps as others have them. Of each matrix one rank of the stage is the
+home: it receives the rows from a rank that has them, runs Newton-Schulz once, and sends each rank
+back what it has. So a rank sends and receives about its own rows, and no product is computed twice.
+Matrices find their homes in order of buckets, in a bucket the most expensive first, each at the
+rank with the least work so far; every rank computes this for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.comm import Channel, Channels, Pending
+from isp.comm.tag import Purpose, Tag
+from isp.optim.newton_schulz import Matrix, make_orthogonal, matrices_of
+from isp.optim.states import MASTER, Bucket, Resting, StateStream, by_values
+from isp.optim.update_rules import GroupValues, Rows
+from isp.parallel import Axis
+from isp.parallel.boxes import Box, boxes_of
+from isp.parallel.layout import ParameterLayout
+from isp.parallel.partition import chunk_range
+from isp.settings import OptimizerConfig
+from isp.weights.parameter import ShardedParameter
+
+__all__ = ["MatrixUpdates"]
+
+Update = Callable[[GroupValues, Rows], None]
+
+
+class _Part(NamedTuple):
+    """What of a matrix travels between the home and one rank."""
+
+    rank: int
+    """The other one."""
+    at: int
+    """The number of the member whose rows, or of the matrix whose block it is."""
+    box: Box
+    """With its place in these."""
+
+
+class _Stage(NamedTuple):
+    """The ranks of a stage, and which rows they have: those of a place in two groups."""
+
+    channel: Channel
+    weight: int
+    """Ranks of a weight group."""
+    zero1: int
+
+    def place(self, layout: ParameterLayout, rank: int) -> tuple[int, int]:
+        """The shard, and the part of its rows, that a rank has."""
+        replica, index = divmod(rank, self.weight)
+        return index if layout.sharded else 0, replica % self.zero1
+
+    def places(self, layout: ParameterLayout) -> Iterator[tuple[int, int]]:
+        """All of them."""
+        return product(range(layout.parts), range(self.zero1))
+
+    def ranks(self, layout: ParameterLayout, place: tuple[int, int]) -> list[int]:
+        """Those that have the rows of a place."""
+        replicas = range(place[1], self.channel.size // self.weight, self.zero1)
+        indices = [place[0]] if layout.sharded else range(self.weight)
+        return [replica * self.weight + index for replica in replicas for index in indices]
+
+    def boxes(self, layout: ParameterLayout, place: tuple[int, int]) -> tuple[Box, ...]:
+        """The rows of a place."""
+        shard = replace(layout, index=place[0])
+        rows = chunk_range(shard.local_shape[0], self.zero1, place[1])
+        return boxes_of(shard, (rows.start, rows.stop))
+
+    def sender(self, ranks: Sequence[int], home: int) -> int:
+        """Which of those that have the same rows sends them to a home."""
+        return home if home in ranks else ranks[home % len(ranks)]
+
+
+class MatrixBucket:
+    """Weights whose matrices travel and are made orthogonal together."""
+
+    def __init__(
+        self,
+        members: Sequence[ShardedParameter],
+        shards: Mapping[ShardedParameter, Resting],
+        stage: _Stage,
+        matrices: Sequence[tuple[int, Matrix, int]],
+        config: OptimizerConfig,
+    ) -> None:
+        """`matrices`: by number of the member, each with its home."""
+        self.members, self._stage, self._keys = members, stage, config.muon
+        self._grads = [shards[item].grad for item in members]
+        self._tag = Tag(
+            Purpose.MATRIX, tensor=f"matrices of {members[0].name} .. {members[-1].name}"
+        )
+        grad = self._grads[0]
+        self._dtype = torch.bfloat16 if grad.is_cuda and grad.dtype != torch.float64 else grad.dtype
+        self._sent: list[_Part] = []
+        """Rows that go to a home: those that others send, too, are left out."""
+        self._returned: list[_Part] = []
+        """Rows that come back."""
+        self._gathered: list[_Part] = []
+        """Blocks of matrices at home here that come."""
+        self._spread: list[_Part] = []
+        """Blocks of them that go to all who have their rows."""
+        self._own: list[tuple[Box, _Part]] = []
+        """Rows here of matrices at home here: their place in the member, and in the matrix."""
+        self._matrices: list[Matrix] = []
+        """Those at home here."""
+        self._scaled: dict[float, list[Tensor]] = {}
+        """Rows here, by what the learning rate of their matrices is multiplied by."""
+        for number, matrix, home in matrices:
+            self._add(number, members[number].layout, matrix, home)
+        for parts in (self._sent, self._returned, self._gathered, self._spread):
+            parts.sort(key=lambda part: part.rank)
+        self._whole: list[Tensor] = []
+        self._pending: Pending | None = None
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes that the update of the bucket takes: what travels, matrices, and their products."""
+        travels = (self._sent, self._gathered, self._spread, self._returned)
+        moved = sum(math.prod(part.box.sizes) for parts in travels for part in parts) // 2
+        sizes = [math.prod(matrix.sizes) for matrix in self._matrices]
+        return (moved + sum(sizes) + 4 * max(sizes, default=0)) * self._dtype.itemsize
+
+    def launch(self) -> None:
+        """Set rows of what the matrices are made of on their way to the homes."""
+        self._pending = self._exchange(
+            [part.box.view(self._grads[part.at]) for part in self._sent],
+            self._sent,
+            self._gathered,
+        )
+
+    def multiply(self) -> None:
+        """Wait for the rows of the matrices at home here, and set their updates on their way."""
+        self._whole = [self._new(matrix.sizes) for matrix in self._matrices]
+        self._arrive([part.box.view(self._whole[part.at]) for part in self._gathered])
+        _copy(
+            (part.box.view(self._whole[part.at]), box.view(self._grads[part.rank]))
+            for box, part in self._own
+        )
+        alike: dict[tuple[int, ...], list[Tensor]] = {}
+        for x in self._whole:
+            alike.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
+        for xs in alike.values():
+            make_orthogonal(xs, self._keys)
+        blocks = [part.box.view(self._whole[part.at]) for part in self._spread]
+        self._pending = self._exchange(blocks, self._spread, self._returned)
+
+    def finish(self) -> None:
+        """Wait for the updates, which take the place of the gradients."""
+        self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
+        _copy(
+            (box.view(self._grads[part.rank]), part.box.view(self._whole[part.at]))
+            for box, part in self._own
+        )
+        self._whole = []
+        for ratio, rows in self._scaled.items():
+            if ratio != 1 and rows:
+                torch._foreach_mul_(rows, ratio)
+
+    def _add(self, number: int, layout: ParameterLayout, matrix: Matrix, home: int) -> None:
+        """Note what this rank has to do with a matrix of a member."""
+        stage, rank = self._stage, self._stage.channel.rank
+        at, here = len(self._matrices), stage.place(layout, rank)
+        own = [
+            block
+            for box in stage.boxes(layout, here)
+            if (block := box.inside(matrix.offsets, matrix.sizes)) is not None
+        ]
+        rows = self._scaled.setdefault(matrix.ratio(self._keys), [])
+        rows += (block.view(self._grads[number]) for block in own)
+        if home != rank:
+            self._returned += (_Part(home, number, block) for block in own)
+            if stage.sender(stage.ranks(layout, here), home) == rank:
+                self._sent += (_Part(home, number, block) for block in own)
+            return
+        self._matrices.append(matrix)
+        for place in stage.places(layout):
+            ranks = stage.ranks(layout, place)
+            sender = stage.sender(ranks, home)
+            for box in stage.boxes(layout, place):
+                block = box.inside(matrix.offsets, matrix.sizes)
+                if block is None:
+                    continue
+                offsets = (a - b for a, b in zip(block.offsets, matrix.offsets, strict=True))
+                inner = block._replace(local_offsets=tuple(offsets))
+                if sender != home:
+                    self._gathered.append(_Part(sender, at, inner))
+                else:
+                    self._own.append((block, _Part(number, at, inner)))
+                self._spread += (_Part(other, at, inner) for other in ranks if other != home)
+
+    def _exchange(
+        self, views: Sequence[Tensor], there: Sequence[_Part], here: Sequence[_Part]
+    ) -> Pending:
+        """Send `views`, the parts that go to `there`; what comes is that of `here`."""
+        size = self._stage.channel.size
+        sent, received = self._new((_elements(there),)), self._new((_elements(here),))
+        pieces = sent.split([view.numel() for view in views]) if views else ()
+        _copy((piece.view(x.shape), x) for piece, x in zip(pieces, views, strict=True))
+        if size == 1:
+            return Pending.ready(received)
+        return self._stage.channel.all_to_all_into(
+            received,
+            sent,
+            out_rows=_by_rank(here, size),
+            in_rows=_by_rank(there, size),
+            tag=self._tag,
+        )
+
+    def _arrive(self, views: Sequence[Tensor]) -> None:
+        """Bring what has come to its place."""
+        assert self._pending is not None
+        received, self._pending = self._pending.wait(), None
+        pieces = received.split([view.numel() for view in views]) if views else ()
+        _copy((x, piece.view(x.shape)) for piece, x in zip(pieces, views, strict=True))
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        return self._grads[0].new_empty(shape, dtype=self._dtype)
+
+
+class MatrixUpdates:
+    """The update of weights by whole matrices, in buckets in their order [Note: Homes].
+
+    While the matrices of one bucket are multiplied, the rows of the next one and what came of the
+    one before travel.
+    """
+
+    def __init__(
+        self,
+        shards: Mapping[ShardedParameter, Resting],
+        values: Mapping[ShardedParameter, GroupValues],
+        channels: Channels,
+        config: OptimizerConfig,
+        stream: StateStream,
+        *,
+        bucket_bytes: int,
+    ) -> None:
+        """`bucket_bytes`: of gradients, for each rank of the stage."""
+        channel = channels[Axis.STAGE]
+        stage = _Stage(channel, channels[Axis.WEIGHT].size, channels[Axis.ZERO1].size)
+        self._stream, self._loads = stream, [0] * channel.size
+        self._parts: list[tuple[MatrixBucket, list[Bucket], list[Bucket]]] = []
+        for members in _in_buckets(shards, bucket_bytes * channel.size):
+            homes = self._homes([matrices_of(p.name, p.layout, config) for p in members])
+            bucket = MatrixBucket(members, shards, stage, homes, config)
+            moments, masters = (
+                stream.add(by_values(_states_of(members, shards, master=master), values))
+                for master in (False, True)
+            )
+            self._parts.append((bucket, moments, masters))
+
+    @property
+    def members(self) -> list[ShardedParameter]:
+        """The weights, in their order."""
+        return [item for bucket, *_ in self._parts for item in bucket.members]
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of the device that an update takes: for two buckets at a time."""
+        sizes = [bucket.work_bytes for bucket, *_ in self._parts]
+        return max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
+
+    def run(
+        self, average: Update, step: Update, meanwhile: Callable[[], None]
+    ) -> Iterator[Sequence[ShardedParameter]]:
+        """Update all weights, a bucket at a time: gives those that are done.
+
+        `meanwhile` is called as the first rows travel.
+        """
+        parts = self._parts
+        if parts:
+            self._launch(0, average)
+        meanwhile()
+        for number, (bucket, *_) in enumerate(parts):
+            if number + 1 < len(parts):
+                self._launch(number + 1, average)
+            bucket.multiply()
+            if number:
+                yield self._finish(number - 1, step)
+        if parts:
+            yield self._finish(len(parts) - 1, step)
+
+    def _launch(self, number: int, average: Update) -> None:
+        bucket, moments, _ = self._parts[number]
+        self._stream.pass_through(average, moments)
+        bucket.launch()
+
+    def _finish(self, number: int, step: Update) -> Sequence[ShardedParameter]:
+        bucket, _, masters = self._parts[number]
+        bucket.finish()
+        self._stream.pass_through(step, masters)
+        return bucket.members
+
+    def _homes(self, matrices: Sequence[Sequence[Matrix]]) -> list[tuple[int, Matrix, int]]:
+        """The home of each matrix of each member of a bucket, in order."""
+        every = [(i, matrix) for i, of_one in enumerate(matrices) for matrix in of_one]
+        homes = [0] * len(every)
+        for place in sorted(range(len(every)), key=lambda i: -every[i][1].cost):
+            homes[place] = self._loads.index(min(self._loads))
+            self._loads[homes[place]] += every[place][1].cost
+        return [(i, matrix, home) for (i, matrix), home in zip(every, homes, strict=True)]
+
+
+def _in_buckets(
+    shards: Mapping[ShardedParameter, Resting], limit_bytes: int
+) -> Iterator[list[ShardedParameter]]:
+    """The weights in their order, in buckets of one dtype that end with what reaches the limit."""
+    members, size = list[ShardedParameter](), 0
+    for item, shard in shards.items():
+        if members and (size >= limit_bytes or shards[members[0]].grad.dtype != shard.grad.dtype):
+            yield members
+            members, size = [], 0
+        members.append(item)
+        size += math.prod(item.layout.global_shape) * shard.grad.itemsize
+    if members:
+        yield members
+
+
+def _states_of(
+    members: Iterable[ShardedParameter], shards: Mapping[ShardedParameter, Resting], *, master: bool
+) -> dict[ShardedParameter, Resting]:
+    """Rows of this rank with their master weights, or with all other states."""
+
+    def some(shard: Resting) -> Resting:
+        states = {k: x for k, x in shard.states.items() if (k == MASTER) is master}
+        return replace(shard, states=states)
+
+    return {item: some(shards[item]) for item in members}
+
+
+def _elements(parts: Iterable[_Part]) -> int:
+    return sum(math.prod(part.box.sizes) for part in parts)
+
+
+def _by_rank(parts: Iterable[_Part], size: int) -> list[int]:
+    """Elements to or from each rank."""
+    found = [0] * size
+    for part in parts:
+        found[part.rank] += math.prod(part.box.sizes)
+    return found
+
+
+def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    if pairs := list(copies):
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -1,0 +1,197 @@
+"""The section `optimizer` of the configuration: update rules, their numbers, and who has which."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from isp.settings.section import Count, CountOrZero, KeyRole, NotNegative, Positive, Text, section
+
+__all__ = ["GradScalerConfig", "MuonConfig", "OptimizerConfig", "ParamGroupConfig"]
+
+
+def _pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is not a regular expression: {error}") from error
+    return pattern
+
+
+@section("optimizer.grad_scaler", KeyRole.METHOD)
+class GradScalerConfig:
+    """`optimizer.grad_scaler`: the factor of the loss in float16.  Names: InternEvo."""
+
+    use: Literal["auto", "always"] = "auto"
+    """auto: with `training.dtype: float16`, whose small gradients would vanish without it."""
+    initial_scale: Positive = 2.0**16
+    """The factor of the first step; an overflow skips the step and lowers it."""
+    min_scale: Positive = 1.0
+    """The factor is not lowered below this."""
+    max_scale: Positive = 2.0**24
+    """The factor is not raised above this."""
+    growth_factor: Annotated[float, Field(gt=1, le=1e30)] = 2.0
+    """Multiplier of the factor when it is raised; powers of two round no gradient."""
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Multiplier of the factor when it is lowered."""
+    growth_interval: Count = 1000
+    """Steps in a row without an overflow after which the factor is raised."""
+    hysteresis: Count = 2
+    """Overflows, since the factor was last raised, from which on each one lowers it."""
+
+    def __post_init__(self) -> None:
+        initial, least, most = self.initial_scale, self.min_scale, self.max_scale
+        if not least <= initial <= most:
+            key = "optimizer.grad_scaler"
+            raise ValueError(
+                f"{key}.initial_scale={initial} must be from {key}.min_scale={least} to"
+                f" {key}.max_scale={most}"
+            )
+
+
+_Rule = Literal["adamw", "lion", "muon"]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@section("optimizer.param_groups", KeyRole.METHOD)
+class ParamGroupConfig:
+    """An entry of `optimizer.param_groups`: parameters with values of their own."""
+
+    pattern: Annotated[Text, AfterValidator(_pattern)]
+    """A regular expression, searched for in the names of parameters in the whole model."""
+    rule: _Rule | None = None
+    """Their update rule; null: that of `optimizer.name`. muon updates matrices, tables and heads
+    among them; what has one dimension or is tied takes the other rule."""
+    lr: Positive | None = None
+    """Their peak learning rate; null: that of their rule."""
+    lr_scale: NotNegative = 1.0
+    """Multiplier of their learning rate."""
+    weight_decay: NotNegative | None = None
+    """Their weight decay; null: that of their rule, and none where there is one dimension."""
+    split: tuple[Count, ...] = ()
+    """muon: proportions of the matrices that are fused in each weight, such as [4, 1, 1] of q, k
+    and v, or [1, 1] of gate and up; empty: as the model's code splits them."""
+
+
+@section("optimizer.muon", KeyRole.METHOD)
+class MuonConfig:
+    """`optimizer.muon`: whole matrices of momentum, made orthogonal.  Names: torch.optim.Muon."""
+
+    lr: Positive = 1e-3
+    """Peak learning rate, of the weights that muon updates."""
+    momentum: _Decay = 0.95
+    """Decay of the momentum."""
+    nesterov: bool = True
+    """Update by the gradient and the momentum behind it, not by the momentum alone."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Steps of Newton-Schulz."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
+    """Coefficients of its polynomial."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """Multiplier of lr for a matrix [A, B]; original: sqrt(max(1, A / B)); match_rms_adamw: 0.2
+    sqrt(max(A, B)), for the lr and weight_decay of adamw."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled decay of the weights, a fraction of lr."""
+    eps: Positive = 1e-7
+    """Least norm that a matrix is divided by."""
+    per_head: bool = False
+    """Take the rows of each attention head of q, k and v as a matrix of their own."""
+
+
+_RULE_KEYS = {
+    "adamw": {"beta1", "beta2", "eps"},
+    "lion": {"beta1", "beta2"},
+    "muon": {"beta1", "beta2", "eps"},
+}
+"""Keys of `optimizer` that not every update rule has a use for; muon: its adamw."""
+_SLOWEST_NARROW = 1 - 2**-8
+"""A bfloat16 that is multiplied by more may be rounded back to itself."""
+
+
+@section("optimizer", KeyRole.METHOD)
+class OptimizerConfig:
+    """`optimizer`: the update rule and its numbers."""
+
+    name: _Rule = "adamw"
+    """The update rule. lion keeps one state where adamw keeps two; its updates are larger: take a
+    third to a tenth of adamw's lr, and as many times its weight_decay. muon: of the matrices of
+    blocks, by `optimizer.muon`; of all else adamw."""
+    lr: Positive = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    beta1: _Decay = 0.9
+    """Decay of the first moment; lion: the part of momentum in an update."""
+    beta2: _Decay = 0.95
+    """Decay of the second moment; lion: of momentum."""
+    eps: Positive = 1e-8
+    """adamw: added to the root of the second moment."""
+    weight_decay: NotNegative = 0.1
+    """Decoupled decay of the weights, a fraction of lr."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """The numbers of muon."""
+    adamw_lr: Positive | None = None
+    """Peak learning rate of what adamw updates beside another rule; null: `lr`. So below."""
+    adamw_beta1: _Decay | None = None
+    """Its decay of the first moment."""
+    adamw_beta2: _Decay | None = None
+    """Its decay of the second moment."""
+    adamw_eps: Positive | None = None
+    """Its eps."""
+    adamw_weight_decay: NotNegative | None = None
+    """Its decay of the weights."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which the moments are kept between updates, which compute in float32 at least;
+    bfloat16: half the memory, rounded once an update; needs betas up to 0.996."""
+    offload_states: bool = False
+    """Keep master weights and moments in the memory of the host and bring them to the GPU bucket by
+    bucket in the update, which computes the same bits. Every byte travels once there and back."""
+    param_groups: tuple[ParamGroupConfig, ...] = ()
+    """Parameters with a rule, learning rate or weight decay of their own; first match counts."""
+    grad_scaler: GradScalerConfig = field(default_factory=GradScalerConfig)
+    """The scale of the loss in float16."""
+    max_skipped_steps: CountOrZero = 10
+    """End the run after this many steps in a row whose gradients were not finite; those after which
+    the loss scale can still be lowered do not count. 0: never."""
+
+    def __post_init__(self) -> None:
+        if self.moment_dtype != "bfloat16":
+            return
+        for key, decay in self._moment_decays():
+            if decay > _SLOWEST_NARROW:
+                raise ValueError(
+                    f"optimizer.{key}={decay} is too near to 1 for"
+                    f" optimizer.moment_dtype=bfloat16, in whose 8 bits such a moment does not"
+                    f" decay: use at most 0.996, or moment_dtype=float32"
+                )
+
+    @property
+    def rules(self) -> set[str]:
+        """The update rules that weights may have."""
+        asked = {self.name, *(group.rule for group in self.param_groups if group.rule)}
+        return asked | ({"adamw"} if self.name == "muon" else set())
+
+    def of_adamw(self, key: str) -> float:
+        """The value of `lr`, `beta1`, .. for what adamw updates, beside another rule or alone."""
+        own = getattr(self, f"adamw_{key}") if self.name != "adamw" else None
+        found: float = getattr(self, key) if own is None else own
+        return found
+
+    @property
+    def unused(self) -> list[str]:
+        """Keys that differ from their defaults and mean nothing to the update rules."""
+        keys = {"muon", *(f"adamw_{key}" for key in ("lr", "weight_decay", *_RULE_KEYS["adamw"]))}
+        used = set().union(*(_RULE_KEYS[rule] for rule in self.rules))
+        if "adamw" in self.rules and self.name != "adamw":
+            used |= keys - {"muon"}
+        used |= self.rules & {"muon"}
+        plain, every = OptimizerConfig(), keys.union(*_RULE_KEYS.values())
+        return sorted(key for key in every - used if getattr(self, key) != getattr(plain, key))
+
+    def _moment_decays(self) -> list[tuple[str, float]]:
+        """The keys by which moments decay, and their values."""
+        found = [("beta2", self.beta2)] if "lion" in self.rules else []
+        if "adamw" in self.rules:
+            found += [(key, self.of_adamw(key)) for key in ("beta1", "beta2")]
+        return found + ([("muon.momentum", self.muon.momentum)] if "muon" in self.rules else [])

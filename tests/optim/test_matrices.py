@@ -1,0 +1,166 @@
+"""Updates of whole matrices against a plain Muon, in layouts that cut them anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isp.comm import Mesh
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
+from isp.optim.update_rules import group_values
+from isp.parallel import Axis, Mode
+from isp.parallel.layout import Matrices
+from isp.settings import MuonConfig, OptimizerConfig, ParamGroupConfig
+from tests.optim.places import Spec, loss, place
+from tests.optim.plain_muon import orthogonal
+from tests.optim.test_zero1 import STEPS, reference, topology
+from tests.ranks import run_each
+
+MUON = OptimizerConfig(
+    name="muon",
+    lr=1e-2,
+    adamw_beta2=0.9,
+    adamw_weight_decay=0.2,
+    muon=MuonConfig(lr=2e-2, adjust_lr_fn="match_rms_adamw"),
+    param_groups=(
+        ParamGroupConfig(pattern="slow", lr=1e-3, weight_decay=0.0),
+        ParamGroupConfig(pattern="head", rule="muon"),
+        ParamGroupConfig(pattern="gated", split=(1, 1)),
+        ParamGroupConfig(pattern="left", rule="adamw"),
+    ),
+)
+ONE = Matrices()
+SPECS = [
+    Spec("slow", (7, 5), dim=0, matrices=ONE),  # 4 + 3 rows, then 2 + 2 + 2 + 1 or so in zero1
+    Spec("wide", (3, 9), dim=1, matrices=ONE),
+    Spec("whole", (4, 6), matrices=ONE),  # as experts are where features are split
+    Spec("norm", (4,)),
+    Spec(
+        "qkv",
+        (10, 4),
+        dim=0,
+        segments=(6, 2, 2),
+        matrices=Matrices(sizes=(6, 2, 2)),
+        cuts=(np.s_[:6], np.s_[6:8], np.s_[8:]),
+    ),
+    Spec("table", (6, 3), dim=0, matrices=Matrices(of_block=False)),
+    Spec("head", (6, 3), dim=0, matrices=Matrices(of_block=False)),
+    Spec("left", (6, 3), dim=0, matrices=ONE),
+    Spec("shared", (6, 3), dim=0),  # tied: no matrix of its own
+    Spec(
+        "turned.gated",
+        (3, 2, 8),
+        dim=0,
+        matrices=Matrices(dim=-1),
+        cuts=tuple(np.s_[e, :, part] for e in range(3) for part in (slice(4), slice(4, 8))),
+    ),
+]
+STAGED = [spec._replace(stage=i % 2) for i, spec in enumerate(SPECS)]
+LAYOUTS = {
+    "zero1 4": topology(4),
+    "zero1 2": topology(4, zero1=2),
+    "replicas alone": topology(4, zero1=1),
+    "weight 2": topology(4, weight=2),
+    "weight 2, replicas alone": topology(4, weight=2, zero1=1),
+    "weight 4": topology(4, weight=4),
+    "msp": topology(4, weight=2, mode=Mode.MSP),
+    "pipeline": topology(4, weight=2, pipeline=2),
+}
+
+
+def _train(rank: int, case: Any, dtype: torch.dtype = torch.float64) -> Any:
+    ranks, config = case
+    mesh = Mesh(ranks, rank)
+    specs = STAGED if ranks.pipeline > 1 else SPECS
+    here = [s for s in specs if s.stage == mesh[Axis.PIPELINE].rank]
+    items = [place(spec, mesh, dtype) for spec in here]
+    gradients = MainGradients(items, mesh, bucket_bytes=64, rows_of=mesh[Axis.ZERO1])
+    optimizer = Zero1Optimizer(
+        gradients, mesh, config, max_norm=1.0, bucket_bytes=64, stream_bytes=256
+    )
+    for step in range(STEPS):
+        gradients.zero()
+        gradients.expect_last()
+        loss(items, here, mesh, step + 1).backward()
+        gradients.reduce()
+        optimizer.step(config.lr * (step + 1))
+    return {item.name: item.parameter.detach().numpy() for item in items}
+
+
+def test_parity_with_plain_muon() -> None:
+    """Catches rows of other ranks, a matrix cut wrong, a rate of other sizes, a rule of others.
+
+    Fewer matrices than ranks in most buckets, rows that do not divide, ranks without any.
+    """
+    found = run_each(4, _train, {name: (ranks, MUON) for name, ranks in LAYOUTS.items()})
+    alone = run_each(1, _train, {"alone": (topology(1), MUON)})
+    cases = [(topology(1), alone["alone"]), *((LAYOUTS[name], of) for name, of in found.items())]
+    for ranks, of_ranks in cases:
+        specs = STAGED if ranks.pipeline > 1 else SPECS
+        _, whole = reference(specs, ranks.stage, 1.0, MUON)
+        for rank, shards in enumerate(of_ranks):
+            for spec in (s for s in specs if s.stage == ranks.index(Axis.PIPELINE, rank)):
+                layout = spec.layout(ranks.weight, ranks.index(Axis.WEIGHT, rank))
+                torch.testing.assert_close(
+                    torch.from_numpy(shards[spec.name]),
+                    layout.shard(whole[spec.name]),
+                    rtol=1e-9,
+                    atol=1e-12,
+                )
+
+
+def _same_bits(rank: int, case: Any) -> bool:
+    """Whether states that rest elsewhere or pass in pieces change no bit."""
+    plain, other = _train(rank, (case[0], MUON)), _train(rank, case)
+    return all(np.array_equal(plain[name], other[name]) for name in plain)
+
+
+def test_states_on_the_host_change_no_bit() -> None:
+    """Catches masters or momentum that are not brought, or not taken back."""
+    host = OptimizerConfig(**{**_plain(MUON), "offload_states": True})
+    found = run_each(2, _same_bits, {"host": (topology(2), host)})
+    assert found["host"] == [True, True]
+
+
+def _plain(config: OptimizerConfig) -> dict[str, Any]:
+    return {key: getattr(config, key) for key in config.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
+def test_bits_of_torch_in_bfloat16(shape: tuple[int, int]) -> None:
+    """Catches operations in another order than torch's, and a batch unlike its matrices."""
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1))
+    w, keys = torch.zeros(shape, requires_grad=True), MuonConfig(nesterov=False)
+    muon = torch.optim.Muon([w], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0)
+    w.grad = x[0].clone()
+    muon.step()
+    ratio = max(1.0, shape[0] / shape[1]) ** 0.5
+    expected = torch.zeros(shape).add_(newton_schulz(x[0].bfloat16(), keys), alpha=-ratio)
+    assert torch.equal(w.detach(), expected)
+    wide = x.double()
+    batch, singly = newton_schulz(wide, keys), [orthogonal(y, keys) for y in wide]
+    torch.testing.assert_close(batch, torch.stack(singly), rtol=1e-12, atol=1e-12)
+    make_orthogonal(wide.unbind(), keys)
+    torch.testing.assert_close(wide, batch, rtol=1e-12, atol=1e-12)
+
+
+def test_rules_of_weights() -> None:
+    """Catches a table, norm or tied weight that muon takes, and a group that is not asked."""
+    found = {s.name: group_values(s.name, len(s.shape), MUON, s.matrices).rule for s in SPECS}
+    assert [name for name, rule in found.items() if rule == "adamw"] == [
+        "norm",
+        "table",
+        "left",
+        "shared",
+    ]
+    assert set(found.values()) == {"adamw", "muon"}
+    spec = Spec("gated", (9, 4), dim=0, matrices=ONE)
+    with pytest.raises(ValueError, match=r"split=\[1, 1\] must add up to a divisor of the 9"):
+        matrices_of(spec.name, spec.layout(1, 0), MUON)
+    heads = Spec("q", (8, 4), matrices=Matrices(heads=4))
+    per_head = OptimizerConfig(name="muon", muon=MuonConfig(per_head=True))
+    assert [m.offsets[0] for m in matrices_of("q", heads.layout(1, 0), per_head)] == [0, 2, 4, 6]
