@@ -45,6 +45,8 @@ def check_spread(name: str, trace: ModelTrace, size: int) -> None:
     if not trace.elements(ParameterRole.EXPERT):
         raise ValueError(f"{key} needs experts that isp cuts, and {name} has none: use 1")
     for call in trace.calls:
+        if call.kind is Kind.EXPERTS and call.module.endswith(".base_layer"):
+            raise ValueError(f"{key} does not go with PEFT's target_parameters of experts: use 1")
         if call.kind is Kind.EXPERTS and not call.weighs:
             raise ValueError(
                 f"{key}: {call.module} is called without weights [N, k] beside the experts'"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from isp.attention.call import AttentionOptions, current_attend
 from isp.models.adapters import use_registered_mixers, wrap_free_functions
+from isp.models.expert_adapters import hand_on_factors
 from isp.models.indexers import chosen_by
 from isp.models.own_attention import check_dropout
 from isp.models.positions import at_positions, give_positions
@@ -109,6 +110,8 @@ class HuggingFace(Host):
 
         ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
         whole: Any = model
+        if hasattr(model, "peft_config"):
+            hand_on_factors(model)
         text = whole.config.get_text_config(decoder=True)
         registered = use_registered_mixers(model)
         if registered and not whole._can_set_attn_implementation():

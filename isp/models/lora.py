@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -38,7 +39,6 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
     Raises ValueError for keys that do not fit the model.
     """
     from peft import LoraConfig, TaskType, get_peft_model
-    from peft.tuners.lora.layer import ParamWrapper
 
     keys = LoraConfig(**adapter_keys(adapter), task_type=TaskType.CAUSAL_LM)
     try:
@@ -52,12 +52,6 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
             f"model.adapter.target_modules={json.dumps(adapter_keys(adapter)['target_modules'])}:"
             f" {str(error).splitlines()[0]} Its linears are {', '.join(sorted(linears))}"
         ) from None
-    if any(isinstance(module, ParamWrapper) for module in found.modules()):
-        raise ValueError(
-            "model.adapter: PEFT puts adapters on parameters that are no linear's, such as those of"
-            " experts, which isp does not run: leave target_parameters out, and name linears by"
-            " target_modules"
-        )
     found.peft_config["default"].base_model_name_or_path = str(Path(base).absolute())
     return found
 
@@ -124,7 +118,7 @@ def _begun(model: nn.Module) -> dict[str, Drawing]:
 
 def _base_name(name: str) -> str:
     """The name of a parameter in the base model."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix("base_model.model."))
 
 
 def _saved_name(name: str) -> str:

@@ -39,7 +39,9 @@ class AdapterConfig:
     exclude_modules: str | tuple[str, ...] | None = None
     """Modules that get none, in the same words."""
     target_parameters: tuple[str, ...] | None = None
-    """Parameters that get an adapter, by the ends of their names; not supported: null."""
+    """Parameters that get an adapter, by the ends of their names: stacks of experts, such as
+    mlp.experts.gate_up_proj. Each call makes whole weights of theirs, which backward keeps for
+    blocks that are not recomputed."""
     bias: Literal["none", "all", "lora_only"] = "none"
     """The biases that are trained, too: of no module, of all, or of those with adapters."""
     use_rslora: bool = False

@@ -38,15 +38,19 @@ def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[
 def _layer_merged(
     name: str, layer: Any, shape: nn.Module, own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     values: dict[int, Any] = {}
     for local, parameter in shape.named_parameters():
         if f"{name}.{local}" not in own:
             raise ValueError(f"{name}.{local} is tied to another weight: PEFT cannot merge into it")
         values[id(parameter)] = nn.Parameter(own[f"{name}.{local}"], requires_grad=False)
     twin: Any = copy.deepcopy(shape, values)
-    if hasattr(layer, "scaling"):
-        twin.scaling = layer.scaling
-    twin.merge()
+    for own_layer, part in zip(layer.modules(), twin.modules(), strict=True):
+        if hasattr(own_layer, "scaling"):
+            part.scaling = own_layer.scaling
+        if isinstance(part, BaseTunerLayer):  # one in another, each of a parameter of experts
+            part.merge()
     return {f"{name}.{local}": p.data for local, p in twin.get_base_layer().named_parameters()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import nn
 
 import isp
 from isp.config import JobConfig
+from isp.models.hosts import host_of
+from isp.models.model import TracedModel
 from tests.models.models import Rows, job, packed_rows, tiny, trained, trained_plainly, worst
 from tests.models.own import Own
+from tests.models.test_loops import raised
 from tests.ranks import run_each
 
 TOLERANCE = 1e-9  # float64, sums in another order
@@ -90,3 +94,45 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_a_plain_loop(tmp_path: P
     )
     for name, weight in loaded.double().named_parameters():
         assert (weight - expected["lora"].weights[name]).abs().max() < TOLERANCE
+
+
+def _of_experts() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=names)
+    adapted: Any = get_peft_model(tiny("qwen3_moe"), config, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator).double()
+    return adapted
+
+
+def _merged(rank: int, config: JobConfig) -> Any:
+    run = isp.parallelize(_of_experts(), config)
+    found = trained(run, EXPERT_DATA)
+    return found, dict(run.named_weights(merge_adapters=True))
+
+
+EXPERT_DATA = [packed_rows(4, 24, [[24], [10, 1, 13], [3, 21], [24]], seed) for seed in range(2)]
+
+
+def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
+    """Catches factors that are added to a shard, gradients of one rank, and one of two merged."""
+    expected = trained_plainly(_of_experts(), EXPERT_DATA)
+    plain = _of_experts()
+    plain.load_state_dict(expected.weights, strict=False)
+    whole = plain.merge_and_unload()
+    published = host_of(whole).published(whole, dict(whole.state_dict()))
+    cases = {"isp": job(2, 4), "recomputed": job(2, 2, recompute=1.0)}
+    for name, of_ranks in run_each(4, _merged, cases).items():
+        for found, merged in of_ranks:
+            assert worst(found, expected) < TOLERANCE, name
+            assert merged.keys() == published.keys()
+            for key, weight in published.items():
+                assert (merged[key] - weight).abs().max() < TOLERANCE, key
+    parallel = job(2, 2).parallel
+    spread = replace(parallel, expert=replace(parallel.expert, size=2))
+    refused = raised(TracedModel(_of_experts()).check_layout, spread, 24)
+    assert "target_parameters" in refused

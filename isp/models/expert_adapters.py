@@ -1,0 +1,71 @@
+"""Adapters of PEFT on stacks of experts (`target_parameters`): W + B A of each, as PEFT has it.
+
+PEFT puts W + B A in the place of W around a call, which a rank does not have. Here the factors go
+with the call, and are added where the experts read their whole weights.
+
+E experts
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from isp.models.roles import holds_experts
+
+__all__ = ["hand_on_factors"]
+
+
+def hand_on_factors(model: nn.Module) -> None:
+    """Let the adapters in `model`, of PEFT, hand their factors to the experts, in place.
+
+    Raises ValueError for one on a parameter that is no stack of experts.
+    """
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for name, module in model.named_modules():
+        if not isinstance(module, ParamWrapper) or hasattr(type(module), "hands_on_factors"):
+            continue
+        experts: Any = module.get_base_layer()
+        if not holds_experts(experts) or module.get_param().dim() != 3:
+            raise ValueError(
+                f"target_parameters puts an adapter on {module.parameter_name} of {name}, which is"
+                f" no stack of experts: name linears by target_modules"
+            )
+        module.__class__ = _handing_on(type(module))
+        kind: Any = type(experts)
+        experts.__class__ = kind if hasattr(kind, "takes_factors") else _taking(kind)
+
+
+@cache
+def _handing_on(kind: Any) -> Any:
+    """A class that is `kind`, PEFT's, and gives its factors to the module below."""
+
+    def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
+        own = dict[str, tuple[Tensor, Tensor]](factors or {})
+        for adapter in self.active_adapters:
+            lhs, rhs, scaling = self.get_delta_factors(adapter)  # [E, .., r] and [E, r, ..]
+            own[self.parameter_name] = lhs * scaling, rhs
+        return self.base_layer(*args, factors=own, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "hands_on_factors": True})
+
+
+@cache
+def _taking(kind: Any) -> Any:
+    """A class that is `kind`, and adds the product of factors to its weights where it is called."""
+
+    def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
+        changed = {
+            name: torch.baddbmm(getattr(self, name), lhs, rhs)
+            for name, (lhs, rhs) in (factors or {}).items()
+        }
+        with _reparametrize_module(self, changed):
+            return kind.forward(self, *args, **kwargs)
+
+    names = {"forward": forward, "takes_factors": True, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), names)
