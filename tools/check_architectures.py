@@ -44,6 +44,13 @@ OF_MIXERS = (Layout(1, 3), Layout(3, 1), Layout(3, 3), Layout(3, 1, context=3))
 SPLIT = tuple(Layout(t, 1, m) for m in (Mode.MTP, Mode.MSP, Mode.FSP) for t in (2, 4))
 """Of models whose tensor-parallel plan does."""
 
+SPREAD = (
+    Layout(2, 4, expert=2),
+    Layout(4, 4, expert=4),
+    *(Layout(2, 1, m, expert=2) for m in (Mode.MTP, Mode.MSP, Mode.FSP)),
+)
+"""Of models with experts."""
+
 _EXPERTS = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
 
 _INDEXER = {
@@ -298,11 +305,11 @@ have, is 0. `python tools/check_architectures.py NAME` compares a type in every 
 and `isp check FOLDER` any model.
 
 {split} have a tensor-parallel plan (`base_model_tp_plan`) that mtp, msp and fsp follow, with
-tensor groups that divide their heads; experts, and what the plan leaves alone, stay whole on every
-rank. Convolutions and scans mix all tokens on every rank in mtp, and are split over ranks as in isp
-in msp and fsp. Of the others the last column says why not. Code that takes a mean
-or a norm without weights of all features between a column and its row has the right shapes and is
-wrong: `isp check` finds it, nothing else does.
+tensor groups that divide their heads; what the plan leaves alone stays whole on every rank, and so
+do experts unless `parallel.expert.size` is the tensor size. Convolutions and scans mix all tokens
+on every rank in mtp, and are split over ranks as in isp in msp and fsp. Of the others the last
+column says why not. Code that takes a mean or a norm without weights of all features between a
+column and its row has the right shapes and is wrong: `isp check` finds it, nothing else does.
 
 Layers may attend, convolve and scan (linear attention, state spaces), in any number and order, by
 the functions that transformers' own modules call. Modules with other code have forwards that call
@@ -323,11 +330,12 @@ they are, as in the unmodified model. In isp mode; text is generated on one rank
 
 
 def layouts_of(subject: Subject) -> list[Layout]:
-    """The layouts that a model can be split in, of `LAYOUTS` and `SPLIT`.
+    """The layouts that a model can be split in, of `LAYOUTS`, `SPLIT` and `SPREAD`.
 
     Chunks of attention are not split by tokens, and features only where a plan says how.
     """
-    return [x for x in (*LAYOUTS, *SPLIT) if not fault_of(subject, x, ParallelConfig())]
+    every = (*LAYOUTS, *SPLIT, *SPREAD)
+    return [x for x in every if not fault_of(subject, x, ParallelConfig())]
 
 
 def jobs_of(subject: Subject) -> Iterator[tuple[Check, list[Layout]]]:

@@ -15,7 +15,7 @@ sends, a token for one of its experts, sorted by expert; M rows that it receives
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +37,15 @@ from isp.parallel.partition import chunk_range
 __all__ = ["ExpertExchange", "check_spread"]
 
 
-def check_spread(name: str, trace: ModelTrace, size: int) -> None:
+def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], size: int) -> None:
     """Raise ValueError if `size` ranks of a model cannot send each other tokens of experts."""
     if size == 1:
         return
     key = f"parallel.expert.size={size}"
     if not trace.elements(ParameterRole.EXPERT):
         raise ValueError(f"{key} needs experts that isp cuts, and {name} has none: use 1")
+    if config.get("zero_expert_num"):
+        raise ValueError(f"{key}: tokens of {name} go to experts without weights, too: use 1")
     for call in trace.calls:
         if call.kind is Kind.EXPERTS and call.module.endswith(".base_layer"):
             raise ValueError(f"{key} does not go with PEFT's target_parameters of experts: use 1")

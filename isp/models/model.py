@@ -270,13 +270,14 @@ class TracedModel:
         if self.recomputation.distributed:
             check_distributable(self.hidden_size, parallel, seq_len)
         self.with_head_size(parallel)
-        check_model_config(self.host.config(self.model), parallel)
+        config = self.host.config(self.model)
+        check_model_config(config, parallel)
         check_row(self.host.most_tokens(self.model), seq_len)
-        check_spread(type(self.model).__name__, self.trace, parallel.expert.size)
+        check_spread(type(self.model).__name__, self.trace, config, parallel.expert.size)
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.facts.splits_features:
             self._check_exchanged(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
-        of, config = self._router_losses(), self.host.config(self.model)
+        of = self._router_losses()
         experts, tiles = experts_of(self), self.recomputation.mlp_tile_tokens
         check_router_losses(self.model, config, of, experts, num_stages=num_stages, tiles=tiles)
         if num_stages > 1:

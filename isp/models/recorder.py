@@ -162,8 +162,8 @@ class CallRecorder:
             route = _route(given)
             weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
             width = 0 if route is None else given[0].shape[1]
-            shown = {"route": route, "weighs": bool(weighs), "width": width}
-            self._calls.append(Call(Kind.EXPERTS, name, self._block, **shown))
+            call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
+            self._calls.append(call._replace(weighs=bool(weighs)))
 
     def _ends(
         self,

@@ -3,6 +3,8 @@
 from isp.parallel.config import (
     ContextExchange,
     DevicePlacementConfig,
+    ExpertConfig,
+    ExpertWeightConfig,
     LaunchPoint,
     Mode,
     OverlapUnit,
@@ -21,6 +23,8 @@ __all__ = [
     "Axis",
     "ContextExchange",
     "DevicePlacementConfig",
+    "ExpertConfig",
+    "ExpertWeightConfig",
     "LaunchPoint",
     "Mode",
     "OverlapUnit",
