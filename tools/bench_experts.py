@@ -1,0 +1,163 @@
+"""Weights of experts or their tokens: both ways over a modelled link, around the crossing.
+
+    python tools/bench_experts.py [--mbit 20] [--rounds 3]
+
+A decoder with experts trains on 4 ranks, float32: with `parallel.expert.size=1` experts are
+gathered, with 4 their tokens travel. All transfers of a rank queue on one link. A time is that of
+the slowest rank, the median of the rounds; a ratio is the median of ratios within a round. The
+part of compute is that of a step over a link without a limit: the rest is transfers, so that they
+decide and not copies on a few cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+import isp
+from isp.comm import Link
+from isp.config import JobConfig
+from isp.data.config import DataConfig
+from isp.parallel import ParallelConfig, WeightConfig
+from isp.parallel.config import ExpertConfig
+from isp.planner.experts import PASSES, ExpertLayer, crossing_tokens
+from isp.run.forked import run_ranks
+from isp.settings import TrainingConfig
+from isp.train.parallel_run import ParallelRun
+from model.config import ModelConfig
+from model.decoder import Decoder
+
+RANKS, ROW, LAYERS = 4, 64, 3
+HIDDEN, INSIDE, EXPERTS, USED = 64, 32, 64, 2
+WAYS = {"gather": (1, 1), "exchange": (4, 1), "exchange in 2": (4, 2)}
+PARTS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+"""Tokens of a rank, as parts of those at the crossing."""
+UNLIMITED = 1e15
+
+
+class Times(NamedTuple):
+    """Seconds of steps of one way with some tokens."""
+
+    limited: list[float]
+    unlimited: float
+
+
+def planned() -> float:
+    """Tokens of a rank at which both ways send the same; the last layer is gathered once."""
+    layer = ExpertLayer(EXPERTS, USED, HIDDEN, 3 * HIDDEN * INSIDE)
+    return crossing_tokens([layer], passes=PASSES - 1 / LAYERS)
+
+
+def _run(way: str) -> ParallelRun:
+    size, chunks = WAYS[way]
+    sizes = ModelConfig(
+        vocab_size=64,
+        hidden_size=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=2,
+        intermediate_size=INSIDE,
+        num_experts=EXPERTS,
+        experts_per_token=USED,
+    )
+    torch.manual_seed(0)
+    config = JobConfig(
+        model=ModelConfig(loss_chunk_tokens=0),
+        data=DataConfig(source="python-stdlib"),
+        parallel=ParallelConfig(
+            weight=WeightConfig(size=RANKS), expert=ExpertConfig(size=size, num_chunks=chunks)
+        ),
+        training=TrainingConfig(dtype="float32"),
+    )
+    return isp.parallelize(Decoder(sizes), config)
+
+
+def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
+    """By way, the times of each number of tokens."""
+    torch.set_num_threads(1)
+    found: dict[str, list[Times]] = {way: [] for way in WAYS}
+    runs = {way: _run(way) for way in WAYS}
+    generator = torch.Generator().manual_seed(rank)
+    for part in PARTS:
+        rows = round(part * planned() / ROW)
+        ids = torch.randint(64, (rows, ROW), generator=generator)
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        alone: dict[str, float] = {}
+        for number in range(options.rounds + 1):
+            for way, run in runs.items():
+                speed = options.mbit * 125_000 if number else UNLIMITED
+                link = Link(speed, 50e-6)
+                for channel in run.mesh.opened:
+                    channel.link = link
+                if not number:
+                    run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
+                run.mesh.host.all_reduce(torch.zeros(1)).wait()
+                began = time.perf_counter()
+                run.step(run.loss(ids), lr=0.0)
+                run.train_step.drain()
+                took = torch.tensor([time.perf_counter() - began])
+                took = run.mesh.host.all_reduce(took, op="max").wait().item()
+                if number:
+                    seconds[way].append(took)
+                else:
+                    alone[way] = took
+        for way in WAYS:
+            found[way].append(Times(seconds[way], alone[way]))
+    return found
+
+
+def _table(found: dict[str, list[Times]]) -> None:
+    tokens = [round(part * planned() / ROW) * ROW for part in PARTS]
+    print(f"{'tokens of a rank':>16}{'planned':>10}" + "".join(f"{way:>24}" for way in WAYS))
+    ratios, chosen = [], list[float]()
+    for i, count in enumerate(tokens):
+        best = [min(x) for x in zip(*(found[way][i].limited for way in WAYS), strict=True)]
+        way = "gather" if count >= planned() else "exchange"
+        cells = []
+        for name in WAYS:
+            times = found[name][i]
+            own = statistics.median(times.limited)
+            over = statistics.median(a / b for a, b in zip(times.limited, best, strict=True))
+            share = times.unlimited / own
+            if name == way:
+                chosen.append(over)
+            cells.append(f"{own * 1e3:6.0f} ms {over:5.2f} ({share:4.0%})")
+        pairs = zip(found["gather"][i].limited, found["exchange"][i].limited, strict=True)
+        ratios.append(statistics.median(a / b for a, b in pairs))
+        print(f"{count:>16,}{way:>10}" + "".join(f"{cell:>24}" for cell in cells))
+    print(f"the planned way is at most {max(chosen):.2f} times as long as the better")
+    print("in each cell: step, over the best of its round (compute as a part of it)")
+    measured = _equal(tokens, ratios)
+    print(
+        f"equal at {measured:,.0f} tokens of a rank, planned at {planned():,.0f}:"
+        f" {measured / planned():.2f} of it"
+    )
+
+
+def _equal(tokens: list[int], ratios: list[float]) -> float:
+    """The tokens at which gathering takes as long as exchanging, between the two nearest rows."""
+    for (a, x), (b, y) in zip(
+        zip(tokens, ratios, strict=True), zip(tokens[1:], ratios[1:], strict=True), strict=False
+    ):
+        if x >= 1 > y:
+            return a + (b - a) * (x - 1) / (x - y)
+    return float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbit", type=float, default=20, help="of the link of a rank a second")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print(
+        f"{RANKS} ranks, link of {options.mbit:g} Mbit/s a rank, modelled; {LAYERS} layers, hidden"
+        f" {HIDDEN}, {EXPERTS} experts of {INSIDE}, {USED} of a token, float32"
+    )
+    _table(run_ranks(RANKS, _measure, options, timeout_seconds=3000)[0])
+
+
+if __name__ == "__main__":
+    main()
