@@ -39,6 +39,8 @@ __all__ = ["Axis", "Topology"]
 class Axis(StrEnum):
     """A way of cutting the world into groups; every rank is in exactly one group of each."""
 
+    __hash__ = str.__hash__  # Python 3.11 looks a member up by its own code
+
     TENSOR = "tensor"
     """Ranks that share one sequence (the TP group; in isp mode the SP group)."""
     HEAD = "head"
