@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.models.folder import WeightFiles
+from isp.models.dequantised import DequantisedFiles
 from isp.parallel.layout import ParameterLayout
 
 __all__ = ["ConvertedFiles"]
@@ -40,14 +40,15 @@ class _Source(NamedTuple):
         return [name for names in self.tensors.values() for name in names]
 
 
-class ConvertedFiles(WeightFiles):
+class ConvertedFiles(DequantisedFiles):
     """The tensors of a folder under the names of `model`, of transformers, on the meta device.
 
     What no parameter is made of has the name that it would have, too.
     """
 
     def __init__(self, folder: Path, model: Any) -> None:
-        super().__init__(folder)
+        quantisation = getattr(model.config, "quantization_config", None)
+        super().__init__(folder, quantisation, next(model.parameters()).dtype)
         self._model = model
         self._sources = _sources(model, super().names)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.converted import ConvertedFiles
+from isp.models.dequantised import check_readable
 from isp.models.drawn import Drawing, drawings
 from isp.models.lora import AdapterWeights, adapted
 from isp.models.make import made, parameters_on_meta, take_out_tower
@@ -152,7 +153,7 @@ def _check_dropout(model: nn.Module) -> None:
 # -- where weights come from -----------------------------------------------------------------
 
 
-def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
+def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     """The source of a model's weights; raises ValueError for files of another model."""
     if not any(folder.glob("*.safetensors*")):
         if others := sorted(path.name for path in folder.glob("*.bin")):
@@ -162,8 +163,10 @@ def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
             )
         take_out_tower(model)
         return _Random(model)
-    _check_whole(model)
+    check_readable(getattr(model.config, "quantization_config", None))
     files = ConvertedFiles(folder, model)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # what is saved is whole
     tower = tuple(f"{name}." for name in take_out_tower(model))
     names = _names(model)
     untrained = {name for name in files.names if name.startswith(tower)}
@@ -177,16 +180,6 @@ def _weights_of(model: nn.Module, folder: Path) -> _Files | _Random:
     files.check(shapes, aliases=aliases, integers=integers)
     files.close()
     return _Files(files, names, untrained)
-
-
-def _check_whole(model: Any) -> None:
-    """Raise ValueError if the files are of quantised weights."""
-    if found := getattr(model.config, "quantization_config", None):
-        raise ValueError(
-            f"its weights are quantised (config.json has quantization_config.quant_method="
-            f"{found.get('quant_method')}), and isp reads whole ones: write them by transformers'"
-            f" dequantize and save_pretrained, or leave the entry out if they are whole"
-        )
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

@@ -178,7 +178,8 @@ def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
     from isp.models.pretrained import saved_again
 
     described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
-    described.pop("dtype", None)
+    for of_the_files in ("dtype", "quantization_config"):
+        described.pop(of_the_files, None)
     tensors = saved_again(
         str(source), weights.shapes, lambda name: _in_dtype(weights.read(name), dtype)
     )
