@@ -225,8 +225,10 @@ def _add_report(parser: argparse.ArgumentParser) -> Run:
 
 def _report(args: argparse.Namespace) -> int:
     from isp.report import write_report
+    from isp.train.tracking import attach_report
 
     done = write_report(args.folder, args.output)
+    attach_report(args.folder, done.html)
     print(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
     return 0
 

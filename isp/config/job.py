@@ -19,6 +19,7 @@ from isp.config.models import language_model
 from isp.config.objective import check_logits, check_objective, second_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
+from isp.metrics import check_tracker
 from isp.models.model_folder import check_layout, check_model_folder, with_sizes
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
@@ -193,8 +194,8 @@ class JobConfig:
 
     def require_packages(self) -> None:
         """Raise ValueError if a key asks for a package that is not installed."""
-        if self.metrics.enable_tensorboard:
-            require("metrics.enable_tensorboard=true", "tensorboard", extra="tensorboard")
+        for name in self.metrics.trackers:
+            check_tracker(name)
         if self.model.init_from is not None:
             require(f"model.init_from={self.model.init_from}", "safetensors")
         backend = self.model.attention_backend

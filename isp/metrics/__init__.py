@@ -11,14 +11,18 @@ from isp.metrics.device import (
 from isp.metrics.file import MetricsFile, is_recorded, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
 from isp.metrics.record import StepRecord
-from isp.metrics.tensorboard import TensorBoardFile
+from isp.metrics.tracker import TrackedRun, Tracker, check_tracker
+from isp.metrics.trackers import Trackers
 
 __all__ = [
     "MemoryMeter",
     "MetricsFile",
     "ProgressBar",
     "StepRecord",
-    "TensorBoardFile",
+    "TrackedRun",
+    "Tracker",
+    "Trackers",
+    "check_tracker",
     "describe_mfu",
     "device_name",
     "is_recorded",

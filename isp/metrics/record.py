@@ -77,6 +77,11 @@ class StepRecord:
         ]
         return "  ".join(fields)
 
+    def values(self) -> dict[str, float]:
+        """Every metric but the step, without those that are not known."""
+        values = dataclasses.asdict(self)
+        return {key: float(x) for key, x in values.items() if x is not None and key != "step"}
+
     def to_json(self) -> str:
         """One line of JSON; a number that is not finite is null, as JSON has no word for it.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import field
 from pathlib import PurePath
 from typing import Annotated, Literal
@@ -48,6 +49,9 @@ __all__ = [
 ]
 
 
+_TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+
+
 def _folder_name(name: str) -> str:
     if name in ("", ".", "..") or set(name) & set("/\\\0") or len(os.fsencode(name)) > 255:
         raise ValueError(
@@ -70,6 +74,14 @@ def _duration(value: int | str | None) -> int | str | None:
     except ValueError as error:
         raise ValueError(f"{error}, or null for no limit") from error
     return value
+
+
+def _trackers(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in _TRACKERS and not re.fullmatch(r"[\w.]+:\w+", name):
+            known = ", ".join(_TRACKERS)
+            raise ValueError(f"must be some of {known}, or module:Class of your own")
+    return names
 
 
 @section("job", KeyRole.PLACE)
@@ -197,10 +209,20 @@ class MetricsConfig:
     """Warn of a rank that is at work this many times as long as the others; 0: never."""
     slow_rank_steps: Count = 10
     """Steps in a row for which a rank has to be slow."""
+    report_to: Annotated[tuple[str, ...], AfterValidator(_trackers)] = ()
+    """Trackers that get the metrics too, each by its package: tensorboard, wandb, trackio, mlflow,
+    swanlab; or module:Class, a subclass of isp.metrics.Tracker."""
+    project: Text | None = None
+    """Project (experiment) of the run in trackers; null: `job.name`."""
     enable_tensorboard: bool = False
-    """Write the numbers for TensorBoard too; needs its package.  Names: torchtitan."""
+    """The same as `report_to: [tensorboard]`.  Names: torchtitan."""
     save_tb_folder: Annotated[str, AfterValidator(_inner_folder)] = "tb"
     """Subfolder of the run for TensorBoard."""
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers of the run, each once."""
+        return list(dict.fromkeys([*self.report_to, *["tensorboard"] * self.enable_tensorboard]))
 
     def __post_init__(self) -> None:
         if 0 < self.slow_rank_factor <= 1:

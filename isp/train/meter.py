@@ -18,7 +18,7 @@ from isp.metrics import (
     MetricsFile,
     ProgressBar,
     StepRecord,
-    TensorBoardFile,
+    Trackers,
     is_recorded,
     peak_memory_gib,
     watched_stream,
@@ -28,6 +28,7 @@ from isp.models.model import TracedModel
 from isp.parallel.phase import Phase
 from isp.run.folder import RunFolder
 from isp.train.step import StepOutcome
+from isp.train.tracking import run_trackers
 
 __all__ = ["StepMeter", "StepOutputs", "evaluation_is_due", "model_flops"]
 
@@ -189,12 +190,15 @@ class StepOutputs:
         self.lacks_last = False
         """Whether the record of `last_step` is missing, or the evaluation that is due with it."""
         self._stack = ExitStack()
-        self._files: list[MetricsFile | TensorBoardFile] = []
+        self._file: MetricsFile | None = None
+        self._trackers: Trackers | None = None
         self._bar: ProgressBar | None = None
 
     def record(self, record: StepRecord) -> None:
-        for file in self._files:
-            file.write(record)
+        if self._file is not None:
+            self._file.write(record)
+        if self._trackers is not None:
+            self._trackers.log(record.step, record.values())
 
     def progress(self, *, loss: float, eta_seconds: float | None) -> None:
         if self._bar is not None:
@@ -206,15 +210,14 @@ class StepOutputs:
         return self
 
     def _open(self) -> bool:
-        metrics, opened = self._config.metrics, self._stack
+        opened = self._stack
         lacks_last = self._find_missing()
         last_step = self._last_step - lacks_last
         file = MetricsFile(self._folder.metrics_file, last_step=last_step)
-        self._files.append(opened.enter_context(file))
-        if metrics.enable_tensorboard:
-            folder = self._folder.path / metrics.save_tb_folder
-            board = opened.enter_context(TensorBoardFile(folder, last_step=last_step))
-            self._files.append(board)
+        self._file = opened.enter_context(file)
+        if self._config.metrics.trackers:
+            trackers = run_trackers(self._config, self._folder, last_step=last_step)
+            self._trackers = opened.enter_context(trackers)
         if (stream := watched_stream()) is not None:
             done, total = self._last_step, self._config.training.steps
             bar = ProgressBar(total=total, done=done, stream=stream)

@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from isp.cli import main
-from isp.metrics import TensorBoardFile
+from isp.metrics import TrackedRun, Trackers
 from tests.disk import no_file_larger_than
 from tests.metrics.test_record import RECORD
 
@@ -21,21 +21,26 @@ def shown(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
+def tensorboard(folder: Path, last_step: int = 0) -> Trackers:
+    return Trackers(["tensorboard"], TrackedRun("job", "now", folder, last_step=last_step))
+
+
 def write(folder: Path, steps: range, *, last_step: int = 0, offset: float = 0.0) -> None:
-    with TensorBoardFile(folder, last_step=last_step) as file:
+    with tensorboard(folder, last_step) as board:
         for step in steps:
-            file.write(replace(RECORD, step=step, loss=step + offset, val_loss=None))
+            board.log(step, {"loss": step + offset})
 
 
 def test_every_number_is_there(tmp_path: Path) -> None:
     """Catches a number that is left out, or is called otherwise than in metrics.jsonl."""
-    with TensorBoardFile(tmp_path) as file:
-        file.write(replace(RECORD, val_loss=2.5, mfu=None, skipped=True, grad_norm=math.nan))
-    assert shown(tmp_path, "val_loss") == [(10, 2.5)]
-    assert shown(tmp_path, "skipped") == [(10, 1.0)]
-    assert shown(tmp_path, "tokens") == [(10, 81920.0)]
-    assert math.isnan(shown(tmp_path, "grad_norm")[0][1])
-    tags = EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
+    with tensorboard(tmp_path) as board:
+        record = replace(RECORD, val_loss=2.5, mfu=None, skipped=True, grad_norm=math.nan)
+        board.log(record.step, record.values())
+    assert shown(tmp_path / "tb", "val_loss") == [(10, 2.5)]
+    assert shown(tmp_path / "tb", "skipped") == [(10, 1.0)]
+    assert shown(tmp_path / "tb", "tokens") == [(10, 81920.0)]
+    assert math.isnan(shown(tmp_path / "tb", "grad_norm")[0][1])
+    tags = EventAccumulator(str(tmp_path / "tb")).Reload().Tags()["scalars"]
     assert {"loss", "lr", "tgs", "step_ms", "mem_gib"} <= set(tags)
     assert not {"step", "mfu", "loss_scale"} & set(tags)
 
@@ -44,7 +49,7 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     """Catches steps shown twice after a crash: those that were lost, and those done again."""
     write(tmp_path, range(1, 6))
     write(tmp_path, range(4, 7), last_step=3, offset=0.5)
-    assert shown(tmp_path, "loss") == [(1, 1), (2, 2), (3, 3), (4, 4.5), (5, 5.5), (6, 6.5)]
+    assert shown(tmp_path / "tb", "loss") == [(1, 1), (2, 2), (3, 3), (4, 4.5), (5, 5.5), (6, 6.5)]
 
 
 def test_a_full_disk_does_not_end_the_run(
@@ -52,10 +57,9 @@ def test_a_full_disk_does_not_end_the_run(
 ) -> None:
     """Catches a run killed by what only pictures are made of."""
     monkeypatch.setattr("threading.excepthook", lambda failure: None)
-    file = TensorBoardFile(tmp_path)
-    with no_file_larger_than(100), file:
+    with no_file_larger_than(100), tensorboard(tmp_path) as board:
         for step in range(1, 100):
-            file.write(replace(RECORD, step=step))
+            board.log(step, RECORD.values())
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
     assert "training continues" in warning.getMessage()
@@ -74,5 +78,5 @@ def test_a_missing_package_is_reported_before_ranks_start(
     words = ["train", str(job), "--nproc", "2", "--metrics.enable_tensorboard"]
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: metrics.enable_tensorboard=true needs the tensorboard package")
+    assert line.startswith("error: metrics.report_to=tensorboard needs the tensorboard package")
     assert "bash tools/setup_env.sh tensorboard (or pip install tensorboard)" in line

@@ -1,0 +1,53 @@
+"""The experiment trackers of a run, and what they are told of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from isp.config import JobConfig, load_config, to_plain
+from isp.metrics import TrackedRun, Trackers
+from isp.run.folder import RunFolder
+
+__all__ = ["attach_report", "run_trackers"]
+
+_ENVIRONMENT = ("python", "torch", "cuda", "git_commit", "world_size", "hostnames", "devices")
+
+
+def run_trackers(config: JobConfig, folder: RunFolder, *, last_step: int = 0) -> Trackers:
+    """The trackers of `metrics.report_to` for the run in `folder`, which resumes after `last_step`.
+
+    They get the configuration, the layout and the versions. A resumed run continues in them: their
+    ids are next to its checkpoints.
+    """
+    environment = json.loads(folder.environment_file.read_text(encoding="utf-8"))
+    facts = {key: environment[key] for key in _ENVIRONMENT}
+    layout = config.topology(facts["world_size"]).sizes()
+    run = TrackedRun(
+        project=config.metrics.project or config.job.name,
+        name=folder.path.name,
+        folder=folder.path,
+        config={
+            **to_plain(config),
+            "layout": layout,
+            "environment": {"isp": environment["packages"].get("isp"), **facts},
+        },
+        last_step=last_step,
+    )
+    ids = Path(config.checkpoint.folder or folder.checkpoint_folder)
+    return Trackers(config.metrics.trackers, run, ids=ids)
+
+
+def attach_report(path: str | Path, html: Path) -> None:
+    """Keep the page `html` with the run in the folder `path`, if it has finished, in its trackers.
+
+    Nothing is done for a folder that is not of such a run.
+    """
+    folder = RunFolder(Path(path).absolute())
+    launch = folder.launch()
+    if launch is None or launch.finished_step is None:
+        return
+    config = load_config(folder.config_file)
+    if config.metrics.trackers:
+        with run_trackers(config, folder, last_step=launch.finished_step) as trackers:
+            trackers.attach(html)

@@ -1,0 +1,148 @@
+"""Experiment trackers: what they get of a run, and that none of them can end it."""
+
+import importlib.util
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from isp.cli import main
+from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
+from isp.settings import MetricsConfig
+from tests.metrics.test_phases import ALONE
+from tests.ranks import run_isp
+from tests.train.jobs import write_job
+
+OWN = "tests.metrics.test_trackers:JsonTracker"
+FAILING = "tests.metrics.test_trackers:Failing"
+
+
+class JsonTracker(Tracker):
+    """Writes a line of JSON for each call to the folder of the run."""
+
+    def init(self, run: TrackedRun) -> str:
+        self.file = run.folder.parent / "calls.jsonl"
+        self.id = run.id or "first"
+        self._add("init", self.id, run.id, run.last_step, dict(run.config), run.project)
+        return self.id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._add("log", step, values["loss"])
+
+    def attach(self, path: Path) -> None:
+        self._add("attach", path.name, path.exists())
+
+    def finish(self, *, failed: bool) -> None:
+        self._add("finish", failed)
+
+    def _add(self, *call: object) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(call) + "\n")
+
+
+class Failing(Tracker):
+    def init(self, run: TrackedRun) -> None:
+        return None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise ConnectionError("no network")
+
+
+class Hanging(JsonTracker):
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        time.sleep(3600)
+
+
+def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> None:
+    """Catches steps that are not sent, a second run after resuming, and a report left behind."""
+    job = write_job(tmp_path)
+    words = ["train", str(job), *ALONE, f"--metrics.report_to=[{OWN}, {FAILING}]"]
+    run_isp(1, *words, "--training.steps", "2")
+    run_isp(1, *words, "--training.steps", "4")
+    run = tmp_path / "out/job/latest"
+    assert main(["report", str(run)]) == 0
+    calls = [json.loads(line) for line in (run.resolve().parent / "calls.jsonl").open()]
+    begins = [call[1:] for call in calls if call[0] == "init"]
+    mine = [call for call in calls if call[0] not in ("init", "finish")]
+    losses = [["log", r.step, r.loss] for r in read_metrics(run / "metrics.jsonl")]
+    assert mine == [*losses, ["attach", "report.html", True]]
+    assert len(losses) == 4
+    assert [begin[1:3] for begin in begins] == [[None, 0], ["first", 2], ["first", 4]]
+    config = begins[0][3]
+    assert config["layout"][0] == "world 1 = pipeline 1 x data 1 x tensor 1"
+    assert config["training"]["steps"] == 2
+    assert config["environment"]["torch"]
+    log = (run / "logs/rank_0.log").read_text()
+    assert log.count(f"no more is sent to {FAILING} (ConnectionError: no network)") == 2
+
+
+def test_one_that_hangs_holds_the_end_for_a_while_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a process that never ends, or that ends before the others have finished."""
+    monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.5)
+    run = TrackedRun("job", "now", tmp_path / "run")
+    with Trackers([OWN.replace("JsonTracker", "Hanging"), OWN], run) as both:
+        both.log(1, {"loss": 2.0})
+    assert "not finished within 0.5 s" in caplog.text
+    calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").open()]
+    assert ["log", 1, 2.0] in calls
+    assert calls[-1] == ["finish", False]
+
+
+def test_faults_are_reported_before_ranks_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a tracker that nobody finds missing until hours of training are over."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
+    )
+    job = write_job(tmp_path)
+    for name, fault in (
+        ("wandb", "error: metrics.report_to=wandb needs the wandb package: pip install wandb"),
+        ("nowhere:Mine", "error: metrics.report_to=nowhere:Mine: No module named 'nowhere'"),
+        ("pathlib:Path", "pathlib:Path must be a subclass of isp.metrics.Tracker"),
+        ("wand", "must be some of tensorboard, wandb, trackio, mlflow, swanlab, or module:Class"),
+    ):
+        assert main(["train", str(job), "--nproc", "2", f"--metrics.report_to=[{name}]"]) == 2
+        assert fault in capsys.readouterr().err
+    assert MetricsConfig(enable_tensorboard=True).trackers == ["tensorboard"]
+
+
+@pytest.mark.parametrize("name", ["trackio", "mlflow"])
+def test_a_library_shows_both_parts_of_a_resumed_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a call that the library does not have, and a second run after resuming."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    library = pytest.importorskip(name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "report.html"
+    page.write_text("<html></html>")
+    config = {"training": {"steps": 4}, "layout": ["world 1"]}
+    for first in (1, 3):
+        run = TrackedRun("job", "now", tmp_path / "run", config, last_step=first - 1)
+        with Trackers([name], run) as sent:
+            for step in (first, first + 1):
+                sent.log(step, {"loss": step + 0.5})
+            sent.attach(page)
+    if name == "trackio":
+        (found,) = library.Api().runs("job")
+        seen = library.sqlite_storage.SQLiteStorage.get_logs("job", "now")
+        assert [(r["step"], r["loss"]) for r in seen if "loss" in r] == LOSSES
+        assert [r["step"] for r in seen if "report" in r] == [2, 4]
+        assert found.config["training.steps"] == 4
+    else:
+        client = library.MlflowClient()
+        (found,) = client.search_runs([client.get_experiment_by_name("job").experiment_id])
+        seen = client.get_metric_history(found.info.run_id, "loss")
+        assert [(m.step, m.value) for m in seen] == LOSSES
+        assert (found.data.params["training.steps"], found.info.status) == ("4", "FINISHED")
+        assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["report.html"]
+
+
+LOSSES = [(1, 1.5), (2, 2.5), (3, 3.5), (4, 4.5)]
