@@ -10,7 +10,7 @@ Source: transformers, core_model_loading.py, `convert_and_load_state_dict_in_mod
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,10 +70,9 @@ class ConvertedFiles(DequantisedFiles):
         made = self._made(name, super().read)
         return made if layout is None else layout.shard(made)
 
-    def as_they_are(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the files that `name` is made of, under their names there."""
-        for found in self._sources[name].names:
-            yield found, self.read_block(found, ())
+    def made_of(self, name: str) -> list[str]:
+        """The names in the files of the tensors that `name` is made of."""
+        return self._sources[name].names
 
     def _shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]

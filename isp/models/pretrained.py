@@ -85,7 +85,8 @@ def saved_again(
 
     These are those of the folder's files. `read` gives a parameter, whole, of those with `shapes`;
     those of one block are in memory at a time. What no step changes is as in the folder: buffers,
-    and a tower of vision. Raises ValueError as `folder_model` does, and for other parameters.
+    a tower of vision, and what transformers does not load. Raises ValueError as `folder_model`
+    does, and for other parameters.
     """
     model = _made(folder, torch.float32)
     weights = _weights_of(model, Path(folder))
@@ -170,7 +171,8 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     tower = tuple(f"{name}." for name in take_out_tower(model))
     names = _names(model)
     untrained = {name for name in files.names if name.startswith(tower)}
-    tensors, aliases = {}, {*_ignored(model, files.names), *untrained}
+    untrained |= {*_ignored(model, files.names)}
+    tensors, aliases = {}, {*untrained}
     for of_one in names.values():
         there = next((name for name in of_one if name in files.names), of_one[0])
         tensors[there] = _tensor(model, there)
@@ -222,9 +224,12 @@ class _Files:
         self._untrained = untrained
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a tower of vision, as they are in the files; one is in memory."""
-        for name in self._untrained:
-            yield from self._files.as_they_are(name)
+        """The tensors of a tower of vision, and what transformers lets lie, as in the files.
+
+        Such as the heads for further tokens of DeepSeek-V3. One is in memory at a time.
+        """
+        there = dict.fromkeys(n for name in self._untrained for n in self._files.made_of(name))
+        return ((name, self._files.read_block(name, ())) for name in there)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:

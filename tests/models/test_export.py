@@ -36,7 +36,7 @@ def test_names_and_pieces_are_those_of_save_pretrained(tmp_path: Path, kind: str
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("kind", "own_names"), [("qwen3_moe", False), ("deepseek_v3", True)])
+@pytest.mark.parametrize(("kind", "own_names"), [("qwen3_moe", True), ("deepseek_v3", False)])
 def test_a_trained_folder_is_a_folder_again(tmp_path: Path, kind: str, own_names: bool) -> None:
     """Buffers that are left behind, and weights of before training."""
     source = write_folder(tmp_path / "model", kind, own_names=own_names)
@@ -45,6 +45,9 @@ def test_a_trained_folder_is_a_folder_again(tmp_path: Path, kind: str, own_names
     for name, tensor in before.items():
         if name.endswith("e_score_correction_bias"):
             tensor.copy_(torch.arange(tensor.numel()) / 7)
+    if kind == "deepseek_v3":  # what transformers does not load: the layer of a further token
+        lost = ("eh_proj.weight", "mlp.experts.0.gate_proj.weight", "mlp.experts.0.up_proj.weight")
+        before |= {f"model.layers.61.{name}": torch.randn(3, 5) for name in lost}
     save_file(before, file, metadata={"format": "pt"})
     (source / "tokenizer.json").write_text("{}")
     job = write_job(tmp_path, source)
@@ -52,7 +55,9 @@ def test_a_trained_folder_is_a_folder_again(tmp_path: Path, kind: str, own_names
     (run,) = run_folders(job)
     assert main(["checkpoint", "export", str(run), "--hf", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "tokenizer.json").exists()
-    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == before.keys()
+    after = load_file(tmp_path / "hf" / "model.safetensors")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(x, before[n]) for n, x in after.items() if ".61." in n)
     weights = WholeWeights(run)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert loaded.dtype is torch.float64
