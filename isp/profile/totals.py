@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from isp.comm.log import covered
 from isp.comm.tag import Purpose
+from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
@@ -82,10 +83,17 @@ def totals(times: RankTimes, step: int) -> Totals:
         chain_ms=sum(_unavoidable(c) for c in own if c.cost is Cost.CHAIN),
         excess_ms=_excess(own, spans, _FORWARD, times) + _excess(own, spans, _BACKWARD, times),
         by_kind={
-            kind: _sums([c for c in own if c.kind == kind])
-            for kind in sorted({c.kind for c in own})
+            kind: _sums([c for c in own if _kind(c) == kind])
+            for kind in sorted({_kind(c) for c in own})
         },
     )
+
+
+def _kind(collective: Collective) -> str:
+    """Its kind; those of experts that are spread over ranks are apart."""
+    axis = collective.channel.removesuffix("_reduce")
+    of_experts = axis in (Axis.EXPERT, Axis.EXPERT_WEIGHT)
+    return f"{collective.kind}, {axis}" if of_experts else collective.kind
 
 
 def _sums(own: Sequence[Collective]) -> KindTotals:
