@@ -138,7 +138,7 @@ class MixtureOfExperts(nn.Module):
         """x [B, S, D] -> [B, S, D]."""
         shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            shared = self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+            shared = self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
         tokens = x.flatten(0, 1)
         _, weights, numbers = self.gate(tokens)
         y: Tensor = self.experts(tokens, numbers, weights).view_as(x)

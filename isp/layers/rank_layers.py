@@ -50,6 +50,8 @@ class RankLayers:
     """The ranks that have different experts of a layer, and send each other tokens."""
     expert_chunks: int = 1
     """Parts of the tokens, each of which travels while the one before is computed."""
+    experts_stay: bool = False
+    """Whether each expert lies on one rank as a whole, so that none is gathered."""
     device: torch.device
     dtype: torch.dtype
     embed_split_hidden: bool = False
@@ -180,20 +182,6 @@ class RankLayers:
         """Where the experts of each expert rank begin, and the last ones end."""
         size = self.expert.size
         return [*(chunk_range(num_experts, size, i).start for i in range(size)), num_experts]
-
-    def gathered_experts(self, layout: ParameterLayout) -> ParameterLayout:
-        """The cut of this expert rank's experts, of those in a weight of `expert_layout`."""
-        parts, num_experts = layout.parts // layout.groups, layout.global_shape[0]
-        own = len(chunk_range(num_experts, self.expert.size, self.expert.rank))
-        return replace(
-            layout,
-            global_shape=(own, *layout.global_shape[1:]),
-            segments=(),
-            parts=parts,
-            index=layout.index % parts,
-            groups=1,
-            cut_over=Axis.EXPERT_WEIGHT,
-        )
 
     def replicated_layout(
         self, shape: tuple[int, ...], sees_part: bool | None = None

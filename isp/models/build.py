@@ -129,6 +129,7 @@ def build_model(
         weight=mesh[Axis.WEIGHT],
         expert=mesh[Axis.EXPERT],
         expert_chunks=parallel.expert.num_chunks,
+        experts_stay=mesh.topology.experts_stay,
         communicator=communicator or LocalWeights(),
         embed_split_hidden=parallel.weight.embed_split_hidden,
         vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
@@ -187,6 +188,7 @@ def shape_only(
     num_stages: int = 1,
     *,
     embed_split_hidden: bool = False,
+    experts_stay: bool = False,
 ) -> tuple[TracedChunk, ...]:
     """Stages of the model as one rank would have them alone, without memory for weights."""
     solo = Channel.solo()
@@ -196,6 +198,7 @@ def shape_only(
         weight=solo,
         communicator=LocalWeights(),
         embed_split_hidden=embed_split_hidden,
+        experts_stay=experts_stay,
         device=torch.device("meta"),
         dtype=torch.float32,
     )

@@ -188,7 +188,7 @@ class ExpertExchange:
         self.ranks.all_gather_into(every, counts.unsqueeze(0), tag=tag).wait()
         sums = every.cumsum(-1)
         sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
-        rows = sums.tolist()  # the one wait of the host
+        rows = sums.tolist() if not sums.is_meta else _even(parts, size)  # the host's one wait
         return [
             self._route(part, every[:, i, self.own], [of_rank[i] for of_rank in rows])
             for i, part in enumerate(parts)
@@ -212,6 +212,12 @@ class ExpertExchange:
             received,
             local.repeat_interleave(own.flatten(), output_size=sum(received)).unsqueeze(1),
         )
+
+
+def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
+    """Rows of each part from each rank to each where tokens have no values: all alike."""
+    ranges = [[len(chunk_range(x.numel(), size, i)) for i in range(size)] for x in parts]
+    return [ranges] * size
 
 
 class _Dispatch(Function):

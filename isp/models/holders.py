@@ -123,8 +123,7 @@ class WeightHolders:
 
         Experts are not, where such a plan leaves them whole or each lies on one rank as a whole.
         """
-        spread = self.layers.expert.size
-        if self._plan is None and (spread == 1 or spread < self.layers.weight.size):
+        if self._plan is None and not self.layers.experts_stay:
             return self._of
         return {
             n: holder for n, holder in self._of.items() if not isinstance(holder, SwappedExperts)
@@ -203,8 +202,7 @@ class WeightHolders:
                 }
             if isinstance(weight, ExpertWeight) and self.layers.expert.size > 1:
                 weight.layouts = {
-                    local: self.layers.gathered_experts(layout)
-                    for local, layout in weight.layouts.items()
+                    local: layout.of_group for local, layout in weight.layouts.items()
                 }
 
 

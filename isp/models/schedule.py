@@ -39,10 +39,18 @@ def rank_shape(
     rank: int,
     *,
     embed_split_hidden: bool = False,
+    experts_stay: bool = False,
 ) -> RankShape:
     """The shape of the `rank`-th rank of a pipeline; built on the meta device."""
     stages, split = order.stages_of(rank), embed_split_hidden
-    built = shape_only(model, mode, stages, order.num_stages, embed_split_hidden=split)
+    built = shape_only(
+        model,
+        mode,
+        stages,
+        order.num_stages,
+        embed_split_hidden=split,
+        experts_stay=experts_stay,
+    )
     declared = tuple(chunk.weight_blocks() for chunk in built)
     items = [item for chunk in built for item in by_whole(chunk.shards())]
     names = {id(item.parameter): item.name for item in items} | weight_names(declared)
@@ -95,9 +103,10 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
             f" use isp"
         )
     found = []
+    stay = 1 < parallel.expert.size == parallel.weight.size
     for rank in range(parallel.pipeline.size):
         chunks, actions = (
-            rank_shape(model, mode, order, rank).chunks,
+            rank_shape(model, mode, order, rank, experts_stay=stay).chunks,
             order.actions(rank, micro_num),
         )
         title = f"stage {' and '.join(map(str, order.stages_of(rank)))}"

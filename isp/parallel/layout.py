@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -104,6 +104,22 @@ class ParameterLayout:
     def _run_length(self) -> int:
         """Along `dim`, of the first of the `groups`."""
         return math.ceil(self.global_shape[self.dim] / self.groups)
+
+    @property
+    def of_group(self) -> ParameterLayout:
+        """The cut of what the ranks of its group have together."""
+        group, index = divmod(self.index, self.parts // self.groups)
+        own = len(chunk_range(self.global_shape[self.dim], self.groups, group))
+        before, after = self.global_shape[: self.dim], self.global_shape[self.dim + 1 :]
+        return replace(
+            self,
+            global_shape=(*before, own, *after),
+            segments=(),
+            parts=self.parts // self.groups,
+            index=index,
+            groups=1,
+            cut_over=Axis.EXPERT_WEIGHT,
+        )
 
     @cached_property
     def travels_as_it_lies(self) -> bool:

@@ -142,6 +142,11 @@ class Topology:
         return self.weight // self.expert
 
     @property
+    def experts_stay(self) -> bool:
+        """Whether each expert lies on one rank as a whole."""
+        return self.expert > 1 and self.expert_weight == 1
+
+    @property
     def stage(self) -> int:
         """Ranks in one pipeline stage."""
         return self.world_size // self.pipeline

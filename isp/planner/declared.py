@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from isp.config.models import language_model
+from isp.models.roles import ParameterRole
 from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
@@ -52,15 +53,17 @@ def _shape(
     embed_split_hidden: bool,
     order: PipelineOrder,
     rank: int,
+    experts_stay: bool,
 ) -> RankShape:
-    own = language_model(model, dtype)
-    return rank_shape(own, mode, order, rank, embed_split_hidden=embed_split_hidden)
+    own, split = language_model(model, dtype), embed_split_hidden
+    stay = experts_stay
+    return rank_shape(own, mode, order, rank, embed_split_hidden=split, experts_stay=stay)
 
 
 def shape_of(case: PlanCase, rank: int) -> RankShape:
     """The part of the model that the `rank`-th rank of a pipeline has."""
-    split = case.parallel.weight.embed_split_hidden
-    return _shape(case.model, case.dtype, case.mode, split, case.order, rank)
+    split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
+    return _shape(case.model, case.dtype, case.mode, split, case.order, rank, stay)
 
 
 def all_blocks(case: PlanCase) -> list[Block]:
@@ -78,11 +81,18 @@ def trained_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParame
 
 def updated_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParameter]:
     """The trained parameters as the optimizer has them: each by itself, however it travels."""
-    shape, topology = shape_of(case, place.stage), case.topology
+    shape, parts = shape_of(case, place.stage), case.topology.weight
+    of_experts = _spread(case.model, case.dtype, case.topology.expert)
     return [
-        _sharded(name, layout, case.dtype, topology.weight, place.weight)
+        _sharded(name, layout, case.dtype, parts, place.weight, groups=of_experts.get(name, 1))
         for name, layout in shape.trained.items()
     ]
+
+
+def _spread(model: ModelConfig, dtype: str, ranks: int) -> dict[str, int]:
+    """The weights of experts, by name, if they are spread over so many `ranks`, with these."""
+    roles = language_model(model, dtype).trace.roles.items() if ranks > 1 else ()
+    return {name: ranks for name, role in roles if role is ParameterRole.EXPERT}
 
 
 def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
@@ -96,6 +106,7 @@ def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParamet
         place.stage,
         case.topology.weight,
         place.weight,
+        case.topology.expert,
     )
 
 
@@ -109,13 +120,18 @@ def _local_parameters(
     rank: int,
     parts: int,
     index: int,
+    spread: int,
 ) -> tuple[ShardedParameter, ...]:
-    """Those of the shards number `index` of `parts`; what is replicated stays whole."""
-    found = []
-    shape = _shape(model, dtype, mode, embed_split_hidden, order, rank)
+    """Those of the shards number `index` of `parts`; what is replicated stays whole.
+
+    `spread`: ranks that have different experts.
+    """
+    found, of_experts = [], _spread(model, dtype, spread)
+    shape = _shape(model, dtype, mode, embed_split_hidden, order, rank, spread == parts > 1)
     for name, layout in shape.layouts.items():
-        trained = name not in shape.frozen
-        found.append(_sharded(name, layout, dtype, parts, index, requires_grad=trained))
+        trained, groups = name not in shape.frozen, of_experts.get(name, 1)
+        cut = _sharded(name, layout, dtype, parts, index, groups=groups, requires_grad=trained)
+        found.append(cut)
     return tuple(found)
 
 
@@ -126,10 +142,14 @@ def _sharded(
     parts: int,
     index: int,
     *,
+    groups: int = 1,
     requires_grad: bool = True,
 ) -> ShardedParameter:
-    """Shard number `index` of `parts`; what is replicated stays whole."""
-    if layout.reduce_over is Axis.WEIGHT_DATA:
+    """Shard number `index` of `parts`, in so many groups; what is replicated stays whole."""
+    if groups > 1:
+        over = Axis.WEIGHT_DATA
+        layout = replace(layout, reduce_over=over, parts=parts, index=index, groups=groups)
+    elif layout.reduce_over is Axis.WEIGHT_DATA:
         layout = replace(layout, parts=parts, index=index)
     data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
     return ShardedParameter(name, nn.Parameter(data, requires_grad=requires_grad), layout)

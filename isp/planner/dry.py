@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from isp.layers.rank_layers import RankLayers
 from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.mixers.recurrence import Recurrence
 from isp.optim.buckets import master_dtype
+from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.planner.dry_scan import DryRecurrence
 from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
@@ -77,14 +78,24 @@ class DryWeights(WPCommunicator):
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
+        if not self._recorder.is_declared(module):  # spread experts, which are not gathered
+            return nullcontext(_Whole(weight, bias))
         return nullcontext(_Use(self._recorder, module, phase, weight, bias))
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor:
-        self._recorder.note(Gradient(self._recorder.use_of(module), is_bias))
+        if self._recorder.is_declared(module):
+            self._recorder.note(Gradient(self._recorder.use_of(module), is_bias))
         self._recorder.delivered(grad)
         return grad
+
+
+class _Whole(NamedTuple):
+    """Weights that are there."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class DryProducts:
@@ -280,6 +291,11 @@ class DryLayers(RankLayers):
     recorder: EventRecorder
     like_cuda: bool
     """Whether they compute as on CUDA, [Note: One node]."""
+
+    def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
+        """Those of the first rank that has different ones, which has most."""
+        layout = super().expert_layout(shape) if self.expert.size == 1 else None
+        return layout or replace(self.sharded_layout(shape, dim=0), parts=self.expert.size)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
         return DryRecurrence(kind, self.recorder)

@@ -11,13 +11,23 @@ and with more tokens gathering sends less. Of p ranks, p - 1 parts of p are sent
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # the rule is plain arithmetic
+    from isp.config import JobConfig
     from isp.planner.case import PlanCase
 
-__all__ = ["ExpertLayer", "ExpertTraffic", "crossing_tokens", "expert_layers", "expert_traffic"]
+__all__ = [
+    "ExpertLayer",
+    "ExpertTraffic",
+    "crossing_tokens",
+    "expert_layers",
+    "expert_traffic",
+    "spread_instead",
+    "with_spread_experts",
+]
 
 PASSES, TRIPS = 3, 4
 """Of weights: two gathers and a reduction; of tokens: there and back, forward and backward."""
@@ -61,29 +71,46 @@ class ExpertTraffic(NamedTuple):
     crossing: float
     """Tokens with which both ways send the same."""
     gathered: int
-    """Bytes."""
+    """Bytes, if all ranks gather all experts."""
     exchanged: int
-    """Bytes."""
-    is_sent: bool
-    """Whether weights are gathered: where each rank has all experts nothing is sent."""
+    """Bytes, if each expert lies on one rank."""
+    ranks: tuple[int, int]
+    """Planned: those that tokens travel between, and those that gather the same experts."""
+    gathers: bool
+    """Whether weights can be gathered, as in isp mode."""
 
     @property
     def less(self) -> str:
-        """The way that sends less; none where nothing is sent."""
-        if not self.is_sent:
+        """The way that sends less; none where each rank has all experts and nothing is sent."""
+        if not self.gathers or self.ranks == (1, 1):
             return "-"
         return "gather" if self.tokens >= self.crossing else "exchange"
 
+    @property
+    def way(self) -> str:
+        """The planned way, with ! if the other sends less: of both together one alone does."""
+        spread, gather = self.ranks
+        worse = spread > 1 if self.less == "gather" else gather > 1 and self.less == "exchange"
+        planned = f"{spread} x {gather}" if spread > 1 else "gather" if self.gathers else "-"
+        return "-" if self.ranks == (1, 1) else planned + " !" * worse
+
     def __str__(self) -> str:
         kinds = dict.fromkeys(f"{x.num_experts}, {x.used} of a token" for x in self.layers)
-        found = f"{' or '.join(kinds)}, in {len(self.layers)} layers; "
-        if not self.is_sent:
+        found, (spread, gather) = (
+            f"{' or '.join(kinds)}, in {len(self.layers)} layers; ",
+            self.ranks,
+        )
+        if spread == 1 and self.less == "-":
             return f"{found}all on every rank"
-        more = "more" if self.less == "exchange" else "less"
+        planned = "gathered"
+        if spread > 1:
+            planned = f"tokens travel between {spread} ranks, and {gather} gather the same ones"
+        exchanged = f"exchanging its {self.tokens:,} tokens {self.exchanged / 2**30:,.2f} GiB"
+        if not self.gathers:
+            return f"{found}{planned}\n{exchanged} of a rank a micro-batch"
         return (
-            f"{found}gathering sends {self.gathered / 2**30:,.2f} GiB of a rank a micro-batch,"
-            f" {more} than\nits {self.tokens:,} tokens would, {self.exchanged / 2**30:,.2f} GiB;"
-            f" equal at {self.crossing:,.0f} tokens"
+            f"{found}{planned}\ngathering would send {self.gathered / 2**30:,.2f} GiB of a rank a"
+            f" micro-batch, {exchanged}; equal at {self.crossing:,.0f} tokens"
         )
 
     def plain(self) -> dict[str, Any]:
@@ -116,7 +143,8 @@ def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
     wide = case.wide_bytes if is_wide else case.item_bytes
     gathers = 1 / case.micro_num if case.keeps_gathered else PASSES - 1
     passes, trips = gathers + wide / case.item_bytes, TRIPS + 2 * case.model.checkpoint
-    tokens, ranks = case.rows * case.tokens // case.topology.tensor, case.topology.weight
+    topology = case.topology
+    tokens, ranks = case.rows * case.tokens // topology.tensor, topology.weight
     padded = [x._replace(num_experts=-(-x.num_experts // ranks) * ranks) for x in layers]
     sent = case.item_bytes * (ranks - 1) / ranks
     return ExpertTraffic(
@@ -125,5 +153,24 @@ def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
         crossing_tokens(padded, passes=passes, trips=trips),
         round(sent * sum(layer.gathered(passes) for layer in padded)),
         round(sent * sum(layer.exchanged(tokens, trips) for layer in padded)),
-        case.gathers_weights,
+        (topology.expert, topology.expert_weight),
+        case.mode.facts.gathers_weights,
     )
+
+
+def with_spread_experts(config: JobConfig, spread: int) -> JobConfig:
+    """The configuration with tokens that travel between `spread` ranks to their experts."""
+    expert = replace(config.parallel.expert, size=spread)
+    rest = replace(config.parallel.expert_weight, size=None)
+    parallel = replace(config.parallel, expert=expert, expert_weight=rest)
+    return replace(config, parallel=parallel)
+
+
+def spread_instead(case: PlanCase, config: JobConfig, *, fits: bool) -> Iterator[JobConfig]:
+    """The layout with tokens that travel to experts on one rank each, where that may be better.
+
+    That is where it sends less, and where experts that are gathered, or whole, do not fit.
+    """
+    found, ranks = expert_traffic(case), case.topology.weight
+    if found is not None and ranks > 1 and (not fits or found.less == "exchange"):
+        yield with_spread_experts(config, ranks)

@@ -227,7 +227,7 @@ def _doublings(size: int) -> int:
 
 def axis_of(transfer: Transfer) -> Axis:
     """The axis along which a transfer goes."""
-    return Axis.WEIGHT if transfer.channel == "weight_reduce" else Axis(transfer.channel)
+    return Axis(transfer.channel.removesuffix("_reduce"))
 
 
 def _stride(case: PlanCase, axis: Axis) -> int:
@@ -242,6 +242,8 @@ def _stride(case: PlanCase, axis: Axis) -> int:
             return topology.tensor
         case Axis.WEIGHT_DATA | Axis.ZERO1:
             return topology.weight
+        case Axis.EXPERT:
+            return topology.expert_weight
         case Axis.PIPELINE:
             return topology.stage
         case Axis.EMBEDDING:

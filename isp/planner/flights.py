@@ -11,7 +11,7 @@ from typing import NamedTuple
 from isp.parallel import ParallelConfig
 from isp.parallel.config import Prefetch
 from isp.planner.case import Coordinates, PlanCase
-from isp.planner.declared import bare, local_parameters, shape_of
+from isp.planner.declared import bare, shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import records_of
 from isp.weights.plan import ActKind, plan
@@ -87,7 +87,8 @@ def gather_pool(case: PlanCase, place: Coordinates) -> int:
     if not case.gathers_weights:
         return 0
     chunks = shape_of(case, place.stage).chunks
-    layouts = {item.name: item.layout for item in local_parameters(case, place)}
+    rank = DryRank(case, place, Heard())
+    layouts = {name: rank.travels(name).layout for name in rank.parameters}
     uses = (use for block in _blocks(case, place) for use in block.uses)
     names = {name for v in uses for name in (v.weight, v.bias) if name is not None}
     kinds = tuple((name, prod(layouts[name].global_shape)) for name in sorted(names))

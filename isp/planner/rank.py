@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -20,12 +21,14 @@ from isp.parallel import Axis
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import local_parameters, trained_parameters
 from isp.weights.communicator import ISPCommModelConfig
+from isp.weights.parameter import ShardedParameter
 from isp.weights.pool import MemoryPool
 from isp.weights.transfers import GradientReducer, gather
 
 __all__ = ["DryRank", "Heard"]
 
 META = torch.device("meta")
+_OF_WEIGHTS = (Axis.WEIGHT, Axis.EXPERT_WEIGHT)
 
 
 class Heard(list[Transfer]):
@@ -49,6 +52,7 @@ class DryRank:
         self._index = {
             Axis.TENSOR: place.tensor,
             Axis.WEIGHT: place.weight,
+            Axis.EXPERT_WEIGHT: place.weight % case.topology.expert_weight,
             Axis.ZERO1: place.zero1,
         }
         self.pool = MemoryPool()
@@ -75,9 +79,9 @@ class DryRank:
         """The sums of gradients over the weight group."""
         weight = self.case.parallel.weight
         config = ISPCommModelConfig.of(weight, META)
-        name = "weight_reduce" if weight.reduces_apart else Axis.WEIGHT.value
+        apart = "_reduce" * weight.reduces_apart
         reducer = GradientReducer(
-            {Axis.WEIGHT: self._channel(Axis.WEIGHT, name)},
+            {a: self._channel(a, f"{a}{apart}") for a in _OF_WEIGHTS},
             self.pool,
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes if weight.overlap else 0,
@@ -85,9 +89,14 @@ class DryRank:
         reducer.sink = self.gradients
         return reducer
 
+    def travels(self, name: str) -> ShardedParameter:
+        """Parameter `name` as it is gathered: of spread experts, those of this rank's group."""
+        item = self.parameters[name]
+        return replace(item, layout=item.layout.of_group) if item.layout.groups > 1 else item
+
     def reduce(self, name: str) -> None:
         """Set the sum of the full gradient of parameter `name` on its way."""
-        sharded = self.parameters[name]
+        sharded = self.travels(name)
         dtype = sharded.parameter.dtype
         full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
         place = self.reducer.promise(sharded, full.dtype)
@@ -112,7 +121,7 @@ class DryRank:
 
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""
-        gather([self.parameters[name]], self, MemoryPool())
+        gather([self.travels(name)], self, MemoryPool())
 
     def all_reduce_number(self, axis: Axis) -> None:
         """Add up a number of the step along `axis`, and wait for the sum."""
@@ -137,5 +146,5 @@ class DryRank:
             self.case.size(axis),
             self._index.get(axis, 0),
             self._listener,
-            sum_locally=self.case.sums_locally if axis is Axis.WEIGHT else self.case.on_cpu,
+            sum_locally=self.case.sums_locally if axis in _OF_WEIGHTS else self.case.on_cpu,
         )

@@ -236,6 +236,10 @@ class EventRecorder:
         """The use of a layer in its block."""
         return self._places[id(layer)][1]
 
+    def is_declared(self, layer: WeightHolder) -> bool:
+        """Whether a block declares a use of a layer."""
+        return id(layer) in self._places
+
     def is_inside(self, layer: WeightHolder) -> bool:
         """Whether the use of a layer is no call of its own."""
         return id(layer) in self._inside

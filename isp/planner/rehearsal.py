@@ -120,6 +120,9 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
         parallel.sequence_2D.exchange,
         parallel.sequence_scan,
         case.documents,
+        topology.expert,
+        parallel.expert.num_chunks,
+        topology.experts_stay,
     )
     model = _alike_layers(case.model, recomputed)
     return _rehearsed(model, part, case.rows, case.tokens, case.dtype, case.on_cpu)
@@ -156,6 +159,10 @@ class _RankPart(NamedTuple):
     scan: SequenceScan
     documents: int
     """Equal documents in a row."""
+    expert: int
+    """Ranks that have different experts; tokens are taken to go to all alike."""
+    expert_chunks: int
+    experts_stay: bool
 
     def channel(self, axis: Axis, recorder: EventRecorder) -> DryChannel:
         """The channel along `axis`, of which `recorder` hears."""
@@ -189,6 +196,9 @@ def _rehearsed(
         mode=mode,
         tensor=tensor,
         weight=Channel.solo() if facts.gathers_weights else tensor,
+        expert=DryChannel(Axis.EXPERT.value, part.expert, 0, recorder),
+        expert_chunks=part.expert_chunks,
+        experts_stay=part.experts_stay,
         communicator=DryWeights(
             recorder, gathers=part.gathers_weights, wide_gradients=part.wide_gradients
         ),

@@ -97,7 +97,10 @@ def as_json(found: Found, top: int) -> str:
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
     case, config, memory = candidate.case, candidate.config, candidate.memory
-    sizes = "tensor", "head", "context", "head_first", "weight", "pipeline", "zero1", "data"
+    sizes = (
+        *("tensor", "head", "context", "head_first", "weight", "expert", "pipeline", "zero1"),
+        "data",
+    )
     prediction = candidate.prediction
     return {
         "mode": case.mode.value,
@@ -141,7 +144,7 @@ def shown_of(found: Found, top: int) -> list[Candidate]:
     of_kind: Counter[tuple[object, ...]] = Counter()
     for candidate in found.fitting:  # no more than two that differ in weight and zero1 alone
         t, data = candidate.case.topology, candidate.config.data
-        sizes = t.tensor, t.context, t.head_first, t.pipeline, data.micro_bsz
+        sizes = t.tensor, t.context, t.head_first, t.expert > 1, t.pipeline, data.micro_bsz
         kind = t.mode, sizes, candidate.case.keeps_gathered
         of_kind[kind] += 1
         if of_kind[kind] <= 2 and len(shown) < top:
@@ -206,7 +209,8 @@ tgs, tflops: tokens and model TFLOP/s of a rank a second"""
 
 
 _OF_EXPERTS = """
-experts: what sends less for them, to gather weights, which is planned, or to exchange tokens"""
+experts: gather, or tokens travel between so many ranks x those that gather the same ones;
+!: the other way would send less"""
 
 
 def legend_of(table: Sequence[Sequence[str]]) -> str:
@@ -240,7 +244,7 @@ def _row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]
         *(mark, t.mode.value, tensor, weight, str(t.pipeline), str(t.zero1), str(t.data)),
         f"{config.data.micro_bsz} x {config.data.num_micro_batches}",
         recompute,
-        "" if (experts := expert_traffic(candidate.case)) is None else experts.less,
+        "" if (experts := expert_traffic(candidate.case)) is None else experts.way,
         size_of(candidate.memory.total),
         time_of(prediction.step),
         f"{prediction.exposed / prediction.step:.0%}",

@@ -20,6 +20,7 @@ from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.exchange import with_exchange
+from isp.planner.experts import expert_layers, spread_instead, with_spread_experts
 from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget, Show, silent
 from isp.planner.memory import Memory, peak
@@ -75,6 +76,8 @@ class Candidate:
         words["model.checkpoint"] = model.checkpoint
         if model.checkpoint:
             words["model.checkpoint_keeps_attention"] = model.checkpoint_keeps_attention
+        if expert_layers(self.case):
+            words["parallel.expert.size"] = t.expert
         if self.config.training.global_batch_size is not None:
             words["training.global_batch_size"] = self.config.training.global_batch_size
         if t.mode.facts.slices_batch and parallel.sequence_2D.enable:
@@ -162,11 +165,17 @@ def search(
         if _may_ring(found) and budget.excess(found.memory) > 0:
             layout = with_exchange(layout, ContextExchange.RING)
             found = _least_recomputed(layout, world_size, fabric, budget)
-        group = found.case.mode, found.case.topology.tensor
-        if budget.excess(found.memory) <= 0:
-            fitting.append(found)
-        elif group not in smallest or found.memory.total < smallest[group].memory.total:
-            smallest[group] = found
+        fits = budget.excess(found.memory) <= 0
+        others = (
+            _least_recomputed(other, world_size, fabric, budget)
+            for other in spread_instead(found.case, layout, fits=fits)
+        )
+        for one in (found, *others):
+            group = one.case.mode, one.case.topology.tensor
+            if budget.excess(one.memory) <= 0:
+                fitting.append(one)
+            elif group not in smallest or one.memory.total < smallest[group].memory.total:
+                smallest[group] = one
     promising = progress(_promising(fitting, fabric), "time of layouts that fit")
     predicted = [replace(c, prediction=predict(c.case, fabric)) for c in promising]
     predicted.sort(key=attrgetter("seconds"))
@@ -177,7 +186,7 @@ def search(
             there = replace(there, prediction=predict(there.case, fabric))
             if there.seconds < STAYS_BELOW * candidate.seconds:
                 kept.append(there)
-    fits = {(c.case.mode, c.case.topology.tensor) for c in fitting}
+    there_are = {(c.case.mode, c.case.topology.tensor) for c in fitting}
     return Found(
         world_size=world_size,
         rows=rows,
@@ -185,7 +194,7 @@ def search(
         own=own,
         fitting=tuple(sorted(predicted + kept, key=attrgetter("seconds"))),
         num_fitting=len(fitting) + len(kept),
-        too_large=tuple(c for group, c in smallest.items() if group not in fits),
+        too_large=tuple(c for group, c in smallest.items() if group not in there_are),
         refused=tuple(refused),
     )
 
@@ -266,6 +275,7 @@ def _with_sizes(
     pipeline: int,
     zero1: int,
 ) -> JobConfig:
+    config = with_spread_experts(config, 1)
     parallel, stages = config.parallel, config.parallel.pipeline
     if pipeline != stages.size:
         schedule = PipelineSchedule.ONE_F_ONE_B

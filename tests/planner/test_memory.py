@@ -83,6 +83,9 @@ CASES = [
     (Layout(tensor=2, weight=4, data=2, micro=2), EXPERTS, "bfloat16"),
     (Layout(weight=2, data=2), replace(EXPERTS, checkpoint=1.0), "float32"),
     (Layout(mode=Mode.MSP, tensor=2), replace(EXPERTS, checkpoint=0.5), "float32"),
+    (Layout(mode=Mode.MTP, tensor=2, expert=2), EXPERTS, "float32"),
+    (Layout(weight=4, data=4, expert=2), EXPERTS, "bfloat16"),
+    (Layout(tensor=2, weight=4, data=2, expert=4), replace(EXPERTS, checkpoint=1.0), "float32"),
     (Layout(tensor=2, context=2), MODEL, "float32"),
     (Layout(tensor=2, context=2, weight=2), KEPT, "float32"),
 ]

@@ -30,6 +30,7 @@ from isp.parallel import (
     WeightConfig,
     Zero1Config,
 )
+from isp.parallel.config import ExpertConfig
 from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from isp.weights.parameter import ShardedParameter
@@ -116,6 +117,8 @@ class Layout:
     """Context ranks, in isp mode."""
     head_first: bool = True
     exchange: ContextExchange = ContextExchange.GATHER
+    expert: int = 1
+    """Ranks that have different experts."""
     options: WeightConfig = field(default_factory=WeightConfig)
     """What else `parallel.weight` says; its size is `weight`."""
 
@@ -139,6 +142,7 @@ class Layout:
                 size=self.pipeline, schedule=self.schedule, num_chunks=self.chunks
             ),
             zero1=Zero1Config(size=self.zero1),
+            expert=ExpertConfig(size=self.expert),
             sequence_2D=Sequence2DConfig(
                 enable=self.context > 1,
                 context_size=self.context,
@@ -158,6 +162,8 @@ class Layout:
         if self.context > 1:
             first = "" if self.head_first else " first"
             sizes += f"  context {self.context}{first} {self.exchange}"
+        if self.expert > 1:
+            sizes += f"  expert {self.expert}"
         if self.pipeline > 1:
             sizes += f"  pipeline {self.pipeline}"
         if self.chunks > 1:
