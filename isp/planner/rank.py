@@ -123,9 +123,9 @@ class DryRank:
         """Set the full tensor of parameter `name` on its way."""
         gather([self.travels(name)], self, MemoryPool())
 
-    def all_reduce_number(self, axis: Axis) -> None:
-        """Add up a number of the step along `axis`, and wait for the sum."""
-        number = torch.empty((), dtype=torch.float64, device=META)
+    def all_reduce_numbers(self, axis: Axis, shape: tuple[int, ...] = ()) -> None:
+        """Add up numbers of the step along `axis`, and wait for the sum."""
+        number = torch.empty(shape, dtype=torch.float64, device=META)
         self[axis].all_reduce_(number, tag=Tag(tensor="metrics")).wait()
 
     def share_batch(self) -> None:

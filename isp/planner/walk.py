@@ -15,6 +15,7 @@ from itertools import chain
 
 from isp.comm.host import FROM_HOST, HOST
 from isp.comm.tag import Purpose, Tag, Transfer
+from isp.models.expert_load import experts_of
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.planner.case import PlanCase
@@ -320,4 +321,7 @@ class Walk:
         splits_logits = rehearsal(self.case, self.place).splits_logits
         losses = Axis.DATA if splits_logits else Axis.STAGE
         for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
-            self.dry.all_reduce_number(axis)
+            self.dry.all_reduce_numbers(axis)
+        if experts := experts_of(self.case.language_model):  # how many tokens each got
+            for axis in (Axis.STAGE, Axis.PIPELINE):
+                self.dry.all_reduce_numbers(axis, (len(experts), max(experts.values())))
