@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+DATA = ["pyarrow", "datasets", "fsspec"]
 HF = ["tokenizers", "transformers>=5", "jinja2"]
 REPORT = ["matplotlib", "jinja2"]
 TENSORBOARD = ["tensorboard"]
@@ -38,6 +39,7 @@ setup(
         "tqdm",
     ],
     extras_require={
+        "data": DATA,
         "flash": ["flash-attn"],
         "hf": HF,
         "lm-eval": ["lm-eval"],

@@ -3,7 +3,7 @@
 #
 #   bash tools/setup_env.sh             what a run needs
 #   bash tools/setup_env.sh report hf   and what these extras of setup.py need: `isp report`,
-#                                       Hugging Face tokenizers (others: tensorboard, flash,
+#                                       Hugging Face tokenizers (others: data, tensorboard, flash,
 #                                       lm-eval, peft)
 #   bash tools/setup_env.sh dev         and what tests, lints and types need
 #

@@ -12,7 +12,10 @@ __all__ = ["add_prepare"]
 def add_prepare(parser: argparse.ArgumentParser) -> Run:
     """Add the files, and how they are read and written."""
     parser.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="text or .jsonl files, folders, globs"
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files, folders, globs, URLs",
     )
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
@@ -28,7 +31,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
     parser.add_argument(
         "--format",
-        choices=("auto", "text", "messages", "tokens"),
+        choices=("auto", "text", "messages", "tokens", "completions"),
         default="auto",
         help="what .jsonl lines hold; auto (default): as the keys of a file's first line say",
     )

@@ -25,13 +25,14 @@ def _readable(source: str | list[str]) -> str | list[str]:
 
 
 class Format(StrEnum):
-    """What the lines of a .jsonl file hold."""
+    """What the lines of a .jsonl file, or the rows of a table, hold."""
 
     AUTO = "auto"
     TEXT = "text"
     MESSAGES = "messages"
     TOKENS = "tokens"
     PREFERENCES = "preferences"
+    COMPLETIONS = "completions"
 
 
 class TrainOn(StrEnum):
@@ -58,12 +59,13 @@ class DataConfig:
     """`data`: where the text comes from, and the shape of a micro-batch."""
 
     source: Source
-    """Text files, .jsonl files, folders, globs, Megatron .bin/.idx prefixes, or `python-stdlib`."""
+    """Text files, .jsonl, .parquet and .arrow files, folders, also of `save_to_disk`, globs,
+    Megatron .bin/.idx prefixes, s3:// and other URLs, hf://OWNER/NAME[:SPLIT], `python-stdlib`."""
 
     format: Format = Format.AUTO
     """`text`, `messages` (conversations), `tokens` (`input_ids` and `labels`), `preferences`
-    (`chosen` and `rejected`) in each line of a .jsonl file; `auto`: as the keys of a file's first
-    line say."""
+    (`chosen` and `rejected`), `completions` (`prompt` and `completion`) in each line of a .jsonl
+    file, or row of a table; `auto`: as the keys of a file's first line say."""
 
     text_key: Text = "text"
     """The key that holds the text in each line of a .jsonl file."""

@@ -3,33 +3,33 @@
 import glob
 import json
 import os
-import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from isp.data.config import PYTHON_STDLIB
+from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files
 
 __all__ = [
     "Document",
     "JsonLine",
     "find_files",
+    "has_records",
     "read_documents",
     "read_jsonl",
+    "read_records",
 ]
 
 # What a folder contributes; a file that is named, or matched by a glob, may have any suffix.
 # fmt: off
 _TEXT_SUFFIXES = frozenset({
-    ".txt", ".text", ".md", ".rst", ".org", ".tex", ".jsonl",
+    ".txt", ".text", ".md", ".rst", ".org", ".tex", ".jsonl", *TABLE_SUFFIXES,
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".go", ".java", ".jl", ".js",
     ".lua", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts",
 })
 # fmt: on
 
-_BINARY_FORMATS = {".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 # Tests hold odd encodings and generated tables; packages are not the library's own.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -45,7 +45,7 @@ class Document(NamedTuple):
 
 
 class JsonLine(NamedTuple):
-    """One line of a .jsonl file: what it holds, its place in messages, and how many bytes."""
+    """One line of a .jsonl file, or row of a table: what it holds, its place, how many bytes."""
 
     record: dict[str, Any]
     where: str
@@ -55,8 +55,7 @@ class JsonLine(NamedTuple):
 def find_files(source: str | Sequence[str], *, key: str = "data.source") -> list[Path]:
     """The files of `source`, item by item, sorted inside each folder and glob.
 
-    Raises FileNotFoundError for an item that matches nothing, ValueError for an empty file, a
-    remote path, or a format that is not read.
+    Raises FileNotFoundError for an item that matches nothing, ValueError for an empty file.
     """
     items = [source] if isinstance(source, str) else source
     return [path for item in items for path in _files_of_item(item, key)]
@@ -65,10 +64,10 @@ def find_files(source: str | Sequence[str], *, key: str = "data.source") -> list
 def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
     """The non-empty documents of one file.
 
-    Raises ValueError naming the file, and the line of a .jsonl file.
+    Raises ValueError naming the file, and the line of a .jsonl file, or the row.
     """
-    if path.suffix == ".jsonl":
-        for line in read_jsonl(path):
+    if has_records(path):
+        for line in read_records(path):
             if text := _text_of_line(line.record, text_key, line.where):
                 yield Document(text, line.num_bytes)
         return
@@ -89,15 +88,15 @@ def _files_of_item(item: str, key: str) -> list[Path]:
     path = Path(item).expanduser()
     if item == PYTHON_STDLIB:
         return _stdlib_files()
-    if _REMOTE.match(item):
-        raise ValueError(
-            f"{key}={item} is a remote path, and those are not supported yet: copy its files to"
-            " storage that this machine can read as files"
-        )
     if path.is_dir():
+        try:
+            saved = saved_files(path)
+        except ValueError as error:
+            raise ValueError(f"{key}={item} {error}") from None
+        if saved is not None:
+            return saved
         if files := _walk(path, _TEXT_SUFFIXES, frozenset({"__pycache__"})):
             return files
-        _check_formats(_walk(path, frozenset(_BINARY_FORMATS), frozenset()), key, item)
         raise FileNotFoundError(
             f"{key}={item} is a folder without text files (suffixes taken from a folder: "
             f"{' '.join(sorted(_TEXT_SUFFIXES))}): name other files with a glob, {item}/**/*.log"
@@ -110,28 +109,16 @@ def _files_of_item(item: str, key: str) -> list[Path]:
             )
         if path.stat().st_size == 0:
             raise ValueError(f"{key}={item} is an empty file: fill it or leave it out")
-        _check_formats([path], key, item)
         return [path]
     if glob.has_magic(item):
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         if files := [match for match in matches if match.is_file()]:
-            _check_formats(files, key, item)
             return files
         raise FileNotFoundError(f"{key}={item} matches no file (seen from {os.getcwd()})")
     raise FileNotFoundError(
         f"{key}={item} does not exist (seen from {os.getcwd()}): give a file, a folder, a glob, "
         f"the prefix of a .bin/.idx pair, or {PYTHON_STDLIB}"
     )
-
-
-def _check_formats(files: list[Path], key: str, item: str) -> None:
-    """Name a format that is not read, which would be taken for text."""
-    for file in files:
-        if (form := _BINARY_FORMATS.get(file.suffix.lower())) is not None:
-            raise ValueError(
-                f"{key}={item}: {file} is {form}, which is not supported yet: write it as lines of"
-                " JSON (.jsonl), as Dataset.to_json of Hugging Face's datasets does"
-            )
 
 
 def _stdlib_files() -> list[Path]:
@@ -158,6 +145,20 @@ def _walk(root: Path, suffixes: frozenset[str], excluded: frozenset[str]) -> lis
         files += [path for path in paths if path.suffix in suffixes and path.is_file()]
     # Parts, not strings: the separator must not take part in the order.
     return sorted(files, key=lambda path: path.relative_to(root).parts)
+
+
+def has_records(path: Path) -> bool:
+    """Whether a file holds objects with keys: lines of JSON, or rows of a table."""
+    return path.suffix == ".jsonl" or path.suffix.lower() in TABLE_SUFFIXES
+
+
+def read_records(path: Path) -> Iterator[JsonLine]:
+    """The objects of a file that `has_records`.  Raises ValueError naming the file and the line."""
+    if path.suffix == ".jsonl":
+        yield from read_jsonl(path)
+        return
+    for number, (record, num_bytes) in enumerate(read_table(path), start=1):
+        yield JsonLine(record, f"{path}, row {number}", num_bytes)
 
 
 def read_jsonl(path: Path) -> Iterator[JsonLine]:

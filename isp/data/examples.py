@@ -14,9 +14,10 @@ import numpy.typing as npt
 from isp.data.chat import ChatTemplate, Example
 from isp.data.config import Format, TrainOn
 from isp.data.dataset import IGNORE_INDEX, check_ids
-from isp.data.documents import JsonLine, find_files, read_documents, read_jsonl
+from isp.data.documents import JsonLine, find_files, has_records, read_documents, read_records
 from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
-from isp.data.preferences import is_text_pair, read_pair
+from isp.data.preferences import beside, is_text, read_completion, read_pair
+from isp.data.remote import localised
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer
 
@@ -63,24 +64,26 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
     if Format.PREFERENCES in found and len(found) > 1:
         listed = ", ".join(f"{path} ({form})" for form, path in found.items())
         raise ValueError(f"{key} mixes pairs of preferences with other examples: {listed}")
-    order = (Format.TEXT, Format.MESSAGES, Format.TOKENS, Format.PREFERENCES)
+    order = (Format.TEXT, Format.MESSAGES, Format.COMPLETIONS, Format.TOKENS, Format.PREFERENCES)
     return next(form for form in order if form in found)
 
 
 def file_format(path: Path, asked: Format, text_key: str) -> Format:
     """What the lines of a file hold: as asked, else as the keys of its first line say."""
     if asked is not Format.AUTO:
-        if path.suffix != ".jsonl" and asked is not Format.TEXT:
-            raise ValueError(f"data.format={asked}: {path} is no .jsonl file")
+        if not has_records(path) and asked is not Format.TEXT:
+            raise ValueError(f"data.format={asked}: {path} is no .jsonl file, and no table")
         return asked
-    if path.suffix != ".jsonl":
+    if not has_records(path):
         return Format.TEXT
-    first = next((line.record for line in read_jsonl(path)), {})
+    first = next((line.record for line in read_records(path)), {})
     keys = {
         text_key: Format.TEXT,
         "messages": Format.MESSAGES,
+        "conversations": Format.MESSAGES,
         "input_ids": Format.TOKENS,
         "chosen": Format.PREFERENCES,
+        "completion": Format.COMPLETIONS,
     }
     return next((form for name, form in keys.items() if name in first), Format.TEXT)
 
@@ -114,12 +117,12 @@ class SourceReader:
         key: str,
         train_on: TrainOn = TrainOn.ASSISTANT,
     ) -> None:
-        self.items = [source] if isinstance(source, str) else list(source)
+        self.items = localised([source] if isinstance(source, str) else source, key)
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
         form = find_format(self.items, asked, text_key=text_key, key=key)
         self.is_text = form is Format.TEXT
         self.is_pairs = form is Format.PREFERENCES
-        is_chat = form is Format.MESSAGES or (self.is_pairs and self._has_turns())
+        is_chat = form is not Format.TEXT and self._has_turns()
         if train_on is not TrainOn.ASSISTANT and form is not Format.MESSAGES:
             raise ValueError(
                 f"data.train_on={train_on} is for conversations, and {key} holds none (lines with"
@@ -134,7 +137,7 @@ class SourceReader:
                 check_pair(prefix)
                 continue
             for path in find_files(item, key=self._key):
-                if path.suffix == ".jsonl":
+                if has_records(path):
                     next(self.read(path), None)
 
     def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:
@@ -148,20 +151,35 @@ class SourceReader:
                 tokens = self._tokenizer.encode(text)
                 yield [Example(tokens, tokens)], num_bytes
             return
-        for line in read_jsonl(path):
+        for line in read_records(path):
             if form is Format.MESSAGES:
                 assert self._template is not None
                 yield _conversation(line, self._template), line.num_bytes
             elif form is Format.PREFERENCES:
                 yield read_pair(line, self._tokenizer, self._template), line.num_bytes
+            elif form is Format.COMPLETIONS:
+                yield read_completion(line, self._tokenizer, self._template), line.num_bytes
             else:
                 yield _documents(line, vocab_size=self._tokenizer.vocab_size), line.num_bytes
 
     def _has_turns(self) -> bool:
-        """Whether the first pair of each file is of conversations, not of text."""
-        files = (path for item in self.items for path in find_files(item, key=self._key))
-        firsts = (next(read_jsonl(path), None) for path in files)
-        return any(line is not None and not is_text_pair(line.record) for line in firsts)
+        """Whether the first example of a file has messages, not text or tokens."""
+        paths = (
+            path
+            for item in self.items
+            if indexed_prefix(item) is None
+            for path in find_files(item, key=self._key)
+        )
+        for path in paths:
+            form = file_format(path, self._asked, self._text_key)
+            first = next(read_records(path), None) if has_records(path) else None
+            if form is Format.MESSAGES or (
+                form in (Format.PREFERENCES, Format.COMPLETIONS)
+                and first is not None
+                and not is_text(first.record)
+            ):
+                return True
+        return False
 
     def open(self) -> ExampleStore:
         """All documents: files are tokenised into memory, pairs are mapped; text ends with eos.
@@ -247,10 +265,26 @@ def _open_pairs(prefix: Path) -> ExampleStore:
 def _conversation(line: JsonLine, template: ChatTemplate) -> list[Example]:
     """The tokens of `messages`, which the template sees with `tools` and `chat_template_kwargs`."""
     record, where = line.record, line.where
-    if "messages" not in record:
+    messages = record.get("messages", record.get("conversations"))
+    if messages is None:
         raise ValueError(f"{where} has no key 'messages', only {', '.join(map(repr, record))}")
-    keys = {"tools": record.get("tools"), "variables": record.get("chat_template_kwargs")}
-    return [template.example(record["messages"], where, **keys)]
+    return [template.example(_chat_messages(messages), where, **beside(record))]
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""ShareGPT's names of roles."""
+
+
+def _chat_messages(messages: Any) -> Any:
+    """`messages` with `role` and `content` for ShareGPT's `from` and `value`."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]}
+        if isinstance(m, dict) and {"from", "value"} <= m.keys()
+        else m
+        for m in messages
+    ]
 
 
 _OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask", "prompt_mask")

@@ -1,5 +1,7 @@
-"""Pairs of a preferred and another answer to one prompt, as lines of a .jsonl file have them."""
+"""One answer to a prompt, or a preferred and another one, as lines of a .jsonl file have them."""
 
+import json
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -10,12 +12,31 @@ from isp.data.dataset import IGNORE_INDEX
 from isp.data.documents import JsonLine
 from isp.data.tokenizer import Tokenizer
 
-__all__ = ["is_text_pair", "read_pair"]
+__all__ = ["beside", "is_text", "read_completion", "read_pair"]
 
 
-def is_text_pair(record: dict[str, Any]) -> bool:
+def is_text(record: dict[str, Any]) -> bool:
     """Whether a line's answers are text, not messages."""
-    return isinstance(record.get("chosen"), str)
+    return isinstance(record.get("chosen", record.get("completion")), str)
+
+
+def beside(record: dict[str, Any]) -> dict[str, Any]:
+    """What the chat template sees besides messages; tools may be JSON text, as in tables."""
+    tools = record.get("tools")
+    with suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    return {"tools": tools, "variables": record.get("chat_template_kwargs")}
+
+
+def read_completion(
+    line: JsonLine, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> list[Example]:
+    """The example of a line with `prompt` and `completion`; labels are those of the completion.
+
+    Both are texts, ended by eos, or lists of messages. Raises ValueError naming the line.
+    Source: the prompt-completion format of TRL.
+    """
+    return _answers(line, ("completion",), tokenizer, template)
 
 
 def read_pair(line: JsonLine, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[Example]:
@@ -25,29 +46,39 @@ def read_pair(line: JsonLine, tokenizer: Tokenizer, template: ChatTemplate | Non
     comes before both; without it, that is what both begin with. Raises ValueError naming the line.
     Source: the preference format of TRL.
     """
+    return _answers(line, ("chosen", "rejected"), tokenizer, template)
+
+
+def _answers(
+    line: JsonLine, keys: tuple[str, ...], tokenizer: Tokenizer, template: ChatTemplate | None
+) -> list[Example]:
+    """The examples of the answers `keys` to one prompt."""
     record, where = line.record, line.where
-    answers: list[Any] = [record.get(key) for key in ("chosen", "rejected")]
-    kind = str if is_text_pair(record) else list
-    given = {"chosen": answers[0], "rejected": answers[1], "prompt": record.get("prompt", kind())}
-    for key, value in given.items():
+    answers: list[Any] = [record.get(key) for key in keys]
+    kind = str if is_text(record) else list
+    asked = record.get("prompt", kind())
+    for key, value in zip((*keys, "prompt"), (*answers, asked), strict=True):
         if not isinstance(value, kind) or not (value or key == "prompt"):
+            alike = " and ".join(map(repr, ("prompt", *keys)))
             raise ValueError(
-                f"{where}: {key!r} must be text that is not empty, or a list of messages; 'prompt',"
-                f" 'chosen' and 'rejected' are alike"
+                f"{where}: {key!r} must be text that is not empty, or a list of messages; {alike}"
+                f" are alike"
             )
-    prompt = given["prompt"] or _common(answers)
+    if len(keys) == 1 and not asked:
+        raise ValueError(f"{where}: 'prompt' must not be empty beside 'completion'")
+    prompt = asked or _common(answers)
     own = prompt if record.get("prompt") else kind()
     whole: list[Any] = [own + answer for answer in answers]
     if kind is str:
-        asked = tokenizer.encode(prompt)
+        before = tokenizer.encode(prompt)
         texts = [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in whole]
     else:
         if template is None:
             raise ValueError(f"{where} has messages, and the first line of the file has text")
-        beside = {"tools": record.get("tools"), "variables": record.get("chat_template_kwargs")}
-        asked = tokenizer.encode(template.prompt(prompt, where, **beside))
-        texts = [template.tokens(messages, where, **beside) for messages in whole]
-    return [_after(asked, tokens, where) for tokens in texts]
+        more = beside(record)
+        before = tokenizer.encode(template.prompt(prompt, where, **more))
+        texts = [template.tokens(messages, where, **more) for messages in whole]
+    return [_after(before, tokens, where) for tokens in texts]
 
 
 def _common(answers: list[Any]) -> Any:

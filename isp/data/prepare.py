@@ -81,7 +81,7 @@ def prepare(
     )
     if reader.is_pairs:
         raise ValueError(f"input={', '.join(items)} holds pairs, which are read from .jsonl files")
-    files = find_files(items, key="input")
+    files = find_files(reader.items, key="input")
     with tqdm(
         total=sum(file.stat().st_size for file in files),
         unit="B",

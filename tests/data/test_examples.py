@@ -144,8 +144,8 @@ def test_bad_lines_are_refused_with_file_and_line(
 def test_messages_that_are_not_there(tmp_path: Path) -> None:
     """Catches a missing key, template or turn without a way out."""
     folder = str(chat_folder(tmp_path / "model"))
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"conversations": []}])
-    with pytest.raises(ValueError, match=r"a.jsonl, line 2 has no key 'messages', only 'conver"):
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"turns": []}])
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2 has no key 'messages', only 'turns"):
         opened(path, tokenizer=folder)
     with pytest.raises(ValueError, match=r"data.tokenizer=bytes has no chat template"):
         opened(path)

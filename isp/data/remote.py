@@ -1,0 +1,74 @@
+"""Sources elsewhere: files by fsspec (`s3://`, `gs://`), copied once; datasets of the hub."""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from isp.settings.packages import require
+
+__all__ = ["localised"]
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_HUB = re.compile(r"hf://(?!datasets/)([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+
+
+def localised(items: Sequence[str], key: str) -> list[str]:
+    """`items` with the paths of local copies in place of what is remote.
+
+    Copies are kept in `$ISP_CACHE` (default: `~/.cache/isp`), and made again when the file has
+    changed. Raises ValueError if it cannot be reached, or a package for it is not installed.
+    """
+    return [path for item in items for path in _local(item, key)]
+
+
+def _local(item: str, key: str) -> list[str]:
+    if not _REMOTE.match(item):
+        return [item]
+    hub = _HUB.fullmatch(item)
+    require(f"{key}={item}", "datasets" if hub else "fsspec", extra="data")
+    try:
+        return _of_hub(hub[1], hub[2] or "train") if hub else _copied(item)
+    except ValueError:
+        raise
+    except Exception as error:  # of any file system and its network: reported in a line
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{key}={item} cannot be read ({why}): without a network, copy it to this machine and"
+            f" name the copy"
+        ) from error
+
+
+def _of_hub(name: str, split: str) -> list[str]:
+    """The Arrow files of a split in the cache of `datasets`, which downloads them once."""
+    from datasets import load_dataset
+
+    return [file["filename"] for file in load_dataset(name, split=split).cache_files]
+
+
+def _copied(url: str) -> list[str]:
+    """Local copies of the files of `url`: a file, a glob or a folder; of a .bin, its .idx too."""
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    stem, suffix = os.path.splitext(path)
+    is_pair = suffix in (".bin", ".idx")
+    found = [f"{stem}.idx", f"{stem}.bin"] if is_pair else sorted(system.glob(path))
+    found = [file for x in found for file in (sorted(system.find(x)) if system.isdir(x) else [x])]
+    if not found:
+        raise FileNotFoundError("it matches no file")
+    root = Path(os.environ.get("ISP_CACHE", "~/.cache/isp")).expanduser()
+    named = root / sha256("".join(map(system.ukey, found)).encode()).hexdigest()[:16]
+    copies = []
+    for file in found:
+        copy = named / Path(file).name
+        if not copy.exists():
+            part = copy.with_name(f".{copy.name}.{os.getpid()}")
+            named.mkdir(parents=True, exist_ok=True)
+            with system.open(file, "rb") as source, part.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            part.replace(copy)  # in one piece: other ranks may copy at the same time
+        copies.append(str(copy))
+    return copies[-1:] if is_pair else copies

@@ -1,0 +1,77 @@
+"""Rows of Parquet and Arrow files, and of folders that Hugging Face's `save_to_disk` wrote.
+
+They are read batch by batch: no file is in memory as a whole.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from isp.settings.packages import require
+
+__all__ = ["TABLE_SUFFIXES", "read_table", "saved_files"]
+
+TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".feather"})
+_BATCH_ROWS = 1024
+
+
+def saved_files(folder: Path) -> list[Path] | None:
+    """The Arrow files of a folder of `save_to_disk`, in their order; None: it is no such folder.
+
+    Raises ValueError for several splits, and for rows that were selected but not written.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+        raise ValueError(f"holds the splits {', '.join(splits)}: name one, {folder / splits[0]}")
+    if not (folder / "state.json").is_file():
+        return None
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("_indices_data_files"):
+        raise ValueError("holds a selection of its rows: save it after flatten_indices()")
+    return [folder / file["filename"] for file in state["_data_files"]]
+
+
+def read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each row of a file, without what is null, and the row's share of the file in bytes.
+
+    Raises ValueError if the file is damaged, or pyarrow is not installed.
+    """
+    require(f"data.source={path}", "pyarrow", extra="data")
+    import pyarrow as pa
+
+    size = path.stat().st_size
+    try:
+        for batch, num_rows in _batches(path):
+            for row in batch.to_pylist():
+                yield _without_null(row), size // max(1, num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _batches(path: Path) -> Iterator[tuple[Any, int]]:
+    """Batches of rows, each with the number of rows of the file, as far as it is known."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix.lower() == ".parquet":
+        with pq.ParquetFile(path) as file:
+            num_rows = file.metadata.num_rows
+            yield from ((batch, num_rows) for batch in file.iter_batches(_BATCH_ROWS))
+        return
+    with pa.memory_map(str(path)) as source:
+        try:
+            reader = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:  # `datasets` writes the other of Arrow's two formats
+            source.seek(0)
+            yield from ((batch, batch.num_rows) for batch in pa.ipc.open_stream(source))
+        else:
+            for number in range(reader.num_record_batches):
+                yield (batch := reader.get_batch(number)), batch.num_rows
+
+
+def _without_null(value: Any) -> Any:
+    """`value` without keys that are null: a table has every key in every row."""
+    if isinstance(value, dict):
+        return {key: _without_null(x) for key, x in value.items() if x is not None}
+    return [_without_null(x) for x in value] if isinstance(value, list) else value

@@ -1,0 +1,132 @@
+"""Tables, saved datasets and remote files give the same samples as the same lines of JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from isp.data.dataset import Dataset
+from isp.data.prepare import prepare
+from tests.data.chat_folder import chat_folder, write_lines
+from tests.data.test_examples import TALK, opened
+
+MORE = [{"role": "user", "content": "d"}, {"role": "assistant", "content": "ef", "name": "x"}]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}]
+
+
+def samples(dataset: Dataset) -> list[list[Any]]:
+    found = (dataset.sample(i) for i in range(2 * dataset.samples_per_epoch))
+    return [[x.tolist() for x in sample] for sample in found]
+
+
+def _writers(folder: Path, lines: list[dict[str, Any]]) -> dict[str, Callable[[], str]]:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist(lines)
+
+    def parquet() -> str:
+        pq.write_table(table, folder / "a.parquet", row_group_size=2)
+        return str(folder / "a.parquet")
+
+    def arrow(kind: str) -> str:
+        new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
+        with new(str(folder / f"{kind}.arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+        return str(folder / f"{kind}.arrow")
+
+    def saved() -> str:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(lines).save_to_disk(folder / "saved", num_shards=2)
+        return str(folder / "saved")
+
+    return {
+        "parquet": parquet,
+        "arrow file": lambda: arrow("file"),
+        "arrow stream": lambda: arrow("stream"),
+        "saved": saved,
+    }
+
+
+def test_tables_hold_what_lines_hold(tmp_path: Path) -> None:
+    """Catches rows that are lost or reordered, and keys that are null taken for given ones."""
+    keys = {"tokenizer": str(chat_folder(tmp_path / "model")), "seq_len": 128}
+    lines: list[dict[str, Any]] = [{"messages": TALK}, {"messages": MORE}, {"messages": TALK * 2}]
+    expected = samples(opened(write_lines(tmp_path / "a.jsonl", lines), **keys).train)
+    for name, write in _writers(tmp_path, lines).items():
+        assert samples(opened(write(), **keys).train) == expected, name
+    texts: list[dict[str, Any]] = [{"text": "abcdefgh"}, {"text": "ijk"}]
+    expected = samples(opened(write_lines(tmp_path / "b.jsonl", texts)).train)
+    path = _writers(tmp_path, texts)["parquet"]()
+    assert samples(opened(path).train) == expected
+    assert samples(opened(str(prepare(path, tmp_path / "pair").prefix)).train) == expected
+
+
+def test_saved_folders_that_are_not_one_table(tmp_path: Path) -> None:
+    """Catches rows that were filtered out but are trained, and splits that are joined."""
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_list([{"text": "abcdefgh"}] * 4)
+    datasets.DatasetDict(train=whole, test=whole).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"data.source=.*both holds the splits train, test: name"):
+        opened(tmp_path / "both")
+    assert opened(tmp_path / "both" / "test").train.samples_per_epoch == 4
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
+    with pytest.raises(ValueError, match=r"bad.parquet cannot be read"):
+        opened(tmp_path / "bad.parquet")
+
+
+def test_a_package_or_a_network_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a traceback in place of the extra to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for source, package in ((tmp_path / "a.parquet", "pyarrow"), ("hf://a/b", "datasets")):
+        with pytest.raises(ValueError, match=f"needs the {package} package: bash .* data "):
+            opened(source)
+
+
+def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an old copy of a file that has changed, and a .bin without its .idx."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("ISP_CACHE", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    lines = [{"text": "abcdefgh"}, {"text": "ijk"}]
+    local = write_lines(tmp_path / "a.jsonl", lines)
+    memory.put(str(local), "/bucket/a.jsonl")
+    expected = samples(opened(local).train)
+    for source in ("memory://bucket/a.jsonl", "memory://bucket/*.jsonl", "memory://bucket"):
+        assert samples(opened(source).train) == expected
+    memory.put(str(write_lines(tmp_path / "a.jsonl", lines * 2)), "/bucket/a.jsonl")
+    assert opened("memory://bucket/a.jsonl").train.samples_per_epoch == 3
+    prefix = prepare(str(tmp_path / "a.jsonl"), tmp_path / "pair").prefix
+    for suffix in (".bin", ".idx"):
+        memory.put(f"{prefix}{suffix}", f"/pairs/p{suffix}")
+    pair = opened("memory://pairs/p.bin").train
+    assert samples(pair) == samples(opened(str(prefix)).train)
+    with pytest.raises(ValueError, match=r"memory://none/a.txt cannot be read \(FileNotFound"):
+        opened("memory://none/a.txt")
+
+
+def test_the_other_formats_of_conversations(tmp_path: Path) -> None:
+    """Catches a prompt that is trained, an answer without its end, and another name of a role."""
+    keys = {"tokenizer": str(chat_folder(tmp_path / "model")), "seq_len": 128}
+    chat = samples(opened(write_lines(tmp_path / "a.jsonl", [{"messages": TALK}]), **keys).train)
+    path = write_lines(tmp_path / "b.jsonl", [{"conversations": SHAREGPT}])
+    assert samples(opened(path, **keys).train) == chat
+    lines: list[dict[str, Any]] = [{"prompt": TALK[:1], "completion": TALK[1:]}]
+    of_turns = opened(write_lines(tmp_path / "c.jsonl", lines), **keys).train.sample(0)
+    assert of_turns.tokens.tolist() == chat[0][0]
+    assert np.count_nonzero(of_turns.labels != -100) in (3, 4)  # b, c, the turn's end, line feed
+    path = write_lines(tmp_path / "d.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    of_text = opened(path, seq_len=6).train.sample(0)
+    assert of_text.tokens.tolist() == [97, 98, 99, 100, 256, 256]
+    assert of_text.labels.tolist() == [-100, 99, 100, 256, -100, -100]
+    path = write_lines(tmp_path / "e.jsonl", [{"prompt": "ab", "completion": TALK}])
+    with pytest.raises(ValueError, match=r"line 1: 'prompt' must be text that is not empty, or a"):
+        opened(path, tokenizer=keys["tokenizer"])
