@@ -69,7 +69,8 @@ class CheckpointFolder:
         for path in self.leftovers():
             published = path.with_suffix("")
             if path.suffix == ".old" and not published.exists():
-                path.rename(published)
+                with suppress(FileNotFoundError):  # another rank has done it
+                    path.rename(published)
 
     def begin(self, step: int) -> None:
         """Make an empty temporary folder for `step`, and remove leftovers."""

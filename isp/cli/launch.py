@@ -81,13 +81,16 @@ def start_ranks(nproc: int, words: Sequence[str], *more: str) -> int:
     return launch(nproc, ["-m", "isp", *without_nproc(words), *more])
 
 
-def without_nproc(words: Sequence[str]) -> list[str]:
-    """The command line of a rank, from that of the process that starts it."""
-    kept, left = [], iter(words)
+def without_nproc(words: Sequence[str], *also: str) -> list[str]:
+    """The command line of a rank, from that of the process that starts it.
+
+    Without --nproc and its value, and those of the options `also`.
+    """
+    kept, left, options = [], iter(words), ("--nproc", *also)
     for word in left:
-        if word == "--nproc":
+        if word in options:
             next(left, None)
-        elif not word.startswith("--nproc="):
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
             kept.append(word)
     return kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
 from isp.cli.options import Run, add_nproc, add_planning, check_planned, positive
@@ -27,23 +28,37 @@ def add_layouts(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)"
     )
+    parser.add_argument(
+        "--write", metavar="FILE", help="write the configuration of the fastest layout to FILE"
+    )
     return _run_layouts
 
 
 def _run_layouts(args: argparse.Namespace) -> int:
     """Print the layouts of a configuration, the fastest first."""
-    from isp.config import load_config
+    from isp.cli.auto_layout import command_line, layout_words
+    from isp.config import load_config, to_plain, to_yaml
     from isp.planner import as_json, as_text, load_fabric, search
     from isp.report import require_packages, write_page
 
     if args.html is not None:
         require_packages()
+    if args.write is not None and Path(args.write).exists():
+        raise ValueError(f"--write {args.write} exists: name another file, or remove it")
     config = load_config(args.config, args.overrides)
     check_planned(config)
     fabric = load_fabric(args.fabric)
     fabric.check(args.world)
     found = search(config, args.world, fabric, rows=args.batch, progress=show_progress)
     print((as_json if args.json else as_text)(found, args.top))
+    if found.fitting:
+        words = layout_words(config, to_plain(found.fitting[0].config))
+        command = command_line(args.config, args.world, fabric, [*args.overrides, *words])
+        print(f"\ntrain with it:\n  {command}", file=sys.stderr if args.json else sys.stdout)
+        if args.write is not None:
+            best = load_config(args.config, [*args.overrides, *words])
+            Path(args.write).write_text(to_yaml(best), encoding="utf-8")
+            print(f"{args.write}: its configuration", file=sys.stderr)
     if args.html is not None:
         from isp.report.layouts import layouts_page
 

@@ -118,16 +118,35 @@ def _add_commands(
 
 def _add_train(parser: argparse.ArgumentParser) -> Run:
     add_nproc(parser)
+    parser.add_argument(
+        "--parallel",
+        choices=["auto"],
+        help="train in the layout that isp layouts ranks first for this machine",
+    )
+    parser.add_argument(
+        "--fabric",
+        metavar="FILE",
+        help="the machine of --parallel auto, as in isp layouts (default: the one at hand)",
+    )
     return _train
 
 
 def _train(args: argparse.Namespace) -> int:
-    from isp.cli.launch import speaks, start_ranks, world_size
+    from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import load_config
 
-    config = load_config(args.config, args.overrides)
+    config, chosen = load_config(args.config, args.overrides), list[str]()
     # Every error before any process starts.
-    ranks = world_size(args.nproc, least=config.parallel.least_ranks)
+    if args.fabric is not None and args.parallel is None:
+        raise ValueError(f"--fabric {args.fabric} is for --parallel auto: give both, or neither")
+    least = 1 if args.parallel else config.parallel.least_ranks
+    ranks = world_size(args.nproc, least=least)
+    if args.parallel:
+        from isp.cli.auto_layout import LAYOUT_OPTIONS, choose_layout
+
+        chosen = choose_layout(config, ranks, args.overrides, args.fabric)
+        config = load_config(args.config, [*args.overrides, *chosen])
+        args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     sized, topology = config.for_ranks(ranks), config.topology(ranks)
     config.require_packages()
     sized.check_folder_model()

@@ -9,7 +9,7 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
@@ -18,7 +18,7 @@ from typing import Any
 from isp.config.yaml_file import KeyPath
 from isp.settings.section import KeyRole, role_of
 
-__all__ = ["KeyTable", "docs_of", "general"]
+__all__ = ["KeyTable", "differences", "docs_of", "general"]
 
 _ENTRY = "*"
 """Stands for the number of an entry in a list."""
@@ -142,6 +142,18 @@ def docs_of(section: type) -> dict[str, str]:
         and isinstance(below.value, ast.Constant)
         and isinstance(doc := below.value.value, str)
     }
+
+
+def differences(
+    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Keys whose values differ, with both; keys that only one version of the project has do not."""
+    for name in [name for name in here if name in there]:
+        both = there[name], here[name]
+        if all(isinstance(value, dict) for value in both):
+            yield from differences(*both, f"{prefix}{name}.")
+        elif both[0] != both[1]:
+            yield f"{prefix}{name}", *both
 
 
 def general(path: KeyPath) -> KeyPath:

@@ -43,6 +43,8 @@ class DeviceSpec:
 
     name: str
     """As its maker calls it."""
+    cuda_names: tuple[str, ...] = ()
+    """Names that CUDA gives such devices, by which `isp train --parallel auto` finds the fabric."""
     kind: Literal["cuda", "cpu"] = "cuda"
     """Kind of kernels on it, which decides what they keep."""
     memory_gib: Positive

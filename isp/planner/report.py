@@ -25,6 +25,7 @@ __all__ = [
     "largest",
     "legend_of",
     "model_of",
+    "remedy_of",
     "shown_of",
     "size_of",
     "table_of",
@@ -71,7 +72,7 @@ def as_text(found: Found, top: int) -> str:
         parts.append(aligned(table, text_columns=2))
         parts.append(f"{len(shown)} of {found.num_fitting:,} layouts that fit\n{legend_of(table)}")
     parts += [verdict_of(found), _too_large(found), _refused(found)]
-    parts.append(details_of(shown[0]) if shown else _remedy(found))
+    parts.append(details_of(shown[0]) if shown else remedy_of(found))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -175,7 +176,7 @@ def verdict_of(found: Found) -> str:
     return f"the configuration as it is does not fit: {largest(own.memory)}{remedy}"
 
 
-def _remedy(found: Found) -> str:
+def remedy_of(found: Found) -> str:
     """The remedy where nothing fits, by the layout that takes least."""
     if not found.too_large:
         return "nothing fits: there is no layout at all"

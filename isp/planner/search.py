@@ -29,7 +29,7 @@ from isp.planner.record import BlockRecord, Compute, Launch, Reach
 from isp.planner.rehearsal import record_of_kind
 from isp.weights.trace import Block
 
-__all__ = ["Candidate", "Found", "evaluate", "search"]
+__all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
 
 RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
 """`model.checkpoint` and `model.checkpoint_keeps_attention`, the cheapest first."""
@@ -130,6 +130,14 @@ def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int) -
     return replace(candidate, prediction=predict(candidate.case, fabric))
 
 
+def rows_of(config: JobConfig, world_size: int) -> int:
+    """The sequences of a step that `config` asks for on `world_size` ranks."""
+    parallel, data = config.parallel, config.data
+    replicas = max(1, world_size // (parallel.tensor.size * parallel.pipeline.size))
+    rows = config.training.global_batch_size
+    return rows or data.micro_bsz * data.num_micro_batches * replicas
+
+
 def search(
     config: JobConfig,
     world_size: int,
@@ -145,11 +153,7 @@ def search(
     recomputation alone the one that recomputes least is kept. Of the fastest whose weights travel
     also what is faster if they are kept gathered, and fits.
     """
-    if rows is None:
-        parallel, data = config.parallel, config.data
-        replicas = max(1, world_size // (parallel.tensor.size * parallel.pipeline.size))
-        rows = config.training.global_batch_size
-        rows = rows or data.micro_bsz * data.num_micro_batches * replicas
+    rows = rows or rows_of(config, world_size)
     own: Candidate | str
     try:
         own = evaluate(config, world_size, fabric, rows=rows)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from isp.checkpoint.choice import CheckpointInfo, candidates_in, newest_at, prev
 from isp.checkpoint.folder import CheckpointFolder, describe_contents, folder_lock
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
-from isp.config.keys import KeyTable
+from isp.config.keys import KeyTable, differences
 from isp.models.build import parameter_shapes
 from isp.parallel import Axis, Topology
 from isp.run.folder import (
@@ -41,7 +41,15 @@ from isp.run.folder import (
 from isp.settings.section import KeyRole
 from isp.train.begin_from import check_folder
 
-__all__ = ["Start", "check_changes", "check_start", "open_run", "saved_values"]
+__all__ = [
+    "Resumed",
+    "Start",
+    "check_changes",
+    "check_start",
+    "open_run",
+    "resumed",
+    "saved_values",
+]
 
 _CONFIG = "config"
 _SEQUENCES = "sequences_per_step"
@@ -59,6 +67,17 @@ class Start(NamedTuple):
     """Time the run was started, by the clock; an earlier one's restarts do not count."""
     note: str
     """Reason why the run before is not resumed; "" if there is none."""
+
+
+class Resumed(NamedTuple):
+    """What a checkpoint says of the run that saved it."""
+
+    path: Path
+    world_size: int
+    config: dict[str, Any]
+    """Sections of plain values; empty if it does not say."""
+    sequences: int | None
+    """Of a step, over all ranks."""
 
 
 class _Place(NamedTuple):
@@ -82,6 +101,24 @@ def check_start(config: JobConfig, topology: Topology) -> None:
     with _claimed(config, topology, makes=False) as place:
         if place.run is None:
             check_can_create(config.job)
+
+
+def resumed(config: JobConfig) -> Resumed | None:
+    """The checkpoint that `config` would resume from, whatever the layout; None: a new run begins.
+
+    Nothing is made. Raises ValueError or OSError as `open_run` does, as far as it is known.
+    """
+    info = _own_checkpoint(config, _find(config, None))
+    if info is None:
+        return None
+    saved = info.manifest.shared
+    there = saved.get(_CONFIG)
+    return Resumed(
+        info.path,
+        info.manifest.topology.world_size,
+        there if isinstance(there, dict) else {},
+        saved.get(_SEQUENCES),
+    )
 
 
 @contextmanager
@@ -133,7 +170,7 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
-def _find(config: JobConfig, topology: Topology) -> _Place:
+def _find(config: JobConfig, topology: Topology | None) -> _Place:
     folder = config.checkpoint.folder
     given = None
     if folder is not None:
@@ -225,7 +262,7 @@ def _interrupted(config: JobConfig) -> tuple[RunFolder, float] | None:
     return run, launch.at
 
 
-def _to_resume(config: JobConfig, topology: Topology) -> tuple[RunFolder | None, str]:
+def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder | None, str]:
     """The newest run of the job that has a checkpoint, and if it is not to be resumed, why."""
     load_step = config.checkpoint.load_step
     if config.checkpoint.folder is not None or not _goes_on(config):
@@ -247,7 +284,7 @@ def _to_resume(config: JobConfig, topology: Topology) -> tuple[RunFolder | None,
 
 
 def _why_not_resumed(
-    run: RunFolder, finished_step: int, config: JobConfig, topology: Topology
+    run: RunFolder, finished_step: int, config: JobConfig, topology: Topology | None
 ) -> str:
     """Reason not to resume `run`, which has finished; "" if it is to be resumed."""
     own = preview(candidates_in(CheckpointFolder(run.checkpoint_folder)))
@@ -301,18 +338,23 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
 
 
 def _compare(
-    info: CheckpointInfo, config: JobConfig, topology: Topology
+    info: CheckpointInfo, config: JobConfig, topology: Topology | None
 ) -> tuple[list[str], list[str]]:
-    """The differences of `check_changes`: those that are refused, and the others."""
+    """The differences of `check_changes`: those that are refused, and the others.
+
+    Without a topology, which is still to be chosen, ranks and sequences are not compared.
+    """
     saved = info.manifest.shared
     if not isinstance(saved.get(_CONFIG), dict):
         return [], ["it does not say its configuration, so nothing was compared"]
     lines: list[str] = []
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
-    for key, there, here in _differences(saved[_CONFIG], to_plain(config)):
+    for key, there, here in differences(saved[_CONFIG], to_plain(config)):
         line = f"{key}: {there} there, {here} now"
         (refused if _is_refused(key, keys) else lines).append(line)
+    if topology is None:
+        return refused, lines
     there, here = saved.get(_SEQUENCES), _sequences(config, topology)
     if there != here:
         refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
@@ -330,15 +372,3 @@ def _sequences(config: JobConfig, topology: Topology) -> int:
 def _is_refused(key: str, keys: KeyTable) -> bool:
     """Whether another value makes another model or other data; what is no key of ours may."""
     return keys.role(tuple(key.split("."))) in (KeyRole.MODEL, KeyRole.DATA, None)
-
-
-def _differences(
-    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Keys whose values differ, with both; keys that only one version of the project has do not."""
-    for name in [name for name in here if name in there]:
-        both = there[name], here[name]
-        if all(isinstance(value, dict) for value in both):
-            yield from _differences(*both, f"{prefix}{name}.")
-        elif both[0] != both[1]:
-            yield f"{prefix}{name}", *both

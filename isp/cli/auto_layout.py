@@ -1,0 +1,195 @@
+"""`isp train --parallel auto`: trains in the layout that `isp layouts` ranks first.
+
+Under torchrun every rank chooses by itself: a search is a pure function of the configuration, the
+machine and the number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isp.cli.options import check_planned
+from isp.cli.progress import show_progress
+
+if TYPE_CHECKING:
+    from isp.config import JobConfig
+    from isp.planner import Candidate, Fabric, Found
+
+__all__ = ["LAYOUT_OPTIONS", "choose_layout", "command_line", "layout_words"]
+
+LAYOUT_OPTIONS = ("--parallel", "--fabric")
+"""Options of the launcher alone: ranks are given the keys that were chosen."""
+_CHOSEN = (
+    *("parallel.tensor.mode", "parallel.tensor.size"),
+    *("parallel.weight.size", "parallel.weight.reshard_after_forward"),
+    *("parallel.pipeline.size", "parallel.pipeline.schedule", "parallel.pipeline.num_chunks"),
+    *("parallel.zero1.size", "parallel.sequence_2D.", "model.checkpoint"),
+    *("data.micro_bsz", "data.micro_num", "training.global_batch_size"),
+)
+"""What the keys that a search changes begin with."""
+
+
+class _Machine(NamedTuple):
+    fabric: Fabric
+    origin: str
+    """How it was found."""
+
+
+def layout_words(config: JobConfig, chosen: Mapping[str, Any]) -> list[str]:
+    """The words that make `config` the layout of `chosen`, a configuration of plain values."""
+    from isp.config import to_plain
+    from isp.config.keys import differences
+
+    follows = config.training.global_batch_size is not None and config.data.micro_num is None
+    return [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, _, value in differences(to_plain(config), chosen)
+        if key.startswith(_CHOSEN) and not (follows and key == "data.micro_num")
+    ]
+
+
+def command_line(path: str, ranks: int, fabric: Fabric, words: Sequence[str]) -> str:
+    """The command that trains with `words` on so many ranks of `fabric`."""
+    train = ["isp", "train", path]
+    if ranks <= fabric.devices_per_node:
+        return shlex.join([*train, f"--nproc={ranks}", *words])
+    here = fabric.devices_per_node
+    nodes = [f"--nnodes={-(-ranks // here)}", f"--nproc-per-node={here}"]
+    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    return shlex.join(["torchrun", *nodes, *meet, "-m", *train, *words])
+
+
+def choose_layout(
+    config: JobConfig, ranks: int, overrides: Sequence[str], fabric: str | None
+) -> list[str]:
+    """The words that make `config` the layout to train in; says which, and why.
+
+    Of a run that is resumed on as many ranks it is the run's own. Keys of a layout among the
+    `overrides` are kept. Raises ValueError, in a line, where none can be chosen.
+    """
+    from isp.cli.launch import speaks
+    from isp.config import to_plain
+    from isp.planner import search
+    from isp.planner.lengths import silent
+    from isp.planner.search import rows_of
+    from isp.train.resume import resumed
+
+    check_planned(config)
+    given = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
+
+    def contradicts(words: Sequence[str]) -> bool:
+        return any(word[2:].partition("=")[0] in given for word in words)
+
+    say = _say if speaks() else _say_nothing
+    there, rows = resumed(config), rows_of(config, ranks)
+    if there is not None and there.world_size == ranks and there.sequences == rows:
+        words = layout_words(config, there.config)
+        if there.config and not contradicts(words):
+            keys = shlex.join(words) or "those of the configuration"
+            say("layout", f"that of {there.path}, which is resumed on {ranks} ranks as before")
+            say("keys", keys)
+            return words
+    if there is not None and there.world_size != ranks and not config.training.global_batch_size:
+        rows = there.sequences or rows  # the batch of the run
+    machine = _find_machine(config, ranks, fabric)
+    machine.fabric.check(ranks)
+    show = show_progress if speaks() else silent
+    found = search(config, ranks, machine.fabric, rows=rows, progress=show)
+    fitting = [
+        c for c in found.fitting if not contradicts(layout_words(config, to_plain(c.config)))
+    ]
+    _check(found, fitting, given)
+    words = layout_words(config, to_plain(fitting[0].config))
+    for name, line in _reasons(found, fitting, machine.origin).items():
+        say(name, line)
+    say("keys", shlex.join(words) or "none to change: it is the configuration's own layout")
+    return words
+
+
+def _check(found: Found, fitting: Sequence[Candidate], given: set[str]) -> None:
+    from isp.planner.report import remedy_of
+
+    if not found.fitting:
+        raise ValueError(f"--parallel auto: {remedy_of(found).replace('--world', '--nproc')}")
+    if not fitting:
+        keys = ", ".join(f"--{key}" for key in sorted(given) if key.startswith(_CHOSEN))
+        raise ValueError(
+            f"--parallel auto: none of the {len(found.fitting)} fastest layouts has {keys} as"
+            f" given: leave it out, or leave out --parallel auto (isp layouts lists layouts)"
+        )
+
+
+def _reasons(found: Found, fitting: Sequence[Candidate], origin: str) -> dict[str, str]:
+    from isp.planner.report import size_of, table_of, time_of
+
+    best = fitting[0]
+    header, *rows = table_of(fitting[:2], [""] * len(fitting[:2]), found.world_size)
+    names = [
+        ", ".join(f"{key} {value}" for key, value in zip(header, row, strict=True) if value)
+        for row in rows
+    ]
+    names = [name.split(", memory")[0] for name in names]
+    exposed = best.prediction.exposed / best.seconds if best.prediction is not None else 0.0
+    why = [f"a step of {time_of(best.seconds)} is predicted, {exposed:.0%} of it exposed"]
+    why += [f"the next best takes {time_of(other.seconds)} ({names[1]})" for other in fitting[1:2]]
+    if not isinstance(found.own, str):
+        fits = "" if found.fits(found.own) else " and does not fit"
+        why.append(f"the configuration as it is takes {time_of(found.own.seconds)}{fits}")
+    room = size_of(found.fabric.device.usable_bytes)
+    length = best.config.data.seq_len
+    return {
+        "layout": names[0],
+        "for": f"{found.world_size} ranks, {found.rows} sequences of {length:,} tokens a step,"
+        f" {size_of(best.memory.total)} of {room} of a rank; first of {found.num_fitting} that fit",
+        "machine": f"{found.fabric.title}; {origin}",
+        "why": "; ".join(why),
+    }
+
+
+def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
+    """The machine that was given, or that at hand.  Raises ValueError if nobody knows it."""
+    import torch
+
+    from isp.comm.host_memory import total_bytes
+    from isp.planner import load_fabric
+    from isp.planner.fabric import known_fabrics
+
+    if name is not None:
+        return _Machine(load_fabric(name), f"--fabric {name}")
+    measure = "measure it with `isp calibrate --out FILE` and give --fabric FILE"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if here < ranks:
+        raise ValueError(
+            f"--parallel auto: {here} of {ranks} ranks are on this machine, and the links between"
+            f" machines are not known: {measure} (under torchrun, on all), or give one of"
+            f" {', '.join(known_fabrics())}"
+        )
+    if config.training.device == "cpu" or not torch.cuda.is_available():
+        fabric, memory = load_fabric("cpu"), total_bytes()
+        if memory is not None:
+            device = replace(fabric.device, memory_gib=memory / ranks / 2**30)
+            fabric = replace(fabric, device=device)
+        return _Machine(fabric, f"its memory is shared by the ranks; {measure} to know its speed")
+    device_name = torch.cuda.get_device_name(0)
+    for known in known_fabrics():
+        fabric = load_fabric(known)
+        if device_name in fabric.device.cuda_names:
+            return _Machine(fabric, f"fabric {known}, for {device_name}; --fabric gives another")
+    raise ValueError(
+        f"--parallel auto: no fabric is known for {device_name}: {measure}, or give one of"
+        f" {', '.join(known_fabrics())}"
+    )
+
+
+def _say(name: str, text: str) -> None:
+    print(f"{name:<11} {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(_: str, __: str) -> None:
+    """On ranks other than the first."""

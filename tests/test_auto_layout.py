@@ -1,0 +1,118 @@
+"""`isp train --parallel auto` and `isp layouts --write`: the layout that is ranked first."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from isp.cli import main
+from isp.config import load_config, to_plain
+from isp.config.keys import differences
+from isp.planner import load_fabric, search
+from tests.train.jobs import run_folders, run_forked, write_job
+
+Choose = Callable[..., list[str]]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return write_job(tmp_path)
+
+
+@pytest.fixture
+def choose(job: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """What the ranks of `isp train --parallel auto` are started with, after CONFIG."""
+    started: list[list[str]] = []
+
+    def launch(_: int, command: list[str]) -> int:
+        started.append(command)
+        return 0
+
+    monkeypatch.setattr("isp.cli.launch.launch", launch)
+
+    def words(ranks: int, *more: str) -> list[str]:
+        assert main(["train", str(job), f"--nproc={ranks}", "--parallel", "auto", *more]) == 0
+        assert started[-1][:4] == ["-m", "isp", "train", str(job)]
+        assert not {"auto", "--parallel", "--fabric"} & set(started[-1])
+        return started[-1][4:]
+
+    return words
+
+
+def test_a_run_keeps_its_layout_until_the_ranks_are_others(
+    job: Path, choose: Choose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches another layout than the first, one missing in the run's files, or that changes."""
+    words = choose(2, "--fabric", "cpu")
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in said[-5:]] == ["layout", "for", "machine", "why", "keys"]
+    config = load_config(job, words)
+    (best, *_) = search(load_config(job), 2, load_fabric("cpu")).fitting
+    assert to_plain(config)["parallel"] == to_plain(best.config)["parallel"]
+    assert config.parallel != load_config(job).parallel, "something is chosen"
+
+    run_forked(job, *words, "--training.steps=2")
+    (run,) = run_folders(job)
+    assert load_config(run / "config.yaml").parallel == config.parallel
+    slow = replace(load_fabric("cpu"), inside=replace(load_fabric("cpu").inside, latency_us=0))
+    (job.parent / "slow.yaml").write_text(slow.to_yaml())
+    again = choose(2, "--training.steps=3", "--fabric", str(job.parent / "slow.yaml"))
+    assert again == ["--training.steps=3", *words]
+    assert f"that of {run}/checkpoint/step_2" in capsys.readouterr().err
+
+    alone = choose(1, "--training.steps=3")
+    assert "--parallel.tensor.size=1" in alone
+    run_forked(job, *alone, num_ranks=1)
+    assert run_folders(job) == [run]
+    assert load_config(run / "config.yaml").parallel.tensor.size == 1
+
+
+def test_what_is_given_by_hand_is_kept(choose: Choose, job: Path) -> None:
+    """Catches a key of the command line that the choice overrides in silence."""
+    words = choose(2, "--parallel.tensor.mode", "msp")
+    assert load_config(job, words).parallel.tensor.mode == "msp"
+
+
+def test_a_layout_is_refused_where_nobody_can_know_it(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a guess, where neither machine nor memory let a layout be chosen."""
+    small = replace(load_fabric("cpu").device, memory_gib=1e-5)
+    tiny = job.parent / "tiny.yaml"
+    tiny.write_text(replace(load_fabric("cpu"), device=small).to_yaml())
+
+    def refused(*words: str) -> str:
+        assert main(["train", str(job), *words]) == 2
+        (line,) = [w for w in capsys.readouterr().err.splitlines() if w.startswith("error: ")]
+        return line
+
+    auto = ["--parallel=auto", "--nproc=2"]
+    assert "nothing fits" in refused(*auto, "--fabric", str(tiny))
+    assert "has --parallel.weight.size as given" in refused(*auto, "--parallel.weight.size=64")
+    assert "--fabric cpu is for --parallel auto" in refused("--nproc=2", "--fabric=cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Unheard Of")
+    on_gpu = [*auto, "--training.device=auto"]
+    assert "no fabric is known for NVIDIA Unheard Of" in refused(*on_gpu)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert "the links between machines are not known" in refused(*on_gpu)
+
+
+def test_layouts_gives_a_command_and_a_file(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches printed keys, or a file, that are not the first layout; and a file written over."""
+    out = job.parent / "best.yaml"
+    many = "--data.micro_num=8"
+    layouts = ["layouts", str(job), "--world=2", "--fabric=cpu", "--write", str(out), many]
+    assert main(layouts) == 0
+    command = capsys.readouterr().out.split("train with it:\n")[1].strip()
+    assert command.startswith(f"isp train {job} --nproc=2 {many} ")
+    (best, *_) = search(load_config(job, [many]), 2, load_fabric("cpu")).fitting
+    for config in (load_config(out), load_config(job, shlex.split(command)[4:])):
+        assert not list(differences(to_plain(best.config), to_plain(config)))
+    assert main(layouts) == 2
+    assert f"--write {out} exists" in capsys.readouterr().err
