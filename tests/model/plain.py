@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from isp.layers.module import RowsOf
 from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 from model.weight_names import earlier_names
+from tests.optim.plain_muon import PlainMuon
 
 __all__ = ["PlainDecoder", "document_bounds", "plain_adamw", "train_plainly"]
 
@@ -156,6 +158,29 @@ def plain_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     )
 
 
+def plain_muon(model: nn.Module, config: OptimizerConfig) -> PlainMuon:
+    """Muon of the matrices of blocks, AdamW of all else; per head as q, k and v have them."""
+
+    def group(name: str, p: nn.Parameter) -> dict[str, Any]:
+        if p.dim() < 2 or not name.startswith("blocks."):
+            decay = config.weight_decay if p.dim() > 1 else 0.0
+            return {"params": [p], "rule": "adamw", "cuts": (), "weight_decay": decay}
+        keys, cuts, scale = config.muon, [slice(None)], config.muon.lr / config.lr
+        if keys.per_head and name.rpartition(".")[0][-2:] in (".q", ".k", ".v"):
+            size = model.config.head_size
+            cuts = [slice(i, i + size) for i in range(0, len(p), size)]
+        decay = keys.weight_decay
+        return {
+            "params": [p],
+            "rule": "muon",
+            "cuts": cuts,
+            "weight_decay": decay,
+            "lr_scale": scale,
+        }
+
+    return PlainMuon([group(*named) for named in model.named_parameters()], config)
+
+
 def train_plainly(
     model: PlainDecoder,
     steps: Iterable[tuple[float, Sequence[MicroBatch]]],
@@ -164,10 +189,11 @@ def train_plainly(
     max_norm: float,
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, given its learning rate and micro-batches."""
-    adamw, numbers = plain_adamw(model, config), []
+    make = plain_muon if config.name == "muon" else plain_adamw
+    optimizer, numbers = make(model, config), list[tuple[float, float]]()
     for lr, batches in steps:
         num_valid = sum(int((batch.labels != -100).sum()) for batch in batches)
-        adamw.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)
         total = 0.0
         for batch in batches:
             logits = model(batch.tokens, batch.positions, document_bounds(batch))
@@ -177,9 +203,9 @@ def train_plainly(
             loss.backward()
             total += loss.item()
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        for group in adamw.param_groups:
-            group["lr"] = lr
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         if num_valid:
-            adamw.step()
+            optimizer.step()
         numbers.append((total, norm.item()))
     return numbers

@@ -21,6 +21,7 @@ from isp.config.models import language_model
 from isp.layers.loss import IGNORED
 from isp.parallel import Axis, ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import OverlapUnit
+from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 from tests.model.plain import PlainDecoder, document_bounds, train_plainly
 from tests.ranks import run_ranks
@@ -261,16 +262,21 @@ def _saving() -> list[Case]:
 CASES = [*_grid(), *_zero1(), *_models(), *_context(), *_pipelines(), *_saving()]
 
 
-def _train_all(rank: int, cases: list[Case]) -> list[tuple[Numbers, float]]:
+def train_all(
+    rank: int,
+    cases: list[Case],
+    optimizer: OptimizerConfig = OPTIMIZER,
+    steps: tuple[int, ...] = STEPS,
+) -> list[tuple[Numbers, float]]:
     """Of each case what its steps come to, and an evaluation."""
     meshes, found = Meshes(rank), []
     for case in cases:
         try:
             keys = case.keys()
-            config = replace(OPTIMIZER, offload_states=keys.pop("offload_states", False))
+            config = replace(optimizer, offload_states=keys.pop("offload_states", False))
             task = replace(case.task, model=replace(case.model, **keys))
             run = make_run(meshes.of(case.layout), case.layout, task, config=config)
-            numbers, data = run.numbers(STEPS), run.step.mesh[Axis.DATA]
+            numbers, data = run.numbers(steps), run.step.mesh[Axis.DATA]
             places = range(data.rank, case.layout.global_batch, data.size)
             batches = [task.batch(EVALUATED, place) for place in places]
             found.append((numbers, run.step.evaluate([batches])))
@@ -281,16 +287,21 @@ def _train_all(rank: int, cases: list[Case]) -> list[tuple[Numbers, float]]:
 
 
 @cache
-def _plainly(task: Task, global_batch: int) -> tuple[Numbers, float]:
+def plainly(
+    task: Task,
+    global_batch: int,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    trained: tuple[int, ...] = STEPS,
+) -> tuple[Numbers, float]:
     """The same of plain torch."""
     (initial,) = run_ranks(1, _initial, task)
     weights = {name: torch.from_numpy(array) for name, array in initial.items()}
     model = PlainDecoder(task.model).double().load_weights(weights)
     steps = (
         (learning_rate(step), [task.batch(step, place) for place in range(global_batch)])
-        for step in STEPS
+        for step in trained
     )
-    numbers = train_plainly(model, steps, OPTIMIZER, max_norm=MAX_NORM)
+    numbers = train_plainly(model, steps, optimizer, max_norm=MAX_NORM)
     total = count = 0.0
     for batch in (task.batch(EVALUATED, place) for place in range(global_batch)):
         logits = model(batch.tokens, batch.positions, document_bounds(batch)).detach()
@@ -310,7 +321,7 @@ def _initial(_: int, task: Task) -> Any:
 def test_the_runs_compared_are_worth_comparing() -> None:
     """Catches samples on which nothing is learned, masked or clipped, so that all would agree."""
     task = Case(Layout()).task
-    losses, norms = zip(*_plainly(task, 6)[0], strict=True)
+    losses, norms = zip(*plainly(task, 6)[0], strict=True)
     empty = STEPS.index(7)
     assert losses[empty] == norms[empty] == 0, "step 7 has no valid token"
     assert all(math.isfinite(n) and n > 0.1 for s, n in enumerate(norms) if s != empty)
@@ -336,11 +347,18 @@ def test_every_layout_trains_as_plain_torch(world: int) -> None:
     cases = [case for case in CASES if case.layout.world == world]
     for model in {case.model for case in cases}:
         language_model(model, "float64")  # traced once, for all ranks
-    of_ranks = run_ranks(world, _train_all, cases, timeout_seconds=380)
+    assert_as_plain_torch(world, cases, OPTIMIZER, STEPS)
+
+
+def assert_as_plain_torch(
+    world: int, cases: list[Case], optimizer: OptimizerConfig, steps: tuple[int, ...]
+) -> None:
+    """Train all cases, and compare losses, gradient norms and an evaluation."""
+    of_ranks = run_ranks(world, train_all, cases, optimizer, steps, timeout_seconds=380)
     assert all(numbers == of_ranks[0] for numbers in of_ranks), "ranks tell different numbers"
     lines, worst = [], 0.0
     for case, (numbers, evaluated) in zip(cases, of_ranks[0], strict=True):
-        expected, plainly_evaluated = _plainly(case.task, case.layout.global_batch)
+        expected, plainly_evaluated = plainly(case.task, case.layout.global_batch, optimizer, steps)
         loss, norm = (
             largest_difference([n[i] for n in numbers], [n[i] for n in expected]) for i in (0, 1)
         )
@@ -350,7 +368,7 @@ def test_every_layout_trains_as_plain_torch(world: int) -> None:
             f"{case.layout}  loss {loss:.1e}  grad norm {norm:.1e}  evaluation {evaluation:.1e}"
             f"  {', '.join(case.saving)}"
         )
-    table = "\n".join([f"\n{len(STEPS)} steps, largest relative difference to plain torch", *lines])
+    table = "\n".join([f"\n{len(steps)} steps, largest relative difference to plain torch", *lines])
     print(table)
     assert worst < TOLERANCE, table
 

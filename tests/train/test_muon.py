@@ -1,0 +1,52 @@
+"""Muon in every layout, next to a plain loop that knows no layout: in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isp.config.models import language_model
+from isp.parallel import Mode, PipelineSchedule
+from isp.settings import MuonConfig, OptimizerConfig
+from tests.train.runs import Layout
+from tests.train.test_layouts import ALL, CASES, FIVE, GRID, TIED, Case, assert_as_plain_torch
+
+MUON = OptimizerConfig(
+    name="muon",
+    lr=1e-2,
+    muon=MuonConfig(lr=2e-2, adjust_lr_fn="match_rms_adamw", per_head=True),
+)
+STEPS = (0, 1, 2, 7, 4, 5)
+"""In step 7 nobody has a label: it is skipped."""
+SOME = [
+    Case(Layout(weight=4, data=4)),
+    Case(Layout(tensor=2, weight=2, data=2, micro=2, zero1=1), TIED, saving=ALL),
+    Case(Layout(mode=Mode.FSP, tensor=2, data=2), replace(GRID, num_layers=2)),
+    Case(
+        Layout(pipeline=2, tensor=2, weight=2, micro=2, schedule=PipelineSchedule.ZBV, chunks=2),
+        replace(FIVE, tie_embeddings=True),
+    ),
+]
+
+
+def _compare(cases: list[Case]) -> None:
+    for model in {case.model for case in cases}:
+        language_model(model, "float64")  # traced once, for all ranks
+    assert_as_plain_torch(cases[0].layout.world, cases, MUON, STEPS)
+
+
+def test_some_layouts_train_as_plain_muon() -> None:
+    """Catches heads cut by others' rows, copies of a stage's rows, and tied tables that muon takes.
+
+    All other layouts: below.
+    """
+    _compare(SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world", sorted({case.layout.world for case in CASES}))
+def test_every_layout_trains_as_plain_muon(world: int) -> None:
+    """Catches a row that goes to or comes from a wrong rank, in some layout."""
+    _compare([case for case in CASES if case.layout.world == world])
