@@ -132,7 +132,10 @@ def saved_rows(
 
 def other_rule(state: TrainState, metadata: Metadata) -> str | None:
     """In words, if the optimizer states in a checkpoint are not those of the run's update rule."""
-    found = state_kinds(metadata.state_dict_metadata)
+    there = kinds_by_name(metadata)
+    own = {name for name, _, shard in _shards(state) if shard.key.startswith(OPTIMIZER)}
+    alike = [there[name] for name in own if name in there]  # rules may differ by weight
+    found = sorted(set().union(*(alike or there.values())))
     needed = state_kinds(shard.key for _, _, shard in _shards(state))
     if state.optimizer is None or found == needed:
         return None

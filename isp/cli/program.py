@@ -150,7 +150,7 @@ def _train(args: argparse.Namespace) -> int:
     sized, topology = config.for_ranks(ranks), config.topology(ranks)
     config.require_packages()
     sized.check_folder_model()
-    if config.optimizer.param_groups:
+    if config.optimizer.param_groups or config.optimizer.is_torchs:
         from isp.train.run import check_param_groups
 
         check_param_groups(config)

@@ -8,6 +8,8 @@ given all and a part: what it does to the part has to be the same.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -15,23 +17,55 @@ import torch
 from torch import Tensor, nn
 
 from isp.optim.states import MASTER, Resting, take_up
-from isp.optim.update_rules import GroupValues, Rows, UpdateRule
+from isp.optim.update_rules import GroupValues, Rows
+from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["MakeOptimizer", "NoRule", "TorchUpdates", "check_elementwise"]
+__all__ = ["MakeOptimizer", "TorchUpdates", "check_elementwise", "count_states", "optimizer_of"]
 
 MakeOptimizer: TypeAlias = "Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
 """Makes an optimizer of names and parameters."""
 
 
-class NoRule(UpdateRule):
-    """Keeps no state: torch's optimizer has its own."""
+def optimizer_of(config: OptimizerConfig) -> MakeOptimizer | None:
+    """What makes the optimizer `config.name`, if that is `module:Class`.
 
-    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        return {}
+    What has one dimension is not decayed. Raises ValueError for one that cannot be imported.
+    """
+    if not config.is_torchs:
+        return None
+    module, _, name = config.name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), name)
+        takes = inspect.signature(made).parameters
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.name={config.name} cannot be taken: {error}") from error
+    values = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    alike = (key for key in values if key in takes and _is_like(takes[key].default, values[key]))
+    known = {key: values[key] for key in alike}
 
-    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
-        raise NotImplementedError("torch's optimizer updates")
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [pair for pair in named if pair[1].dim() > 1]}]
+        plain = {"weight_decay": 0.0} if "weight_decay" in known else {}
+        groups.append({"params": [pair for pair in named if pair[1].dim() < 2], **plain})
+        optimizer: torch.optim.Optimizer = made([g for g in groups if g["params"]], **known)
+        return optimizer
+
+    return make
+
+
+def count_states(make: MakeOptimizer) -> int:
+    """The states of a weight's shape that the optimizer keeps."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = make([("weight", weight)])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return sum(_is_alike(x, weight) for x in optimizer.state[weight].values())
 
 
 class TorchUpdates:
@@ -50,6 +84,13 @@ class TorchUpdates:
         self.optimizer = make([*self._parameters.items()])
         self.optimizer.register_step_pre_hook(self._check_step)
         self._updates = False
+        self.peak: float | None = None
+        """The learning rate that groups' own are multiples of; None: they are the caller's."""
+
+    def set_rate(self, lr: float) -> None:
+        """Let groups learn at their part of `lr`, if there is a `peak`."""
+        for group in self.optimizer.param_groups if self.peak is not None else ():
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr / self.peak
 
     def _check_step(self, *_: object) -> None:
         if not self._updates:
@@ -179,6 +220,12 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
         }
         for name, parameter in parameters.items()
     }
+
+
+def _is_like(default: object, value: object) -> bool:
+    """Whether a parameter with this default may be given the value: Adafactor's eps is a pair."""
+    pair = isinstance(value, tuple)
+    return isinstance(default, tuple) and len(default) == 2 if pair else isinstance(default, float)
 
 
 def _is_alike(x: object, parameter: Tensor) -> bool:

@@ -21,6 +21,7 @@ from isp.settings import LRSchedulerConfig, OptimizerConfig, ParamGroupConfig
 
 __all__ = [
     "GroupValues",
+    "NoRule",
     "Rows",
     "UpdateRule",
     "check_groups",
@@ -163,12 +164,22 @@ class Muon(UpdateRule):
         torch._foreach_add_(rows.masters, rows.grads, alpha=-lr)
 
 
+class NoRule(UpdateRule):
+    """Keeps no state: torch's optimizer has its own."""
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {}
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
+        raise NotImplementedError("torch's optimizer updates")
+
+
 _RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
 
 
 def update_rule(config: OptimizerConfig, name: str | None = None) -> UpdateRule:
     """The rule of this name; None: the one that `config.name` names."""
-    return _RULES[name or config.name](config)
+    return _RULES.get(name or config.name, NoRule)(config)
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedulerConfig) -> float:

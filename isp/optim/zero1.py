@@ -27,8 +27,8 @@ from isp.optim.states import (
     kept,
     take_up,
 )
-from isp.optim.torch_optimizer import MakeOptimizer, NoRule, TorchUpdates
-from isp.optim.update_rules import GroupValues, Rows, update_rule, values_of
+from isp.optim.torch_optimizer import MakeOptimizer, TorchUpdates
+from isp.optim.update_rules import GroupValues, NoRule, Rows, update_rule, values_of
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
@@ -367,6 +367,8 @@ class Zero1Optimizer:
             self._rules[values.rule].average(rows)
 
         def others() -> None:
+            if (updates := self.torch_updates) is not None:
+                updates.set_rate(lr)
             self._stream.pass_through(step)
             self._publisher.launch_updated(left)
 

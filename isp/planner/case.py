@@ -12,6 +12,7 @@ from isp.config import JobConfig
 from isp.config.models import language_model
 from isp.models.model import TracedModel
 from isp.optim import update_rule
+from isp.optim.torch_optimizer import count_states, optimizer_of
 from isp.optim.update_rules import values_of
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.context import ContextPlan
@@ -103,6 +104,8 @@ class PlanCase:
 
     def state_bytes(self, name: str, layout: ParameterLayout) -> int:
         """Bytes of the optimizer states of a number of a weight, master weights left out."""
+        if (make := optimizer_of(self.optimizer)) is not None:
+            return count_states(make) * self.wide_bytes
         wide = torch.float64 if self.dtype == "float64" else torch.float32
         rule = values_of(name, layout, self.optimizer).rule
         kinds = update_rule(self.optimizer, rule).states(wide).values()

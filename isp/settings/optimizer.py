@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -53,6 +53,17 @@ class GradScalerConfig:
 
 
 _Rule = Literal["adamw", "lion", "muon"]
+
+
+def _rule_or_class(name: str) -> str:
+    if name not in get_args(_Rule) and not re.fullmatch(r"[\w.]+:\w+", name):
+        raise ValueError(
+            "must be adamw, lion, muon, or module:Class of an optimizer of torch, such as"
+            " torch.optim:NAdam"
+        )
+    return name
+
+
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -115,10 +126,11 @@ _SLOWEST_NARROW = 1 - 2**-8
 class OptimizerConfig:
     """`optimizer`: the update rule and its numbers."""
 
-    name: _Rule = "adamw"
+    name: Annotated[str, AfterValidator(_rule_or_class)] = "adamw"
     """The update rule. lion keeps one state where adamw keeps two; its updates are larger: take a
     third to a tenth of adamw's lr, and as many times its weight_decay. muon: of the matrices of
-    blocks, by `optimizer.muon`; of all else adamw."""
+    blocks, by `optimizer.muon`; of all else adamw. `module:Class`: a torch.optim.Optimizer that
+    treats elements by themselves, given those of lr, weight_decay, betas and eps that it takes."""
     lr: Positive = 3e-4
     """Peak learning rate, reached at the end of the warm-up."""
     beta1: _Decay = 0.9
@@ -156,6 +168,13 @@ class OptimizerConfig:
     the loss scale can still be lowered do not count. 0: never."""
 
     def __post_init__(self) -> None:
+        plain = {"offload_states": False, "moment_dtype": "float32", "param_groups": ()}
+        for key, value in plain.items() if self.is_torchs else ():
+            if (own := getattr(self, key)) != value:
+                raise ValueError(
+                    f"optimizer.{key}={own} is of isp's own update rules: leave the key out beside"
+                    f" optimizer.name={self.name}"
+                )
         if self.moment_dtype != "bfloat16":
             return
         for key, decay in self._moment_decays():
@@ -165,6 +184,11 @@ class OptimizerConfig:
                     f" optimizer.moment_dtype=bfloat16, in whose 8 bits such a moment does not"
                     f" decay: use at most 0.996, or moment_dtype=float32"
                 )
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether an optimizer of torch updates weights, in the place of a rule."""
+        return ":" in self.name
 
     @property
     def rules(self) -> set[str]:
@@ -181,12 +205,13 @@ class OptimizerConfig:
     @property
     def unused(self) -> list[str]:
         """Keys that differ from their defaults and mean nothing to the update rules."""
+        every_own = _RULE_KEYS["adamw"]
         keys = {"muon", *(f"adamw_{key}" for key in ("lr", "weight_decay", *_RULE_KEYS["adamw"]))}
-        used = set().union(*(_RULE_KEYS[rule] for rule in self.rules))
+        used = set().union(*(_RULE_KEYS.get(rule, every_own) for rule in self.rules))
         if "adamw" in self.rules and self.name != "adamw":
             used |= keys - {"muon"}
         used |= self.rules & {"muon"}
-        plain, every = OptimizerConfig(), keys.union(*_RULE_KEYS.values())
+        plain, every = OptimizerConfig(), keys | every_own
         return sorted(key for key in every - used if getattr(self, key) != getattr(plain, key))
 
     def _moment_decays(self) -> list[tuple[str, float]]:

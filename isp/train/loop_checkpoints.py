@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from isp.checkpoint import Checkpointer, CheckpointInfo, Resumed, TrainState
+from isp.checkpoint import Checkpointer, Resumed, TrainState
 from isp.checkpoint.agreement import attempt
-from isp.checkpoint.plain import Plain, to_json
-from isp.checkpoint.state import check_shapes, kinds_by_name
-from isp.checkpoint.storage import read_metadata
+from isp.checkpoint.plain import Plain
+from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
 from isp.models.build import parameter_shapes
-from isp.optim.torch_optimizer import TorchUpdates
 from isp.parallel import Axis
 from isp.rng import generator_states, restore_generators
 from isp.settings import CheckpointConfig
 from isp.train.step import TrainStep
+from isp.train.torch_states import TORCH_OPTIMIZER, take_up_values, values_of_all
 
 __all__ = ["LoopCheckpoints", "LoopProgress"]
 
-_EXTRA, _OPTIMIZER = "extra", "torch optimizer"
+_EXTRA = "extra"
 
 
 class LoopProgress(NamedTuple):
@@ -58,7 +57,7 @@ class LoopCheckpoints:
         self._train_step.optimizer.take_up_weights(only_written=True)
         shared = {"skips": self._train_step.optimizer.skip_state(), _EXTRA: extra}
         if (updates := self._train_step.optimizer.torch_updates) is not None:
-            shared[_OPTIMIZER] = self._of_all_stages(updates)
+            shared[TORCH_OPTIMIZER] = values_of_all(updates, self._mesh)
         self._checkpointer.at(folder, keep_latest_k=keep).save(
             done.steps,
             self._state,
@@ -76,36 +75,13 @@ class LoopCheckpoints:
         check_shapes(info, parameter_shapes(model), model.earlier_names)
         updates = self._train_step.optimizer.torch_updates
         if updates is not None and not weights_only:
-            self._take_up(updates, info)
+            take_up_values(updates, info)
         resumed = own.load(info, self._state, weights_only=weights_only)
         if not weights_only:
             attempt(self._mesh.host, f"loading {info.path}", partial(self._restore, resumed))
         self._train_step.weights_changed()
         done = LoopProgress() if weights_only else LoopProgress(resumed.step, resumed.tokens)
         return done, dict(resumed.shared.get(_EXTRA, {}))
-
-    def _of_all_stages(self, updates: TorchUpdates) -> dict[str, Any]:
-        """The values of torch's optimizer, those of all weights; what is not plain is refused."""
-
-        def collect() -> dict[str, Any]:
-            found = updates.state_dict()
-            to_json(found)
-            return found if self._mesh[Axis.STAGE].rank == 0 else {"values": {}}
-
-        answers = attempt(self._mesh.host, "collecting the optimizer's values", collect)
-        values = {name: value for found in answers for name, value in found["values"].items()}
-        return {**answers[0], "values": values}
-
-    def _take_up(self, updates: TorchUpdates, info: CheckpointInfo) -> None:
-        saved = info.manifest.shared.get(_OPTIMIZER, {})
-        kinds = kinds_by_name(read_metadata(info.path, info.manifest.files))
-        try:
-            updates.load_state_dict(saved, kinds)
-        except ValueError as error:
-            raise ValueError(
-                f"{info.path}: its optimizer states were {error}: give isp.parallelize the"
-                f" optimizer that saved them, or load with weights_only=True"
-            ) from None
 
     @property
     def _checkpointer(self) -> Checkpointer:

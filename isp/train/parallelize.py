@@ -18,7 +18,7 @@ from isp.data.config import DataConfig
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
 from isp.models.router_losses import RouterCoefficients
-from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise
+from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.parallel import Topology
 from isp.settings import OptimizerConfig
 from isp.settings.section import section
@@ -84,6 +84,7 @@ def parallelize(
     )
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)
+    optimizer = optimizer or optimizer_of(config.optimizer)
     if optimizer is not None:
         _check_optimizer(optimizer, model, config, world.device)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))

@@ -19,6 +19,7 @@ from isp.data.packing import ExampleDataset
 from isp.models.build import parameter_shapes, trained_layouts
 from isp.optim import check_groups
 from isp.optim.newton_schulz import matrices_of
+from isp.optim.torch_optimizer import check_elementwise, optimizer_of
 from isp.optim.update_rules import values_of
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
@@ -141,7 +142,10 @@ def check_device(name: str, ranks: int) -> None:
 
 def check_param_groups(config: JobConfig) -> None:
     """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in, or whose
-    `split` does not fit."""
+    `split` does not fit, or for an optimizer of torch that looks at more than single elements."""
+    if (make := optimizer_of(config.optimizer)) is not None:
+        shapes = parameter_shapes(config.language_model)
+        check_elementwise(make, {n: len(s) for n, s in shapes.items()}, torch.device("cpu"))
     if config.optimizer.param_groups:
         check_groups(list(parameter_shapes(config.language_model)), config.optimizer)
         for name, layout in trained_layouts(config.language_model).items():

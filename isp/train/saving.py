@@ -19,6 +19,7 @@ from isp.rng import generator_states, restore_generators
 from isp.train.begin_from import load_folder
 from isp.train.resume import Start, check_changes, saved_values
 from isp.train.step import TrainStep
+from isp.train.torch_states import TORCH_OPTIMIZER, take_up_values, values_of_all
 
 __all__ = ["Progress", "RunCheckpoints"]
 
@@ -111,11 +112,14 @@ class RunCheckpoints:
 
     def save(self, done: Progress, *, wait: bool = False) -> None:
         """Save; see `Checkpointer.save`, also for what it raises."""
+        updates = self._optimizer.torch_updates
+        own = {} if updates is None else {TORCH_OPTIMIZER: values_of_all(updates, self._mesh)}
         self.checkpointer.save(
             done.step,
             self._state,
             tokens=done.tokens,
             shared={
+                **own,
                 "skips": self._optimizer.skip_state(),
                 _RECORD: None if done.record is None else done.record.to_json(),
                 **saved_values(self._config, self._mesh.topology),
@@ -147,6 +151,8 @@ class RunCheckpoints:
     def _go_on_from(self, info: CheckpointInfo) -> Progress:
         """Load all of a checkpoint. Raises ValueError if it is of another model or other data."""
         changes = check_changes(info, self._config, self._mesh.topology)
+        if (updates := self._optimizer.torch_updates) is not None:
+            take_up_values(updates, info)
         resumed = self.checkpointer.load(info, self._state)
         attempt(self._mesh.host, f"loading {info.path}", lambda: self._restore(resumed))
         self._train_step.weights_changed()

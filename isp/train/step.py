@@ -21,7 +21,7 @@ from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.model import TracedModel
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.optim.torch_optimizer import MakeOptimizer
+from isp.optim.torch_optimizer import MakeOptimizer, optimizer_of
 from isp.optim.update_rules import rules_in_words
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
@@ -85,6 +85,7 @@ def make_train_step(
         device=device,
         dtype=getattr(torch, config.training.dtype),
     )
+    own = optimizer_of(config.optimizer) if make_optimizer is None else None
     gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(
         gradients,
@@ -93,8 +94,10 @@ def make_train_step(
         max_norm=config.training.max_norm,
         counted_elsewhere=built.counted_elsewhere,
         weights_may_change=weights_may_change,
-        make=make_optimizer,
+        make=make_optimizer or own,
     )
+    if own is not None and (updates := optimizer.torch_updates) is not None:
+        updates.peak = config.optimizer.lr
     return TrainStep(
         built,
         gradients,
