@@ -175,7 +175,8 @@ def _type_name(member: Any) -> str:
     name = (
         member.__name__ if isinstance(member, type) and not typing.get_args(member) else str(member)
     )
-    return _TYPES.get(name, "a list of sections" if _entries_of(member) else "a section")
+    keys = ", ".join(f.name for section in _entries_of(member) for f in fields(section))
+    return _TYPES.get(name, f"a list of sections of {keys}" if keys else "a section")
 
 
 def _sections_of(hint: Any) -> list[type]:
@@ -184,5 +185,5 @@ def _sections_of(hint: Any) -> list[type]:
 
 def _entries_of(hint: Any) -> list[type]:
     """The sections that a list of type `hint` holds."""
-    is_list = typing.get_origin(hint) in (list, tuple)
-    return [t for member in typing.get_args(hint) for t in _sections_of(member)] if is_list else []
+    lists = [member for member in _members(hint) if typing.get_origin(member) in (list, tuple)]
+    return [t for found in lists for member in typing.get_args(found) for t in _sections_of(member)]

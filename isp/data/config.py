@@ -1,13 +1,23 @@
 """The data of a run, and its cut into samples: the `data` section of the configuration."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from isp.settings.section import Count, KeyRole, Text, section
+from isp.settings.section import Count, KeyRole, Positive, Text, section
 
-__all__ = ["BYTE_TOKENIZER", "PYTHON_STDLIB", "DataConfig", "ExcessLength", "Format", "TrainOn"]
+__all__ = [
+    "BYTE_TOKENIZER",
+    "PYTHON_STDLIB",
+    "DataConfig",
+    "ExcessLength",
+    "Format",
+    "SourcePart",
+    "TrainOn",
+]
+
+T = TypeVar("T", bound="str | list[str] | list[SourcePart]")
 
 BYTE_TOKENIZER = "bytes"
 PYTHON_STDLIB = "python-stdlib"
@@ -15,7 +25,7 @@ _MAX_TOKENS = 2**31 - 1
 """In a micro-batch: attention counts them in int32."""
 
 
-def _readable(source: str | list[str]) -> str | list[str]:
+def _readable(source: T) -> T:
     if not source or not all(source):
         raise ValueError(
             f"names nothing to read: give a file, a folder, a glob, the prefix of a .bin/.idx pair,"
@@ -54,13 +64,26 @@ class ExcessLength(StrEnum):
 Source = Annotated[str | list[str], AfterValidator(_readable)]
 
 
+@section("data.source", KeyRole.DATA)
+class SourcePart:
+    """An entry of `data.source`: a source of a mixture."""
+
+    path: Source
+    """What `source` itself takes."""
+    weight: Positive = 1.0
+    """Its share of the tokens, in proportion to the other weights."""
+    epochs: Positive | None = None
+    """It is drawn this many times at most, then the others take its place; null: no limit."""
+
+
 @section("data", KeyRole.DATA)
 class DataConfig:
     """`data`: where the text comes from, and the shape of a micro-batch."""
 
-    source: Source
+    source: Annotated[str | list[str] | list[SourcePart], AfterValidator(_readable)]
     """Text files, .jsonl, .parquet and .arrow files, folders, also of `save_to_disk`, globs,
-    Megatron .bin/.idx prefixes, s3:// and other URLs, hf://OWNER/NAME[:SPLIT], `python-stdlib`."""
+    Megatron .bin/.idx prefixes, s3:// and other URLs, hf://OWNER/NAME[:SPLIT], `python-stdlib`; or
+    a mixture of these: entries with `path`, `weight` and `epochs`."""
 
     format: Format = Format.AUTO
     """`text`, `messages` (conversations), `tokens` (`input_ids` and `labels`), `preferences`
@@ -108,11 +131,24 @@ class DataConfig:
     one example of `messages` or `tokens` in each sample."""
 
     @property
+    def parts(self) -> list[SourcePart]:
+        """The sources of a mixture; one that is no mixture is the only one."""
+        if isinstance(self.source, str):
+            return [SourcePart(path=self.source)]
+        named = [item for item in self.source if isinstance(item, str)]
+        return [SourcePart(path=named)] if named else self.source  # type: ignore[return-value]
+
+    @property
     def num_micro_batches(self) -> int:
         """`micro_num` with its default; see `JobConfig.for_ranks` for that of a global batch."""
         return 1 if self.micro_num is None else self.micro_num
 
     def __post_init__(self) -> None:
+        if all(part.epochs is not None for part in self.parts):
+            raise ValueError(
+                "data.source gives every entry epochs, and would end: leave epochs out of one"
+                " (training.steps says how long a run is)"
+            )
         if self.valid_source is not None and self.valid_fraction > 0:
             raise ValueError(
                 f"data.valid_fraction={self.valid_fraction} and data.valid_source="

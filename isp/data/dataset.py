@@ -49,6 +49,10 @@ class Dataset(Protocol):
         """Samples after which each has come once."""
 
     @property
+    def tokens_per_sample(self) -> float:
+        """Tokens in a sample that are not padding, on average."""
+
+    @property
     def summary(self) -> str:
         """How much there is, in a line or several for the log."""
 
@@ -85,6 +89,7 @@ class PackedDataset:
     ) -> None:
         assert seed >= 0
         self.seq_len = seq_len
+        self.tokens_per_sample = float(seq_len)
         self.pack = pack
         self._store = store
         self._vocab_size = vocab_size

@@ -71,7 +71,8 @@ class ExampleDataset:
         self._sequences = [[d + i for d in first for i in range(group)] for first in sequences]
         self.samples_per_epoch = len(self._sequences)
         count = self.samples_per_epoch
-        padding = 1 - int(lengths.sum()) / (count * seq_len)
+        self.tokens_per_sample = int(lengths.sum()) / count
+        padding = 1 - self.tokens_per_sample / seq_len
         self.summary = f"{counts}; {count:,} samples of {seq_len:,}, {padding:.1%} of them padding"
 
     def sample(self, index: int) -> Sample:

@@ -1,5 +1,6 @@
 """The datasets of a run, opened as its configuration says."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -7,8 +8,9 @@ import numpy as np
 from isp.data.config import DataConfig
 from isp.data.dataset import Dataset, PackedDataset
 from isp.data.examples import ExampleStore, SourceReader
+from isp.data.mixture import MixedDataset, MixedPart
 from isp.data.packing import ExampleDataset
-from isp.data.stores import PartStore, TokenStore, held_out
+from isp.data.stores import PartStore, TokenStore, held_out, mixed
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Datasets", "check_sources", "open_datasets"]
@@ -31,14 +33,17 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     readers = _readers(config, tokenizer)
-    stores = [reader.open() for reader in readers]
+    opened = [(reader.open(), reader) for reader in readers]
+    train, valid = opened[: len(config.parts)], opened[len(config.parts) :]
     if config.valid_fraction > 0.0:
-        stores, readers = _split(stores[0], config.valid_fraction, readers[0]), readers * 2
-    opened = [
-        _dataset(store, reader, store_seed, config, tokenizer)
-        for store, reader, store_seed in zip(stores, readers, (seed, _HELD_OUT_SEED), strict=False)
-    ]
-    return Datasets(tokenizer, opened[0], opened[1] if len(opened) > 1 else None)
+        split = [_split(store, config.valid_fraction, reader) for store, reader in train]
+        valid = [(stores[1], reader) for stores, reader in zip(split, readers, strict=True)]
+        train = [(stores[0], reader) for stores, reader in zip(split, readers, strict=True)]
+    return Datasets(
+        tokenizer,
+        _mixture(train, seed, config, tokenizer, limited=True),
+        _mixture(valid, _HELD_OUT_SEED, config, tokenizer, limited=False) if valid else None,
+    )
 
 
 def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = "sft") -> None:
@@ -57,8 +62,10 @@ def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = 
 
 
 def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
-    """Those of `source` and, if it is given, of `valid_source`."""
-    given = {"data.source": config.source, "data.valid_source": config.valid_source}
+    """Those of the parts of `source` and, if it is given, of `valid_source`."""
+    given = [("data.source", part.path) for part in config.parts]
+    if config.valid_source is not None:
+        given.append(("data.valid_source", config.valid_source))
     return [
         SourceReader(
             source,
@@ -69,9 +76,31 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
             train_on=config.train_on,
             key=key,
         )
-        for key, source in given.items()
-        if source is not None
+        for key, source in given
     ]
+
+
+def _mixture(
+    opened: Sequence[tuple[ExampleStore, SourceReader]],
+    seed: int,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    limited: bool,
+) -> Dataset:
+    """The dataset of one source, or of all parts of `data.source`, each in an order of its own."""
+    if len(opened) == 1:
+        return _dataset(*opened[0], seed, config, tokenizer)
+    parts = [
+        MixedPart(
+            name=part.path if isinstance(part.path, str) else ", ".join(part.path),
+            dataset=_dataset(*found, mixed(mixed(seed) + place) >> 1, config, tokenizer),
+            weight=part.weight,
+            epochs=part.epochs if limited else None,
+        )
+        for place, (part, found) in enumerate(zip(config.parts, opened, strict=True))
+    ]
+    return MixedDataset(parts, seed=seed)
 
 
 def _dataset(

@@ -46,4 +46,6 @@ def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | No
         ) from error
     if datasets.valid is None:
         return Rows(datasets.train, ", ".join(files))
-    return Rows(datasets.valid, f"held out of {config.valid_source or config.source}")
+    mixture = [part.path for part in config.parts]
+    named = config.valid_source or (mixture if len(mixture) > 1 else config.source)
+    return Rows(datasets.valid, f"held out of {named}")

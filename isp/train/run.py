@@ -15,6 +15,7 @@ from isp.checkpoint.agreement import exchange
 from isp.comm import Mesh, RollCall, World
 from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
+from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
 from isp.models.build import parameter_shapes, trained_layouts
 from isp.optim import check_groups
@@ -81,6 +82,10 @@ def main(config: JobConfig) -> signal.Signals | None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
                     logger.info("%-11s %s", name, dataset.summary)
+            if isinstance(datasets.train, MixedDataset):
+                step = config.data.micro_bsz * config.data.num_micro_batches * topology.data
+                shares = datasets.train.shares(step * config.training.steps)
+                logger.info("%-11s %s", "mixture", shares)
             if isinstance(datasets.train, ExampleDataset):
                 logger.info("%-11s %s", "example", datasets.train.shown(datasets.tokenizer))
         if warning := beyond_positions(config.model, config.data.seq_len):
