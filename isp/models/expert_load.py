@@ -13,13 +13,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from isp.models.roles import ParameterRole
+
 if TYPE_CHECKING:
     from isp.models.model import TracedModel
+    from isp.models.trace import ModelTrace
 
-__all__ = ["ExpertLoad", "check_bias_update", "experts_of", "make_expert_load", "saved_buffers"]
+__all__ = [
+    "ExpertLoad",
+    "check_bias_update",
+    "experts_of",
+    "make_expert_load",
+    "router_dtype",
+    "saved_buffers",
+]
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
 """Names in transformers of what a router adds to scores where it chooses, and nowhere else."""
+
+
+def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a tensor of `model`, which is computed in `dtype`: float32 at least of routers.
+
+    Of their biases, to which so little is added, and of what transformers keeps in float32.
+    """
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    routes = trace.roles.get(name) is ParameterRole.ROUTER and any(key in name for key in kept)
+    wide = routes or name.rpartition(".")[2] in _BIASES
+    return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
 def experts_of(model: TracedModel) -> dict[str, int]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from isp.layers.embedding import look_up
 from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
 from isp.layers.rank_layers import RankLayers
+from isp.models.expert_load import router_dtype
 from isp.models.fused import FusedRows
 from isp.models.matrices import matrices_in
 from isp.models.reads import looked_up
@@ -212,16 +213,20 @@ def shard_parameters(
             layout = replace(layout, ahead=among.ahead, behind=among.behind)
         layout = replace(layout, matrices=matrices[name])
         shard = nn.Parameter(
-            _own_part(parameter, layout, layers, whole), requires_grad=parameter.requires_grad
+            _own_part(
+                parameter, layout, layers, whole, router_dtype(model, trace, name, layers.dtype)
+            ),
+            requires_grad=parameter.requires_grad,
         )
         for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
         del parameter  # nobody else holds it: whole weights go one by one
         yield ShardedParameter(name, shard, layout, whole)
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         for local, buffer in module.named_buffers(recurse=False):
             if layers.device.type != "meta":
-                setattr(module, local, buffer.to(layers.device))
+                dtype = router_dtype(model, trace, f"{prefix}.{local}", buffer.dtype)
+                setattr(module, local, buffer.to(layers.device, dtype))
 
 
 def _layout(
@@ -274,10 +279,11 @@ def _own_part(
     layout: ParameterLayout,
     layers: RankLayers,
     whole: ShardedParameter | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """This rank's shard, in the memory of the `whole` that it travels in."""
     if whole is None:
-        part = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
+        part = torch.empty(layout.local_shape, device=layers.device, dtype=dtype)
     else:
         ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
         begin = max(layout.ahead + start - first, 0)

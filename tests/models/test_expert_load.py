@@ -191,3 +191,29 @@ def test_biases_that_are_not_there_are_refused() -> None:
     of = RouterCoefficients(bias_rate=0.001)
     model = TracedModel(tiny("qwen3_moe"), router_losses=of)
     assert "has a bias by which" in raised(model.check_layout, job().parallel, 24)
+
+
+def _half(rank: int, _: None) -> Any:
+    run = isp.parallelize(
+        _model("ernie4_5_moe").bfloat16(),
+        replace(
+            job(dtype="bfloat16"), model=replace(job().model, moe_router_bias_update_rate=RATE)
+        ),
+    )
+    run.step(run.loss(*DATA[0]))
+    moved = [bias.clone() for bias in _biases(run.model).values()]
+    run.model.get_parameter("model.norm.weight").data.fill_(float("inf"))
+    outcome = run.step(run.loss(*DATA[0]))
+    again = [*_biases(run.model).values()]
+    routers = [p for n, p in run.model.named_parameters() if n.endswith("mlp.gate.weight")]
+    dtypes = {x.dtype for x in (*again, *routers)}
+    return outcome.skipped, all(map(torch.equal, moved, again)), dtypes, len(routers)
+
+
+def test_routers_are_in_float32_and_a_skipped_step_moves_nothing() -> None:
+    """Catches biases too coarse for what is added to them, and counts of lost steps."""
+    ((skipped, equal, dtypes, num_routers),) = run_each(1, _half, {"": None})[""]
+    assert skipped
+    assert equal
+    assert dtypes == {torch.float32}
+    assert num_routers == 1

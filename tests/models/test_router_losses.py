@@ -74,6 +74,8 @@ class Case(NamedTuple):
     of: RouterCoefficients = RouterCoefficients(0.3, 0.2)
     asked: bool = False
     """Whether the model's configuration asks, not a key."""
+    frozen: bool = False
+    """Whether routers are, through which the losses reach what lies before them."""
     plain_decoder: bool = False
     """Whether isp's own decoder runs with the model's weights."""
 
@@ -88,6 +90,7 @@ CASES = {
     "fsp": Case("mixtral", job(2, mode=Mode.FSP), 2),
     "mtp": Case("qwen3_moe", job(2, mode=Mode.MTP), 2),
     "the plain decoder": Case("qwen3_moe", job(2, 2), 2, plain_decoder=True),
+    "routers frozen": Case("qwen3_moe", job(2, 2), 2, frozen=True),
     "without a loss of its own": Case("deepseek_v3", job(2, 2), 2),
 }
 
