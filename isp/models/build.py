@@ -174,8 +174,7 @@ def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISP
         prefetch=weight.prefetch,
         enable_memory_pool=weight.memory_pool,
         reduce_channel=reduces[Axis.WEIGHT],
-        expert_channel=mesh[Axis.EXPERT_WEIGHT],
-        expert_reduce_channel=reduces[Axis.EXPERT_WEIGHT],
+        experts=(mesh[Axis.EXPERT_WEIGHT], reduces[Axis.EXPERT_WEIGHT]),
         poison=weight.poison_freed_buffers,
         allocate=allocate,
     )

@@ -145,13 +145,12 @@ class ISPCommunicator(WPCommunicator):
         overlap: bool | None = None,
         enable_memory_pool: bool = True,
         reduce_channel: Channel | None = None,
-        expert_channel: Channel | None = None,
-        expert_reduce_channel: Channel | None = None,
+        experts: tuple[Channel, Channel] | None = None,
         poison: bool = False,
         allocate: Allocate | None = None,
     ) -> None:
-        """`reduce_channel`: for gradients; None: `channel`. `expert_channel`: the part of its ranks
-        that gathers the same experts; None: all."""
+        """`reduce_channel`: for gradients; None: `channel`. `experts`: both, of the ranks that
+        gather the same experts; None: they are gathered by all."""
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.overlap = self.prefetch.overlap
@@ -165,12 +164,11 @@ class ISPCommunicator(WPCommunicator):
         self.states: list[ISPOverlapState] = []
         """Of each chunk."""
         self._latch = ErrorLatch()
-        experts = expert_channel or channel
-        gathers = {Axis.WEIGHT: channel, Axis.EXPERT_WEIGHT: experts}
-        reduces = {
-            Axis.WEIGHT: reduce_channel or channel,
-            Axis.EXPERT_WEIGHT: expert_reduce_channel or experts,
-        }
+        own = channel, reduce_channel or channel
+        gathers, reduces = (
+            {Axis.WEIGHT: of_all, Axis.EXPERT_WEIGHT: of_experts}
+            for of_all, of_experts in zip(own, experts or own, strict=True)
+        )
         self._gatherer = WeightGatherer(gathers, self.pool, config.device, self._latch)
         self._reducer = GradientReducer(
             reduces,
