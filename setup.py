@@ -27,7 +27,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
-    package_data={"isp.report": ["*.html"], "isp.planner": ["fabrics/*.yaml"]},
+    package_data={
+        "isp": ["py.typed"],
+        "isp.planner": ["fabrics/*.yaml"],
+        "isp.report": ["*.html"],
+        "model": ["py.typed"],
+    },
     install_requires=[
         "torch>=2.11",
         "torch>=2.13; python_version >= '3.13'",  # older ones hang where a save fails

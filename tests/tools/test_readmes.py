@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 READMES = [
     ROOT / folder / "README.md"
     for folder in ("", "configs", "isp", "isp/metrics", "isp/profile", "isp/models", "tools")
-]
+] + [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")]
 
 
 def _headings(readme: Path) -> set[str]:
