@@ -91,15 +91,18 @@ class MatrixBucket:
         stage: _Stage,
         matrices: Sequence[tuple[int, Matrix, int]],
         config: OptimizerConfig,
+        dtype: torch.dtype | None,
     ) -> None:
-        """`matrices`: by number of the member, each with its home."""
+        """`matrices`: by number of the member, each with its home. `dtype`: see `MatrixUpdates`."""
         self.members, self._stage, self._keys = members, stage, config.muon
         self._grads = [shards[item].grad for item in members]
         self._tag = Tag(
             Purpose.MATRIX, tensor=f"matrices of {members[0].name} .. {members[-1].name}"
         )
         grad = self._grads[0]
-        self._dtype = torch.bfloat16 if grad.is_cuda and grad.dtype != torch.float64 else grad.dtype
+        if dtype is None:
+            dtype = torch.bfloat16 if grad.is_cuda else grad.dtype
+        self._dtype = grad.dtype if grad.dtype == torch.float64 else dtype
         self._sent: list[_Part] = []
         """Rows that go to a home: those that others send, too, are left out."""
         self._returned: list[_Part] = []
@@ -114,6 +117,8 @@ class MatrixBucket:
         """Those at home here."""
         self._scaled: dict[float, list[Tensor]] = {}
         """Rows here, by what the learning rate of their matrices is multiplied by."""
+        self.all_flops = sum(matrix.flops(self._keys) for _, matrix, _ in matrices)
+        """Those of Newton-Schulz for all matrices, wherever they are at home."""
         for number, matrix, home in matrices:
             self._add(number, members[number].layout, matrix, home)
         for parts in (self._sent, self._returned, self._gathered, self._spread):
@@ -137,19 +142,30 @@ class MatrixBucket:
             self._gathered,
         )
 
-    def multiply(self) -> None:
-        """Wait for the rows of the matrices at home here, and set their updates on their way."""
+    @property
+    def flops(self) -> int:
+        """Those of the matrices at home here."""
+        return sum(matrix.flops(self._keys) for matrix in self._matrices)
+
+    def gather(self) -> None:
+        """Wait for the rows of the matrices at home here."""
         self._whole = [self._new(matrix.sizes) for matrix in self._matrices]
         self._arrive([part.box.view(self._whole[part.at]) for part in self._gathered])
         _copy(
             (part.box.view(self._whole[part.at]), box.view(self._grads[part.rank]))
             for box, part in self._own
         )
+
+    def multiply(self) -> None:
+        """Make the matrices at home here orthogonal."""
         alike: dict[tuple[int, ...], list[Tensor]] = {}
         for x in self._whole:
             alike.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
         for xs in alike.values():
             make_orthogonal(xs, self._keys)
+
+    def spread(self) -> None:
+        """Set what came of them on its way to those who have their rows."""
         blocks = [part.box.view(self._whole[part.at]) for part in self._spread]
         self._pending = self._exchange(blocks, self._spread, self._returned)
 
@@ -242,20 +258,32 @@ class MatrixUpdates:
         stream: StateStream,
         *,
         bucket_bytes: int,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`bucket_bytes`: of gradients, for each rank of the stage."""
+        """`bucket_bytes`: of gradients, for each rank of the stage; more where a matrix is larger,
+        so that all ranks have some to multiply. `dtype`: what matrices travel and are multiplied
+        in; None: on CUDA bfloat16, elsewhere that of gradients, and float64 in any case.
+        """
         channel = channels[Axis.STAGE]
         stage = _Stage(channel, channels[Axis.WEIGHT].size, channels[Axis.ZERO1].size)
         self._stream, self._loads = stream, [0] * channel.size
         self._parts: list[tuple[MatrixBucket, list[Bucket], list[Bucket]]] = []
-        for members in _in_buckets(shards, bucket_bytes * channel.size):
-            homes = self._homes([matrices_of(p.name, p.layout, config) for p in members])
-            bucket = MatrixBucket(members, shards, stage, homes, config)
+        cut = {item: matrices_of(item.name, item.layout, config) for item in shards}
+        sizes = (math.prod(m.sizes) * shards[item].grad.itemsize for item in cut for m in cut[item])
+        each = max((bucket_bytes, *sizes))
+        for members in _in_buckets(shards, each * channel.size):
+            homes = self._homes([cut[item] for item in members])
+            bucket = MatrixBucket(members, shards, stage, homes, config, dtype)
             moments, masters = (
                 stream.add(by_values(_states_of(members, shards, master=master), values))
                 for master in (False, True)
             )
             self._parts.append((bucket, moments, masters))
+
+    @property
+    def buckets(self) -> list[MatrixBucket]:
+        """In their order."""
+        return [bucket for bucket, *_ in self._parts]
 
     @property
     def members(self) -> list[ShardedParameter]:
@@ -282,7 +310,9 @@ class MatrixUpdates:
         for number, (bucket, *_) in enumerate(parts):
             if number + 1 < len(parts):
                 self._launch(number + 1, average)
+            bucket.gather()
             bucket.multiply()
+            bucket.spread()
             if number:
                 yield self._finish(number - 1, step)
         if parts:

@@ -39,6 +39,10 @@ class Matrix(NamedTuple):
         short, long = sorted(self.sizes[-2:])
         return short * short * (2 * long + short)
 
+    def flops(self, keys: MuonConfig) -> int:
+        """Those of its Newton-Schulz."""
+        return 2 * self.cost * keys.ns_steps
+
     def ratio(self, keys: MuonConfig) -> float:
         """What the learning rate is multiplied by."""
         rows, columns = self.sizes[-2:]

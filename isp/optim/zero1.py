@@ -95,8 +95,10 @@ class Zero1Optimizer:
         stream_bytes: int = STREAM_BYTES,
         weights_may_change: bool = False,
         make: MakeOptimizer | None = None,
+        matrix_dtype: torch.dtype | None = None,
     ) -> None:
-        """`make`: makes torch's optimizer that takes the place of the rule in `config`."""
+        """`make`: makes torch's optimizer that takes the place of the rule in `config`.
+        `matrix_dtype`: see `MatrixUpdates`."""
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
         self._rules = {
@@ -159,9 +161,16 @@ class Zero1Optimizer:
             bucket_bytes=stream_bytes,
             weights_may_change=weights_may_change,
         )
-        self._matrices = MatrixUpdates(
-            whole, values, channels, config, stream, bucket_bytes=bucket_bytes
+        self.matrices = MatrixUpdates(
+            whole,
+            values,
+            channels,
+            config,
+            stream,
+            bucket_bytes=bucket_bytes,
+            dtype=matrix_dtype,
         )
+        """Those of whole matrices."""
         self._stream = stream if make is None else TorchUpdates(self._shards, make)
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
@@ -207,7 +216,7 @@ class Zero1Optimizer:
     @property
     def work_bytes(self) -> int:
         """Bytes of the device that an update takes for states that rest elsewhere, or narrower."""
-        return self._stream.work_bytes + self._matrices.work_bytes
+        return self._stream.work_bytes + self.matrices.work_bytes
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to differentiate: multiplied by the loss scale, `loss` itself without one."""
@@ -372,8 +381,8 @@ class Zero1Optimizer:
             self._stream.pass_through(step)
             self._publisher.launch_updated(left)
 
-        left = {*self._matrices.members}
-        for items in self._matrices.run(average, step, others):
+        left = {*self.matrices.members}
+        for items in self.matrices.run(average, step, others):
             left.difference_update(items)
             self._publisher.launch_updated(left)
         self.skipped_in_a_row = 0

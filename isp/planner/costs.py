@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from isp.optim.newton_schulz import matrices_of
+from isp.optim.update_rules import values_of
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import updated_parameters
 from isp.planner.fabric import DeviceSpec, HostSpec
@@ -62,6 +64,25 @@ class Costs:
             passing = (states + (numbers * wide if item < wide else 0)) / zero1
         streamed = max(self._over_memory(updated), passing / (self.host.gb_per_second * 1e9))
         return self._over_memory(numbers * wide + published) + streamed
+
+    @cached_property
+    def of_matrices(self) -> int:
+        """FLOPs of Newton-Schulz for all matrices of the stage."""
+        asked = self.case.optimizer
+        if "muon" not in asked.rules:
+            return 0
+        return sum(
+            matrix.flops(asked.muon)
+            for p in updated_parameters(self.case, self.place)
+            if values_of(p.name, p.layout, asked).rule == "muon"
+            for matrix in matrices_of(p.name, p.layout, asked)
+        )
+
+    def newton_schulz(self, flops: float) -> float:
+        """Seconds of so many FLOPs: in bfloat16, but on CPU and in float64."""
+        wide = self.case.on_cpu or self.case.dtype == "float64"
+        peak = self.device.wide_tflops if wide else self.device.tflops
+        return flops / (peak * 1e12 * self.device.efficiency)
 
     # -- inside ------------------------------------------------------------------------------
 

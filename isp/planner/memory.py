@@ -25,7 +25,6 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from isp.optim import Zero1Optimizer
 from isp.optim.buckets import pads_little
 from isp.parallel.partition import chunk_range
 from isp.planner.case import Coordinates, PlanCase
@@ -330,10 +329,10 @@ def _update(case: PlanCase, place: Coordinates) -> int:
 
 @lru_cache(maxsize=1024)
 def _streamed(case: PlanCase, place: Coordinates) -> int:
-    if case.optimizer.moment_dtype == "float32" and not case.optimizer.offload_states:
+    asked = case.optimizer
+    if asked.moment_dtype == "float32" and not asked.offload_states and "muon" not in asked.rules:
         return 0
-    rank = DryRank(case, place, Heard())
-    return Zero1Optimizer(rank.gradients, rank, case.optimizer).work_bytes
+    return DryRank(case, place, Heard()).optimizer.work_bytes
 
 
 @lru_cache(maxsize=1024)

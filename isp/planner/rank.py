@@ -17,9 +17,10 @@ from isp.comm.channel import DryChannel, Listener
 from isp.comm.tag import Purpose, Tag, Transfer
 from isp.optim.main_grads import MainGradients
 from isp.optim.publisher import Publisher
+from isp.optim.zero1 import Zero1Optimizer
 from isp.parallel import Axis
 from isp.planner.case import Coordinates, PlanCase
-from isp.planner.declared import local_parameters, trained_parameters
+from isp.planner.declared import local_parameters, trained_parameters, updated_parameters
 from isp.weights.communicator import ISPCommModelConfig
 from isp.weights.parameter import ShardedParameter
 from isp.weights.pool import MemoryPool
@@ -44,7 +45,7 @@ class DryRank:
     """The rank at `place`; `listener` hears of all that it would send."""
 
     def __init__(self, case: PlanCase, place: Coordinates, listener: Listener) -> None:
-        self.case = case
+        self.case, self._place = case, place
         items = local_parameters(case, place)
         self.trained = trained_parameters(case, place)
         self.parameters = {item.name: item for item in items}
@@ -54,6 +55,7 @@ class DryRank:
             Axis.WEIGHT: place.weight,
             Axis.EXPERT_WEIGHT: place.weight % case.topology.expert_weight,
             Axis.ZERO1: place.zero1,
+            Axis.STAGE: place.zero1 * case.topology.weight + place.weight,  # of a first replica
         }
         self.pool = MemoryPool()
         """Buffers gradients are reduced into."""
@@ -68,6 +70,15 @@ class DryRank:
         gradients = MainGradients(self.trained, self, rows_of=self[Axis.ZERO1])
         gradients.close()
         return gradients
+
+    @cached_property
+    def optimizer(self) -> Zero1Optimizer:
+        """The optimizer, of each parameter by itself."""
+        updated = updated_parameters(self.case, self._place)
+        gradients = MainGradients(updated, self, rows_of=self[Axis.ZERO1])
+        gradients.close()
+        dtype = None if self.case.on_cpu else torch.bfloat16
+        return Zero1Optimizer(gradients, self, self.case.optimizer, matrix_dtype=dtype)
 
     @cached_property
     def publisher(self) -> Publisher:

@@ -15,6 +15,7 @@ from isp.planner.case import PlanCase
 from isp.planner.counts import scans, traffic
 from isp.planner.experts import expert_traffic
 from isp.planner.memory import Memory
+from isp.planner.rank import DryRank, Heard
 from isp.planner.search import Candidate, Found
 from isp.profile.table import aligned
 
@@ -285,9 +286,24 @@ def _refused(found: Found) -> str:
     return "\n  ".join(["no layouts:", *reasons.values()]) if reasons else ""
 
 
+def newton_schulz_of(case: PlanCase) -> str:
+    """What Newton-Schulz costs the ranks of the first stage, in words; "" without muon."""
+    place, heard = case.place(0), Heard()
+    rank = DryRank(case, place, heard)
+    if "muon" not in case.optimizer.rules:
+        return ""
+    buckets = rank.optimizer.matrices.buckets
+    own, whole = (sum(f(b) for b in buckets) for f in (lambda b: b.flops, lambda b: b.all_flops))
+    return (
+        f"Newton-Schulz takes rank 0 {own / 1e12:,.2f} TFLOP an update; all matrices of its"
+        f" stage, which every rank would multiply without homes, {whole / 1e12:,.2f}"
+    )
+
+
 def details_of(best: Candidate) -> str:
     """Keys, memory and transfers of the layout of the table's first line."""
     memory, split, experts = best.memory, scans(best.case), expert_traffic(best.case)
+    matrices = newton_schulz_of(best.case)
     sizes = [(f"  {name}", size_of(size)) for name, size in memory.by_owner().items() if size]
     table = aligned([*sizes, ("  in all", size_of(memory.total))])
     lines = ["the first one", *(f"  {words}" for words in best.overrides), ""]
@@ -295,6 +311,7 @@ def details_of(best: Candidate) -> str:
     lines += [f"  and in the host's memory {size_of(memory.host)}"] if memory.host else []
     lines += ["", f"its scans: {split}"] if split else []
     lines += ["", f"its experts: {experts}"] if experts else []
+    lines += ["", f"its matrices: {matrices}"] if matrices else []
     sent = traffic(best.case, 0).by_purpose.items()
     rows = [(f"  {of}", f"{count.calls:,}", size_of(count.sent_bytes)) for of, count in sent]
     lines += ["", "its transfers of a step, rank 0", aligned([("  of", "calls", "sent"), *rows])]

@@ -381,7 +381,8 @@ def _estimate(case: PlanCase, fabric: Fabric) -> float:
         weights = (n * _weight_seconds(case, fabric, kind) for kind, n in counts.items())
         block = max(block, sum(weights))
     micro = block / stages + seconds((first, last)) / (1 if stages == 1 else 2)
-    return micro * (case.micro_num + stages - 1) + costs.update + _gradient_seconds(case, fabric)
+    update = costs.update + costs.newton_schulz(costs.of_matrices / case.topology.stage)
+    return micro * (case.micro_num + stages - 1) + update + _gradient_seconds(case, fabric)
 
 
 def _block_seconds(

@@ -314,10 +314,27 @@ class Walk:
             weights = [use.weight for use in block.uses if use.weight is not None]
             self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))
 
+    def _update(self) -> None:
+        """Rows travel to whole matrices and back beside these, and beside all other updates."""
+        buckets = self.dry.optimizer.matrices.buckets if self.costs.of_matrices else []
+        for bucket in buckets[:1]:
+            bucket.launch()
+        self.clock.compute(self.costs.update)
+        for number, bucket in enumerate(buckets):
+            for following in buckets[number + 1 : number + 2]:
+                following.launch()
+            bucket.gather()
+            self.clock.compute(self.costs.newton_schulz(bucket.flops))
+            bucket.spread()
+            for former in buckets[max(0, number - 1) : number]:
+                former.finish()
+        for bucket in buckets[-1:]:
+            bucket.finish()
+
     def _end(self) -> None:
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
-        self.clock.compute(self.costs.update)
+        self._update()
         splits_logits = rehearsal(self.case, self.place).splits_logits
         losses = Axis.DATA if splits_logits else Axis.STAGE
         for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
