@@ -1,0 +1,158 @@
+"""Muon's update by home ranks over a modelled link, beside AdamW's and beside gathering everything.
+
+    python tools/bench_optimizer.py            # 4 ranks, the quickstart's weights; a minute
+
+An update alone, on 4 ranks that have a quarter of each weight. Newton-Schulz sleeps, so that ranks
+do not compete for cores: for as long as its FLOPs take where those of the step's tokens take
+`--step-ms` on a rank. The link is as fast as makes the transfers of weights and gradients of a
+step take the given ratio of that.
+
+    adamw      rows are updated where they are
+    homes      rows travel to a home rank for each matrix and back, as `optimizer.name: muon` does
+    gathered   every rank gathers every matrix and multiplies it, a bucket ahead
+    exposed    time that ranks waited for transfers: the median of the slowest rank's
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import isp.optim.matrices
+from isp.comm import Link, Mesh
+from isp.comm.tag import Purpose, Tag
+from isp.optim import MainGradients, Zero1Optimizer
+from isp.optim.matrices import MatrixUpdates
+from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
+from isp.parallel.layout import Matrices, ParameterLayout
+from isp.run.forked import run_ranks
+from isp.settings import MuonConfig, OptimizerConfig
+from isp.weights.parameter import ShardedParameter
+
+RANKS, LAYERS, HIDDEN, INSIDE, KEYS, TOKENS = 4, 4, 160, 432, 80, 1024
+SHAPES = [(HIDDEN, HIDDEN)] * 2 + [(KEYS, HIDDEN)] * 2 + [(INSIDE, HIDDEN)] * 2 + [(HIDDEN, INSIDE)]
+ELEMENTS = LAYERS * sum(a * b for a, b in SHAPES)
+UNLIMITED = 1e15
+WAYS = ("adamw", "homes", "gathered")
+
+
+class Gathered:
+    """As `MatrixUpdates.run`, by all matrices on every rank."""
+
+    def __init__(self, updates: MatrixUpdates, mesh: Mesh, pace: Callable[[int], None]) -> None:
+        self._updates, self._channel, self._pace = updates, mesh[Axis.STAGE], pace
+        self.members = updates.members
+
+    def run(self, average: Any, step: Any, meanwhile: Callable[[], None]) -> Iterator[Any]:
+        parts = self._updates._parts
+
+        def launch(number: int) -> list[Any]:
+            bucket, moments, _ = parts[number]
+            self._updates._stream.pass_through(average, moments)
+            tag = Tag(Purpose.MATRIX, tensor="gathered")
+            return [self._channel.all_gather(grad, tag=tag) for grad in bucket._grads]
+
+        coming = launch(0)
+        meanwhile()
+        for number, (bucket, _, masters) in enumerate(parts):
+            here, coming = coming, launch(number + 1) if number + 1 < len(parts) else []
+            for pending in here:
+                pending.wait()
+            self._pace(bucket.all_flops)
+            self._updates._stream.pass_through(step, masters)
+            yield bucket.members
+
+
+def _optimizer(mesh: Mesh, name: str, bucket_bytes: int) -> tuple[MainGradients, Zero1Optimizer]:
+    items = []
+    for layer in range(LAYERS):
+        for number, shape in enumerate(SHAPES):
+            layout = ParameterLayout(
+                global_shape=shape,
+                reduce_over=Axis.WEIGHT_DATA,
+                parts=RANKS,
+                index=mesh[Axis.WEIGHT].rank,
+                matrices=Matrices(),
+            )
+            shard = nn.Parameter(torch.randn(layout.local_shape))
+            items.append(ShardedParameter(f"{layer}.{number}", shard, layout))
+    gradients = MainGradients(items, mesh, rows_of=mesh[Axis.ZERO1])
+    config = OptimizerConfig(name="adamw" if name == "adamw" else "muon")  # type: ignore[arg-type]
+    return gradients, Zero1Optimizer(gradients, mesh, config, bucket_bytes=bucket_bytes)
+
+
+def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[float, float, int]]]:
+    """By way, of each round: milliseconds of the update, those exposed, and bytes sent."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    link = Link(UNLIMITED, 0.0)
+    parallel = ParallelConfig(weight=WeightConfig(size=RANKS))
+    mesh = Mesh(Topology.create(RANKS, parallel), rank, link=link)
+    seconds, flops = options.step_ms / 1e3, 6 * ELEMENTS * TOKENS / RANKS
+    moved = 3 * 4 * ELEMENTS * (RANKS - 1) / RANKS  # weights twice, gradients once
+
+    def pace(number: int) -> None:
+        time.sleep(number / flops * seconds)
+
+    def sleep(xs: Sequence[Tensor], keys: MuonConfig) -> None:
+        for x in xs:
+            short, long = sorted(x.shape)
+            pace(2 * keys.ns_steps * short * short * (2 * long + short))
+
+    isp.optim.matrices.make_orthogonal = sleep
+    made = {way: _optimizer(mesh, way, options.bucket_kib * 1024) for way in WAYS}
+    gathers = Gathered(made["gathered"][1].matrices, mesh, pace)
+    made["gathered"][1].matrices = gathers  # type: ignore[assignment]
+    found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
+    for number in range(options.rounds + 1):
+        link.bytes_per_second = moved / (seconds * options.ratio) if number else UNLIMITED
+        for way, (gradients, optimizer) in made.items():
+            gradients.zero()
+            for item in gradients.parameters:
+                gradients.grad(item.parameter).normal_()
+            gradients.reduce()
+            mesh.host.all_reduce(torch.zeros(1)).wait()
+            mesh.log.collect()
+            began = time.perf_counter()
+            optimizer.step(1e-3, norm=1.0)
+            took = time.perf_counter() - began
+            totals = mesh.log.totals(mesh.log.take())
+            slowest = torch.tensor([took, totals.exposed_seconds], dtype=torch.float64)
+            took, exposed = mesh.host.all_reduce(slowest, op="max").wait().tolist()
+            if number:
+                found[way].append((took * 1e3, exposed * 1e3, totals.sent_bytes))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--step-ms", type=float, default=400, help="compute of a step on a rank")
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.25, 0.5, 1.0])
+    parser.add_argument("--bucket-kib", type=int, default=64, help="of gradients, for each rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    print(
+        f"{RANKS} ranks, {LAYERS} layers of hidden {HIDDEN}, {TOKENS} tokens a step of"
+        f" {options.step_ms:g} ms, buckets of {options.bucket_kib} KiB a rank"
+    )
+    print(f"{'ratio':>6}{'':>10}{'update':>10}{'exposed':>10}{'of a step':>11}{'sent':>10}")
+    for ratio in options.ratio:
+        options.ratio = ratio
+        found = run_ranks(RANKS, _measure, options, timeout_seconds=300)[0]
+        for way, rounds in found.items():
+            took, exposed, sent = (statistics.median(of) for of in zip(*rounds, strict=True))
+            share = exposed / options.step_ms
+            print(
+                f"{ratio:>6g}{way:>10}{took:>7.0f} ms{exposed:>7.1f} ms{share:>10.1%}"
+                f"{sent / 2**20:>6.2f} MiB"
+            )
+
+
+if __name__ == "__main__":
+    main()
