@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from isp.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
 from isp.optim.update_rules import group_values
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import Matrices
+from isp.run.forked import RankError
 from isp.settings import MuonConfig, OptimizerConfig, ParamGroupConfig
 from tests.optim.places import Spec, loss, place
 from tests.optim.plain_muon import orthogonal
 from tests.optim.test_zero1 import STEPS, reference, topology
 from tests.ranks import run_each
+from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 MUON = OptimizerConfig(
     name="muon",
@@ -72,15 +75,16 @@ LAYOUTS = {
 }
 
 
-def _train(rank: int, case: Any, dtype: torch.dtype = torch.float64) -> Any:
-    ranks, config = case
+def _train(rank: int, case: Any) -> Any:
+    ranks, config, *others = case
+    dtype, max_norm = others or (torch.float64, 1.0)
     mesh = Mesh(ranks, rank)
     specs = STAGED if ranks.pipeline > 1 else SPECS
     here = [s for s in specs if s.stage == mesh[Axis.PIPELINE].rank]
     items = [place(spec, mesh, dtype) for spec in here]
     gradients = MainGradients(items, mesh, bucket_bytes=64, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(
-        gradients, mesh, config, max_norm=1.0, bucket_bytes=64, stream_bytes=256
+        gradients, mesh, config, max_norm=max_norm, bucket_bytes=64, stream_bytes=256
     )
     for step in range(STEPS):
         gradients.zero()
@@ -88,7 +92,7 @@ def _train(rank: int, case: Any, dtype: torch.dtype = torch.float64) -> Any:
         loss(items, here, mesh, step + 1).backward()
         gradients.reduce()
         optimizer.step(config.lr * (step + 1))
-    return {item.name: item.parameter.detach().numpy() for item in items}
+    return {item.name: item.parameter.detach().double().numpy() for item in items}
 
 
 def test_parity_with_plain_muon() -> None:
@@ -114,16 +118,41 @@ def test_parity_with_plain_muon() -> None:
 
 
 def _same_bits(rank: int, case: Any) -> bool:
-    """Whether states that rest elsewhere or pass in pieces change no bit."""
-    plain, other = _train(rank, (case[0], MUON)), _train(rank, case)
-    return all(np.array_equal(plain[name], other[name]) for name in plain)
+    """Whether both ways give the same bits."""
+    one, other = (_train(rank, way) for way in case)
+    return all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_states_on_the_host_change_no_bit() -> None:
-    """Catches masters or momentum that are not brought, or not taken back."""
-    host = OptimizerConfig(**{**_plain(MUON), "offload_states": True})
-    found = run_each(2, _same_bits, {"host": (topology(2), host)})
-    assert found["host"] == [True, True]
+def test_what_changes_no_bit() -> None:
+    """Catches masters or momentum on the host that are not brought or not taken back, a matrix
+    whose bits depend on its home or on what else is there, and replicas that drift apart."""
+    two, bf16, whole = topology(2), torch.bfloat16, torch.float64
+    narrow = OptimizerConfig(**{**_plain(MUON), "moment_dtype": "bfloat16"})
+    host, both = (
+        OptimizerConfig(**{**_plain(config), "offload_states": True}) for config in (MUON, narrow)
+    )
+    cases = {
+        "host": ((two, MUON), (two, host)),
+        "masters": ((two, MUON, bf16, 1.0), (two, host, bf16, 1.0)),
+        "narrow": ((two, narrow, bf16, 1.0), (two, both, bf16, 1.0)),
+        "replicas": ((two, MUON, whole, 0.0), (topology(2, zero1=1), MUON, whole, 0.0)),
+    }
+    found = run_each(2, _same_bits, cases)
+    assert {name for name, same in found.items() if not all(same)} == set()
+
+
+def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
+    """Catches momentum that is saved or loaded as another weight's, or as adamw's."""
+    job, keys = write_job(tmp_path), ("--training.dtype", "float64", "--optimizer.name", "muon")
+    alone = ("--parallel.tensor.size", "1", "--parallel.weight.size", "1")
+    run_forked(job, *keys, "--training.steps", "4")
+    run_forked(job, *keys, "--training.steps", "2", "--job.name", "other")
+    run_forked(job, *keys, *alone, "--training.steps", "4", "--job.name", "other", num_ranks=1)
+    (one,), (other,) = run_folders(job), run_folders(job, "other")
+    for there, here in zip(numbers(one), numbers(other), strict=True):
+        assert here == pytest.approx(there, rel=1e-9)
+    with pytest.raises(RankError, match="needs exp_avg and exp_avg_sq: use the rule"):
+        run_forked(job, "--training.dtype", "float64", "--training.steps", "6")
 
 
 def _plain(config: OptimizerConfig) -> dict[str, Any]:
