@@ -1,4 +1,4 @@
-"""`isp data prepare`: turns text or chats into the .bin/.idx format."""
+"""`isp data prepare` writes the .bin/.idx format; `isp data inspect` shows a source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from isp.cli.options import Run
 
-__all__ = ["add_prepare"]
+__all__ = ["add_inspect_data", "add_prepare"]
 
 
 def add_prepare(parser: argparse.ArgumentParser) -> Run:
@@ -20,6 +20,19 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
     )
+    _add_reading(parser)
+    return _run_prepare
+
+
+def add_inspect_data(parser: argparse.ArgumentParser) -> Run:
+    """Add the source, and how it is read and packed."""
+    parser.add_argument("inputs", nargs="+", metavar="SOURCE", help="as data.source takes them")
+    parser.add_argument("--seq-len", type=int, default=2048, help="data.seq_len (default: 2048)")
+    _add_reading(parser)
+    return _run_inspect
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes (default) or a Hugging Face tokenizer.json"
     )
@@ -46,7 +59,25 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
         default="assistant",
         help="the tokens of messages with a loss, as data.train_on (default: assistant)",
     )
-    return _run_prepare
+
+
+def _run_inspect(args: argparse.Namespace) -> int:
+    """Print how much there is, a picture of lengths, the padding, and an example."""
+    from isp.data.config import DataConfig, Format, TrainOn
+    from isp.data.sources import describe_source
+
+    config = DataConfig(
+        source=args.inputs,
+        tokenizer=args.tokenizer,
+        eos_token=args.eos_token,
+        text_key=args.text_key,
+        format=Format(args.format),
+        chat_template=args.chat_template,
+        train_on=TrainOn(args.train_on),
+        seq_len=args.seq_len,
+    )
+    print(describe_source(config))
+    return 0
 
 
 def _run_prepare(args: argparse.Namespace) -> int:

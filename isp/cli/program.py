@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from isp import __version__
 from isp.cli.check_command import add_options as add_check
 from isp.cli.checkpoint_command import add_export, add_import, add_inspect, add_verify
-from isp.cli.data_command import add_prepare
+from isp.cli.data_command import add_inspect_data, add_prepare
 from isp.cli.evaluate_command import add_options as add_evaluate
 from isp.cli.failures import report, report_broken_pipe, report_end, report_interrupt
 from isp.cli.generate_command import add_options as add_generate
@@ -290,6 +290,7 @@ _COMMANDS = (
     _Command("topology", "print the groups of ranks", add_topology),
     _Command("report", "make an HTML page and pictures from a run's folder", _add_report),
     _Command("data prepare", "turn text or chats into the .bin/.idx format", add_prepare),
+    _Command("data inspect", "show what a run would see of a source", add_inspect_data),
     _Command("checkpoint inspect", "show what checkpoints hold", add_inspect),
     _Command("checkpoint verify", "compare checkpoints with their checksums", add_verify),
     _Command("checkpoint export", "write a checkpoint as a Hugging Face folder", add_export),

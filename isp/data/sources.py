@@ -13,7 +13,7 @@ from isp.data.packing import ExampleDataset
 from isp.data.stores import PartStore, TokenStore, held_out, mixed
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Datasets", "check_sources", "open_datasets"]
+__all__ = ["Datasets", "check_sources", "describe_source", "open_datasets"]
 
 _HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
 
@@ -43,6 +43,39 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
         tokenizer,
         _mixture(train, seed, config, tokenizer, limited=True),
         _mixture(valid, _HELD_OUT_SEED, config, tokenizer, limited=False) if valid else None,
+    )
+
+
+def describe_source(config: DataConfig) -> str:
+    """What a run would see of `source`: how much, its lengths as a picture, and an example.
+
+    Raises what `open_datasets` raises.
+    """
+    tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
+    (reader,) = _readers(config, tokenizer)
+    store = reader.open()
+    dataset = _dataset(store, reader, 0, config, tokenizer)
+    lengths = store.tokens.lengths
+    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+    first = int(np.flatnonzero(bins)[0])
+    bars = [
+        f"  up to {2**power:>10,} tokens  {count:>10,}  {'#' * -(-40 * count // bins.max())}"
+        for power, count in enumerate(bins.tolist())
+        if power >= first
+    ]
+    if isinstance(dataset, ExampleDataset):
+        example = dataset.shown(tokenizer)
+    else:
+        example = repr(tokenizer.decode(dataset.sample(0).tokens, special=True)[:400])
+    used = dataset.tokens_per_sample / config.seq_len
+    return "\n".join(
+        [
+            dataset.summary,
+            f"lengths     median {int(np.median(lengths)):,}, longest {lengths.max():,}",
+            *bars,
+            f"packing     {used:.1%} of the tokens of a sample are used, the rest is padding",
+            f"example     {example}",
+        ]
     )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from isp.cli import main
 from isp.data.config import ExcessLength
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.examples import ExampleStore
 from isp.data.packing import ExampleDataset, best_fit
 from isp.data.stores import MemoryStore
+from tests.data.chat_folder import write_lines
 
 SEQ_LEN = 16
 PAD = 99
@@ -171,3 +174,21 @@ def test_many_examples_are_packed_at_once() -> None:
     sizes = np.sort(np.random.default_rng(0).integers(1, 131_073, 100_000))[::-1].tolist()
     rows = best_fit(range(len(sizes)), sizes, 131_072)
     assert sum(sizes) / (len(rows) * 131_072) > 0.99
+
+
+def test_inspect_shows_what_a_run_would_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches lengths, padding or labels other than those that are trained."""
+    lines = [{"input_ids": [97] * n, "labels": [-100] + [97] * (n - 1)} for n in (3, 5, 5, 8)]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    assert main(["data", "inspect", str(path), "--seq-len", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 examples, 21 tokens, 17 of them trained" in shown
+    assert "median 5, longest 8" in shown
+    assert "up to          8 tokens           3  ####" in shown
+    assert "packing     87.5% of the tokens" in shown
+    assert "example     88% of 8 tokens trained, those in [[ ]]: a[[aaaaaaa]]" in shown
+    (tmp_path / "b.txt").write_text("hello" * 9)
+    assert main(["data", "inspect", str(tmp_path / "b.txt"), "--seq-len", "4"]) == 0
+    assert "packing     100.0%" in capsys.readouterr().out
