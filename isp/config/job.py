@@ -19,7 +19,6 @@ from isp.config.models import language_model
 from isp.config.objective import check_logits, check_objective, second_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
-from isp.metrics import check_tracker
 from isp.models.model_folder import check_layout, check_model_folder, with_sizes
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
@@ -194,6 +193,8 @@ class JobConfig:
 
     def require_packages(self) -> None:
         """Raise ValueError if a key asks for a package that is not installed."""
+        from isp.metrics import check_tracker  # loads torch, which reading keys does not need
+
         for name in self.metrics.trackers:
             check_tracker(name)
         if self.model.init_from is not None:
