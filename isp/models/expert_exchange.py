@@ -7,7 +7,9 @@ was recorded last. So while the experts compute a part of the tokens, forward an
 part is on its way.
 
 [Note: Every rank takes part] A rank that receives no token still has the node through which
-gradients travel: ranks must launch the same transfers in backward, too.
+gradients travel: ranks must launch the same transfers in backward, too. That node saves a tensor,
+also where neither tokens nor weights have a gradient: a recompute, with its transfers, begins
+where a saved tensor is asked for, and ends behind the last one.
 
 N tokens of a rank, k experts a token goes to, D hidden size, E experts; R = N k rows that a rank
 sends, a token for one of its experts, sorted by expert; M rows that it receives
@@ -166,8 +168,10 @@ class ExpertExchange:
         back = []
         for route, buffers in zip(routes, launched, strict=True):
             x, w = _Arrive.apply(*buffers, route)
-            # [Note: Every rank takes part]
-            y = compute(x, route.numbers, w) if len(x) else joined(x * w, *parameters)
+            if len(x):
+                y = compute(x, route.numbers, w)
+            else:  # [Note: Every rank takes part]
+                y = joined(x * w, *parameters) * torch.ones_like(w)
             back.append(_Return.apply(y.to(tokens.dtype), route))
         sums = [_Combine.apply(rows, route) for rows, route in zip(back, routes, strict=True)]
         out = sums[0] if len(sums) == 1 else torch.cat(sums)

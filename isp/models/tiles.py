@@ -8,6 +8,7 @@ The weights are there for all tiles (in isp gathered once in forward and once in
 their gradients are sums over the tiles, delivered once. Only x is kept; backward computes each tile
 again ([Note: Kept input] in `isp.layers.parts`). Where features are split, a tile of the rank's
 tokens is gathered from all tensor ranks; ranks have as many tokens each, hence as many tiles.
+Ranks that share experts exchange tokens in every tile, so those with fewer cut theirs smaller.
 
 Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 """
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from isp.autograd import Function, once_differentiable
+from isp.comm import Purpose, Tag
 from isp.layers.linear import NeedsGrad, needs_grad
 from isp.layers.parts import SummedGradient, keep, kept
 from isp.layers.rank_layers import RankLayers
 from isp.models.experts import SwappedExperts
 from isp.models.fused import FusedLinears
 from isp.models.swap import SwappedLinear, SwappedTable
+from isp.parallel.partition import chunk_range
 from isp.parallel.phase import Phase
 from isp.rng import RngStatesTracker
 from isp.weights.wp import FullWeights, WPCommunicator
@@ -50,6 +53,9 @@ class TiledModule:
         """`tokens`: of all rows of the batch together; a tile has one of each row at least."""
         self._forward = module.forward
         self.tokens, self.layers = tokens, layers
+        of_batches = layers.expert.size > 1 and layers.weight.size > layers.tensor.size
+        self._shares_experts = of_batches and any(isinstance(h, SwappedExperts) for h in holders)
+        """With ranks that may have another number of tokens."""
         self._holders = holders if layers.communicator.gathers_weights else ()
         self.weights = [weight for holder in self._holders for weight in holder.weights]
         own = dict.fromkeys(module.parameters())
@@ -70,7 +76,15 @@ class TiledModule:
     def tiles(self, x: Tensor) -> Iterable[slice]:
         """The tiles of x, as slices of S'."""
         length = max(1, self.tokens // x.shape[0])
-        return self.layers.each_tile([slice(i, i + length) for i in range(0, x.shape[1], length)])
+        tiles = [slice(i, i + length) for i in range(0, x.shape[1], length)]
+        if self._shares_experts:
+            count = torch.tensor([len(tiles)], device=x.device)
+            tag = Tag(Purpose.EXPERTS, tensor="tiles")
+            most = self.layers.expert.all_reduce_(count, op="max", tag=tag).wait()
+            if not most.is_meta and (parts := int(most)) > len(tiles):
+                ranges = (chunk_range(x.shape[1], parts, i) for i in range(parts))
+                tiles = [slice(part.start, part.stop) for part in ranges]
+        return self.layers.each_tile(tiles)
 
     def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """Of one tile: [B, T, D] -> [B, T, E]."""

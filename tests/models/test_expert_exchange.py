@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import isp
 from isp.comm import Purpose
 from isp.config import JobConfig
+from isp.layers.loss import IGNORED
 from isp.models.model import TracedModel
 from isp.parallel import Mode, ParallelConfig, Topology
 from isp.parallel.config import ExpertConfig, ExpertWeightConfig, TensorConfig, WeightConfig
@@ -24,9 +25,11 @@ from tests.models.models import (
     Trained,
     job,
     packed_rows,
+    plain_loss,
     tiny,
     trained,
     trained_plainly,
+    whole_weights,
     worst,
 )
 from tests.models.own import Own, OwnBlock
@@ -62,11 +65,12 @@ def _all_to_one() -> nn.Module:
 
 
 def _only_experts_trained() -> nn.Module:
-    """A model in which no gradient enters the first experts' tokens."""
-    model = tiny("qwen3_moe", num_experts=3)
+    """A model in which no gradient enters the first experts' tokens, and some get none."""
+    model = tiny("gpt_oss", num_local_experts=8)
     model.requires_grad_(False)
     for layer in model.model.layers:
         layer.mlp.experts.requires_grad_(True)
+        layer.mlp.router.bias[:4] += 99
     return model
 
 
@@ -81,6 +85,7 @@ _CASES: dict[int, dict[str, tuple[str, JobConfig]]] = {
     2: {
         "in chunks": ("three", _config(2, 2, 2, chunks=3, recompute=0.5)),
         "frozen": ("experts only", _config(1, 2, 2)),
+        "frozen, recomputed": ("experts only", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
         "mtp": ("biases", _config(2, 2, 2, mode=Mode.MTP, chunks=2)),
         "fsp": ("shared", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
     },
@@ -113,6 +118,27 @@ def test_spread_experts_train_as_in_a_plain_loop() -> None:
         for name, of_ranks in run_each(size, _train, given, timeout_seconds=100).items():
             plain = expected[cases[name][0]]
             assert max(worst(found, plain) for found in of_ranks) < TOLERANCE, name
+
+
+def _in_tiles(rank: int, rows: list[Rows]) -> Trained:
+    config = _config(1, 2, 2)
+    config = replace(config, model=replace(config.model, mlp_tile_tokens=16))
+    run = isp.parallelize(tiny("qwen2_moe"), config)
+    outcome = run.step(run.loss(*rows[run.dp_rank]))
+    return Trained([outcome.loss], [outcome.grad_norm], whole_weights(run))
+
+
+def test_ranks_with_more_tokens_than_others_have_as_many_tiles() -> None:
+    """Catches a rank that waits for an exchange of tokens in a tile that another does not have."""
+    rows = [packed_rows(1, length, [[length]]) for length in (70, 20)]
+    count = sum(int((row.labels[:, 1:] != IGNORED).sum()) for row in rows)
+
+    def loss(model: nn.Module, rows: list[Rows]) -> Tensor:
+        return torch.stack([plain_loss(model, row, total=True) for row in rows]).sum() / count
+
+    expected = trained_plainly(tiny("qwen2_moe"), [rows], loss)
+    for found in run_ranks(2, _in_tiles, rows):
+        assert worst(found, expected) < TOLERANCE
 
 
 def _resumed(rank: int, folder: Path) -> Trained:
