@@ -295,8 +295,8 @@ def newton_schulz_of(case: PlanCase) -> str:
     buckets = rank.optimizer.matrices.buckets
     own, whole = (sum(f(b) for b in buckets) for f in (lambda b: b.flops, lambda b: b.all_flops))
     return (
-        f"Newton-Schulz takes rank 0 {own / 1e12:,.2f} TFLOP an update; all matrices of its"
-        f" stage, which every rank would multiply without homes, {whole / 1e12:,.2f}"
+        f"Newton-Schulz takes rank 0 {own / 1e9:,.1f} GFLOP an update; all matrices of its"
+        f" stage, which every rank would multiply without homes, {whole / 1e9:,.1f}"
     )
 
 
