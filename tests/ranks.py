@@ -46,10 +46,10 @@ def run_programs(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 100.0
 ) -> list[Any]:
     """`run_ranks` of what makes its own process group, with what torchrun sets for it."""
-    return run_ranks(world_size, _program, _free_port(), fn, args, timeout_seconds=timeout_seconds)
+    return run_ranks(world_size, _program, free_port(), fn, args, timeout_seconds=timeout_seconds)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A free port below the kernel's own choices, which other ranks' sockets may get meanwhile."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)

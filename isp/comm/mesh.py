@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -23,6 +25,9 @@ from isp.parallel.topology import Axis, Topology
 __all__ = ["Channels", "Mesh", "World"]
 
 logger = logging.getLogger(__name__)
+
+_CONNECT = timedelta(seconds=5)
+"""Time to find out that nobody answers at the address of an earlier rank 0."""
 
 _TOLD_OF_SENDS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Whether torch tells that sends of a group pass one after the other: pipelines allow for it."""
@@ -81,11 +86,11 @@ def _meeting_place(timeout: timedelta) -> Store:
     """The store through which the ranks find each other: torchrun's.  ValueError: its port is used.
 
     torch 2.13 keeps it when it starts ranks again, which then may read the addresses of dead ones.
-    So on one machine each start has keys of its own. On several, torchrun counts them differently
-    on each: see TORCH_DISABLE_SHARE_RDZV_TCP_STORE in the README.
+    So on one machine each start has keys of its own; on several, where torchrun counts starts
+    differently on each, rank 0 opens another store, which ends with it (`_store_of_this_start`).
     """
     try:
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        store, rank, _ = next(rendezvous("env://", timeout=timeout))
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -95,8 +100,37 @@ def _meeting_place(timeout: timedelta) -> Store:
         ) from error
     store.set_timeout(timeout)
     one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    if not one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _store_of_this_start(store, rank, timeout)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "any"
     return PrefixStore(f"start_{start}", store)
+
+
+def _store_of_this_start(kept: Store, rank: int, timeout: timedelta) -> Store:
+    """A store of rank 0's, whose address the others read from the one that torchrun has `kept`.
+
+    They may read that of an earlier rank 0, where nobody answers any more: then they read again.
+    Raises DistNetworkError or DistStoreError if there is none in time.
+    """
+    place, end = "isp/store_of_rank_0", time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        main = os.environ["MASTER_ADDR"]
+        with socket.create_connection((main, int(os.environ["MASTER_PORT"]))) as connection:
+            own = connection.getsockname()[0]
+        own = main if own.startswith("127.") or own == "::1" else own
+        opened = TCPStore(own, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        kept.set(place, f"{own} {opened.port}")
+        return opened
+    while True:
+        host, port = kept.get(place).decode().split()
+        try:
+            found = TCPStore(host, int(port), is_master=False, timeout=_CONNECT)
+        except (dist.DistNetworkError, dist.DistStoreError):
+            if time.monotonic() > end:
+                raise
+        else:
+            found.set_timeout(timeout)
+            return found
 
 
 class Channels(Protocol):

@@ -12,8 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.train.jobs import ROOT, numbers, run_folders, run_forked, write_job
+from tests.ranks import free_port
+from tests.train.jobs import ROOT, numbers, run_folders, run_forked, tensors, write_job
 from tools.netns import INTERFACE, Wires, why_not
 
 FIRST = "10.77.0.1"
@@ -138,3 +140,48 @@ def test_train_as_one_and_stop_together(tmp_path: Path, wires: Wires, torchruns:
     run_forked(job, "--training.steps", str(steps), "--job.name", "whole")
     (whole,) = run_folders(job, "whole")
     assert stopped == numbers(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("killed", ["rank", "agent"])
+def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> None:
+    """Catches ranks that meet at the addresses of dead ones, and a step that is lost or repeated.
+
+    An agent that is started again finds the others by a variable: without it, torchrun 2.13 itself
+    waits for an address that nobody writes again.
+    """
+    job, agents = write_job(tmp_path), Launchers(tmp_path)
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+    options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *meet]
+    words = ["--training.steps", "300", "--checkpoint.interval", "10"]
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "01"[killed == "agent"]}
+
+    def start() -> subprocess.Popen[bytes]:
+        return agents.start(options, [str(job), *words], env=env, enter=lambda: None)
+
+    try:
+        running = [start(), start()]
+        log = tmp_path / "out/job/latest/logs/rank_0.log"
+        while not log.exists() or "step: 20/" not in log.read_text():
+            said = [agents.said(number).read_text() for number in (0, 1)]
+            assert {agent.poll() for agent in running} == {None}, said
+            time.sleep(0.05)
+        last = running[1].pid
+        if killed == "agent":
+            running.pop().kill()
+            running.append(start())
+        else:
+            ranks = Path(f"/proc/{last}/task/{last}/children").read_text().split()
+            os.kill(int(ranks[-1]), signal.SIGKILL)
+        codes = [agent.wait() for agent in running]
+        said = [agents.said(number).read_text() for number in (0, 1)]
+        assert codes == [0, 0], said
+    finally:
+        agents.end()
+    run_forked(job, *words, "--job.name", "whole")
+    (run,), (whole,) = run_folders(job), run_folders(job, "whole")
+    assert (run / "logs/rank_0.log").read_text().count("resumed from") == 1
+    assert numbers(run) == numbers(whole)
+    ours, theirs = tensors(run, 300), tensors(whole, 300)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
