@@ -182,7 +182,8 @@ class _Call(nn.Module):
         self.module = module
         self._code, self._exchange = module.forward, exchange
         whole = 0 if exchange is None else exchange.bounds[-1]
-        self._sizes = [k for k, v in vars(module).items() if type(v) is int and v == whole]
+        own = vars(module).items()
+        self._sizes = [k for k, v in own if type(v) is int and v == whole and "expert" in k]
         """Attributes that say how many experts there are."""
         self._vectors = [
             n for n, p in module.named_parameters(recurse=False) if p.dim() < 3 and len(p) == whole
