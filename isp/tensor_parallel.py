@@ -1,4 +1,4 @@
-"""The tensor-parallel toolkit: everything to split a model of one's own over a group of ranks.
+"""The tensor-parallel toolkit: everything to split your own model over a group of ranks.
 
 Nothing here keeps state of its own: a group is a `Channel` that is handed over, random streams are
 a tracker that is handed over, and several toolkits over different groups live side by side.

@@ -154,7 +154,7 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.legend(title="with all above it", frameon=False, loc="upper left")
+    axes.legend(title="cumulative", frameon=False, loc="upper left")
     axes.set_xlabel("tokens in a row")
     axes.set_ylabel("peak of a step, GiB")
     axes.spines[["top", "right"]].set_visible(False)

@@ -3,7 +3,7 @@
 #
 #   bash tools/gpu.sh                       every step, at most 47 minutes on one GPU
 #   bash tools/gpu.sh tests attention mfu   these alone
-#   bash tools/gpu.sh --minutes 9           what fits in that; the same command goes on from there
+#   bash tools/gpu.sh --minutes 9           what fits in that; run it again to resume
 #   bash tools/gpu.sh --list                what they are
 #   bash tools/gpu.sh --device cpu          all of it at toy size, where there is no GPU
 #

@@ -152,7 +152,7 @@ def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) 
 
 
 def chosen(names: Sequence[str], machine: Machine) -> list[Step]:
-    """The steps to run, in order; what cannot run on the machine is told and left out."""
+    """The steps to run, in order; what cannot run on the machine is reported and left out."""
     picked = []
     for step in STEPS:
         expected = step.name in names if names else step.default

@@ -1,4 +1,4 @@
-"""`isp.attention(q, k, v)`: the call by which a model of one's own attends.
+"""`isp.attention(q, k, v)`: the call by which your own model attends.
 
 B batch, S sequence (S' the tokens of a rank), H heads, K KV heads, d and e sizes of heads
 """
@@ -95,7 +95,7 @@ def attention(
     scale: float | None = None,
     relative: Relative | None = None,
 ) -> Tensor:
-    """Attention for a model of one's own, which `isp.parallelize` spreads over the ranks.
+    """Attention for your own model, which `isp.parallelize` spreads over the ranks.
 
     q [B, S, H, d], k [B, S, K, d], v [B, S, K, e] -> [B, S, H, e]; K divides H, e is at most d.
     `window` in tokens, the own included; `scale` of the logits, None: 1 / sqrt(d); `relative`: a

@@ -136,7 +136,7 @@ class AttentionMask:
             return
         if self.cu_seqlens_k is not None:
             if batch_size != 1:
-                raise ValueError(f"cu_seqlens_k is for one row of keys, got {batch_size} rows")
+                raise ValueError(f"cu_seqlens_k is for one sequence of keys, got {batch_size}")
             _check_rises("cu_seqlens_k", self.key_bounds, batch_size, key_length)
         elif query_length != key_length:
             raise ValueError(

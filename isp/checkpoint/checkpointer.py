@@ -49,7 +49,7 @@ _LAST_SECONDS = 60.0
 
 
 class Checkpointer:
-    """Checkpoints of a run in `folder`, which all ranks have to see.
+    """Checkpoints of a run in `folder`, on storage shared by all ranks.
 
     All methods but `wait` are collectives over the world: every rank calls them in the same
     order. They travel over process groups of their own on CPU, which making this one opens (a

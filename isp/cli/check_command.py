@@ -32,10 +32,10 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         " with a context group)",
     )
     parser.epilog = (
-        "The model is shrunk to a small one of the same structure, with random weights, and trains"
+        "The model is shrunk to a small one of the same structure with random weights. It trains"
         " one step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
-        " FOLDER is one of Hugging Face, of which config.json is read. Overrides as of `isp train`"
-        " hold in every layout: --model.checkpoint and those below it, model.mlp_tile_tokens and"
+        " CONFIG may also be a Hugging Face folder; only its config.json is read. These overrides"
+        " apply to every layout: --model.checkpoint and those below it, model.mlp_tile_tokens and"
         " model.loss_chunk_tokens (both shrunk with the model), parallel.weight, optimizer."
     )
     return _run

@@ -22,9 +22,9 @@ _NUMBERS = {
     "rows": (not_negative, 16, "sequences of text to read, at most; 0: no text"),
     "keys": (not_negative, 10, "passkeys at each length and depth; 0: no passkeys"),
     "digits": (positive, 5, "digits of a passkey"),
-    "depths": (positive, 5, "depths of a passkey, from the beginning to the end"),
-    "seed": (not_negative, 0, "of the passkeys"),
-    "batch-tokens": (positive, 16_384, "tokens that are read at once, and one prompt at least"),
+    "depths": (positive, 5, "number of depths, from the beginning to the end"),
+    "seed": (not_negative, 0, "seed of the passkeys"),
+    "batch-tokens": (positive, 16_384, "tokens per forward; at least one prompt"),
 }
 
 
@@ -42,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         "--lengths",
         type=_lengths,
         metavar="N,N,...",
-        help="tokens: where the buckets of places end, and the lengths of passkey prompts (default:"
-        " an eighth of the trained length, doubled up to four times it)",
+        help="where the buckets of positions end, and the lengths of passkey prompts, in tokens"
+        " (default: training length / 8, doubled up to 4 times the training length)",
     )
     for name, (kind, default, meaning) in _NUMBERS.items():
         add_option(parser, name, "N", kind, meaning, default)
@@ -56,8 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     add_html(parser)
     add_task_options(parser)
     parser.epilog = (
-        "Checkpoints of any layout are read, by N ranks in mtp, or as --parallel.tensor.mode says:"
-        " in isp each sequence is split over the ranks, so that long ones fit."
+        "A checkpoint of any layout can be read. N ranks read it in mtp mode. With"
+        " --parallel.tensor.mode isp, each sequence is sharded over the ranks, so long ones fit."
     )
     return _run
 

@@ -45,13 +45,13 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         action="append",
         required=True,
         metavar="TEXT|FILE",
-        help="a text, or a file of it, to continue; several times: a batch of prompts. A .jsonl"
-        " file with lines of `messages` holds conversations, which the assistant answers",
+        help="text to continue, or a file with it; repeat it for a batch of prompts. A .jsonl file"
+        " with lines of `messages` contains conversations, which the assistant continues",
     )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="ask the assistant: a prompt is a message of the user, in the model's chat template",
+        help="make each prompt a user message, rendered with the model's chat template",
     )
     for name, metavar, kind, default, meaning in _OPTIONS:
         add_option(parser, name, metavar, kind, meaning, default)
@@ -60,12 +60,12 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end before this text; may be given several times. The end of a document ends, too",
+        help="stop before this text; can be repeated. The end of a document always stops",
     )
     parser.epilog = (
-        "Checkpoints of any layout are read, by N ranks in mtp, or as"
-        " --parallel.tensor.mode says: mtp, msp, fsp or isp, which splits the prompts over the"
-        " ranks. Text goes to stdout, all else to stderr."
+        "A checkpoint of any layout can be read. N ranks read it in mtp mode, or in that of"
+        " --parallel.tensor.mode: mtp, msp, fsp or isp, which shards prompts over the ranks."
+        " Text goes to stdout, everything else to stderr."
     )
     return _run
 

@@ -40,7 +40,7 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         "--apply-chat-template",
         "--apply_chat_template",
         action="store_true",
-        help="ask each question as a message of the user, in the model's chat template",
+        help="ask each question as a user message, rendered with the model's chat template",
     )
 
 

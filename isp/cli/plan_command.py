@@ -73,7 +73,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--out", metavar="FILE", help="write the fabric to FILE (without it: print it)"
     )
-    parser.add_argument("--quick", action="store_true", help="only to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure little, only to test that it works"
+    )
     return _run_calibrate
 
 

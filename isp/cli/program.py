@@ -32,7 +32,7 @@ __all__ = ["main"]
 
 _OVERRIDES_HELP = (
     "Every key of the file can be given as --section.key value, after CONFIG; "
-    "`isp config CONFIG` prints them all, `isp config --help-keys [SECTION]` says what they mean."
+    "`isp config CONFIG` prints them all, `isp config --help-keys [SECTION]` explains them."
 )
 
 
@@ -203,7 +203,7 @@ def _add_config(parser: argparse.ArgumentParser) -> Run:
         nargs="?",
         action=_HelpKeys,
         metavar="SECTION",
-        help="say what the keys (of SECTION) mean, with their types and defaults",
+        help="explain the keys (of SECTION), with their types and defaults",
     )
     return _config
 
@@ -274,24 +274,24 @@ class _Command(NamedTuple):
             parser.usage = f"{usage} [--section.key value ...]"
 
 
-_GROUPS = {"data": "work on data", "checkpoint": "look at or export checkpoints"}
-_CHECK = "compare layouts of a model with the plain model: loss, every gradient, a step"
+_GROUPS = {"data": "work on data", "checkpoint": "inspect, verify, export and import checkpoints"}
+_CHECK = "verify that layouts match the plain model: loss, every gradient, an update"
 _COMMANDS = (
-    _Command("train", "train as a YAML file says", _add_train, "file"),
+    _Command("train", "train a model as configured in a YAML file", _add_train, "file"),
     _Command("config", "print the full configuration", _add_config, "file"),
     _Command("prefetch", "print when each weight is gathered and freed", _add_prefetch, "file"),
     _Command("profile", "measure what communication costs in each mode", add_profile, "file"),
     _Command("check", _CHECK, add_check, "file"),
     _Command("generate", "continue prompts: text from a trained model", add_generate, "keys"),
-    _Command("evaluate", "measure loss by place in long text, and passkeys", add_evaluate, "keys"),
+    _Command("evaluate", "measure loss by position, and passkeys", add_evaluate, "keys"),
     _Command("plan", "show the memory of a layout, and the longest sequences", add_plan, "file"),
-    _Command("layouts", "show which layouts fit, and how fast each would be", add_layouts, "file"),
+    _Command("layouts", "rank the layouts that fit by predicted step time", add_layouts, "file"),
     _Command("calibrate", "measure this machine for isp layouts", add_calibrate),
     _Command("topology", "print the groups of ranks", add_topology),
-    _Command("report", "make an HTML page and pictures from a run's folder", _add_report),
+    _Command("report", "create an HTML page and pictures of a run", _add_report),
     _Command("data prepare", "turn text or chats into the .bin/.idx format", add_prepare),
     _Command("data inspect", "show what a run would see of a source", add_inspect_data),
-    _Command("checkpoint inspect", "show what checkpoints hold", add_inspect),
+    _Command("checkpoint inspect", "show what checkpoints contain", add_inspect),
     _Command("checkpoint verify", "compare checkpoints with their checksums", add_verify),
     _Command("checkpoint export", "write a checkpoint as a Hugging Face folder", add_export),
     _Command("checkpoint import", "write a Hugging Face folder as a checkpoint", add_import),

@@ -30,13 +30,13 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=["float32", "float64", "bfloat16", "float16"],
-        help="of weights and cache (default: that of the checkpoint)",
+        help="dtype of weights and cache (default: the checkpoint's)",
     )
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
     )
     parser.add_argument(
-        "--tokenizer", metavar="PATH|bytes", help="another one than the model was trained with"
+        "--tokenizer", metavar="PATH|bytes", help="use another tokenizer than in training"
     )
 
 

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--context-first",
         action="store_true",
-        help="ranks that attend with the same heads are neighbours, not those with other heads",
+        help="make ranks with the same heads neighbours, not those with other heads",
     )
     parser.add_argument(
         "--zero1",

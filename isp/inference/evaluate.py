@@ -1,4 +1,4 @@
-"""What a model makes of long text: its loss by place, and keys that it finds again."""
+"""What a model makes of long text: its loss by position, and keys that it finds again."""
 
 from __future__ import annotations
 

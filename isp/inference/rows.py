@@ -41,8 +41,8 @@ def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | No
         datasets = open_datasets(config, seed=0)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"no rows of {length:,} tokens: {error} (or name files with --data, shorter --lengths,"
-            f" or leave text out with --rows 0)"
+            f"no sequences of {length:,} tokens: {error} (or name files with --data,"
+            f" shorter --lengths, or leave text out with --rows 0)"
         ) from error
     if datasets.valid is None:
         return Rows(datasets.train, ", ".join(files))

@@ -25,8 +25,8 @@ def describe(evaluation: Evaluation) -> str:
 
 def _text_head(text: TextLosses) -> str:
     return (
-        f"loss by place in {text.rows} rows of {text.length:,} tokens, {text.source}; `so far`: the"
-        f" mean from the beginning"
+        f"loss by position in {text.rows} sequences of {text.length:,} tokens, {text.source};"
+        f" `loss so far`: cumulative mean"
     )
 
 

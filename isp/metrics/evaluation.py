@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 EVALUATION_FILE = "evaluation.json"
-BUCKET_COLUMNS = ("places", "tokens", "loss", "perplexity", "loss so far")
+BUCKET_COLUMNS = ("positions", "tokens", "loss", "perplexity", "loss so far")
 
 
 @dataclass(frozen=True, kw_only=True)

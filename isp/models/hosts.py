@@ -259,8 +259,8 @@ def check_row(most: int | None, tokens: int) -> None:
     if most is not None and tokens >= most:
         raise ValueError(
             f"attn_temperature_tuning in the model's configuration counts the tokens that a rank"
-            f" has, which matters in rows of {tokens} tokens: use fewer than {most}, or set it to"
-            f" false"
+            f" has, which matters in sequences of {tokens} tokens: use fewer than {most}, or set"
+            f" it to false"
         )
 
 

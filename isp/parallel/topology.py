@@ -85,7 +85,7 @@ _MAY_SHARE = (
 class Topology:
     """The sizes of a run and the groups that follow from them; knows no process group.
 
-    Raises ValueError, naming the key, its value and what would do, where the sizes do not fit.
+    Raises ValueError, naming the key, its value and the accepted ones, if the sizes do not fit.
     """
 
     world_size: int

@@ -205,7 +205,7 @@ def _ladder(plan: MemoryPlan) -> str:
             )
         )
     table = aligned(rows, text_from=len(head) - 1)
-    return f"the ladder, each option with all above it that help\n{table}"
+    return f"the ladder, cumulative: each option includes those above it that help\n{table}"
 
 
 def _reason(beyond: Memory | str, budget: Budget) -> str:

@@ -1,4 +1,4 @@
-"""The report of an evaluation: loss by place in long text, and passkeys over lengths and depths."""
+"""The report of an evaluation: loss by position, and passkeys over lengths and depths."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ def evaluation_page(evaluation: Evaluation) -> Page:
 def _text_section(text: TextLosses, trained: int | None) -> Section:
     rows = (text.shown(bucket) for bucket in text.buckets if bucket.tokens)
     return Section(
-        title="Loss by place",
+        title="Loss by position",
         texts=(
-            f"{text.rows} sequences of {text.length:,} tokens, {text.source}. The place of a token"
-            f" is the number of tokens before it in its sequence.",
+            f"{text.rows} sequences of {text.length:,} tokens, {text.source}. The position of a"
+            f" token is the number of tokens before it in its sequence.",
         ),
         table=Table([BUCKET_COLUMNS, *rows]),
         pictures=(
             Picture(
-                name="loss_by_place",
-                caption="Loss of the tokens at some places of a sequence: where positions are not"
-                " understood any more, it rises.",
-                alt="Bars of loss over places",
+                name="loss_by_position",
+                caption="Loss of the tokens at ranges of positions. It rises where the model no"
+                " longer understands positions.",
+                alt="Bars of loss over positions",
                 draw=partial(_draw_text, text, trained),
             ),
         ),
@@ -88,7 +88,7 @@ def _text_section(text: TextLosses, trained: int | None) -> Section:
 
 
 def _draw_text(text: TextLosses, trained: int | None) -> Figure:
-    figure, axes = new_axes(xlabel="place in the sequence", ylabel="loss (nats a token)")
+    figure, axes = new_axes(xlabel="position in the sequence", ylabel="loss (nats a token)")
     shown = [bucket for bucket in text.buckets if bucket.tokens]
     top = max((bucket.loss or 0.0 for bucket in shown), default=0.0) or 1.0
     for index, bucket in enumerate(shown):

@@ -99,7 +99,7 @@ def plan_page(plan: MemoryPlan, *, command: str) -> Page:
     if fitting:
         caption += (
             ": of the configuration, and of the longest sequences that fit with each way to save"
-            " memory and all above it that help"
+            " memory, cumulative"
         )
     return Page(
         name="plan",

@@ -241,8 +241,8 @@ class CheckpointConfig:
     keep_latest_k: CountOrZero = 0
     """Keep only this many of the newest checkpoints; 0: keep all."""
     async_mode: Literal["disabled", "async"] = "async"
-    """async: copy the state to CPU memory and write it while training goes on, which takes as much
-    memory as a rank saves; disabled: training waits until it is on disk. The last save waits."""
+    """async: copy the state to CPU memory and write it while training continues. This takes as
+    much memory as a rank saves. disabled: training waits for the disk. The last save waits."""
     load_step: CountOrZero | None = None
     """Resume from the checkpoint of this step; null: from the newest, if `auto_resume`."""
     auto_resume: bool = True

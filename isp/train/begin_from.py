@@ -55,7 +55,7 @@ def beyond_positions(model: ModelConfig, seq_len: int) -> str:
         if (model.rope_theta, model.rope_scaling) != (was["rope_theta"], before):
             return ""
     return (
-        f"rows of {seq_len:,} tokens have positions beyond the {trained:,} that"
+        f"sequences of {seq_len:,} tokens have positions beyond the {trained:,} that"
         f" {folder}/{CONFIG_FILE} says the model was trained on: {way} may extend them"
     )
 

@@ -91,7 +91,7 @@ def check(model: nn.Module, layouts: str = "all", overrides: Sequence[str] = ())
     `layouts` as of `isp check --layouts`: "all", or a list such as "2x2,4x1,mtp2". `overrides` are
     those of `isp train`, such as ["--model.checkpoint=1", "--model.checkpoint_offload"].
 
-    A module of one's own is run as it is given, with its weights and without dropout, on sequences
+    Your own module is run as it is given, with its weights and without dropout, on sequences
     of 48 tokens or a few more: give one with few and small layers. Of a model of transformers a
     small one is made by its configuration; a class derived from transformers' is run as given.
 

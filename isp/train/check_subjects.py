@@ -65,7 +65,7 @@ class Subject:
 
     @classmethod
     def of_module(cls, model: nn.Module, how: ModelConfig = _DEFAULT) -> Subject:
-        """A copy of a module of one's own as it is, in float64 on the CPU, without dropout."""
+        """A copy of your own module as it is, in float64 on the CPU, without dropout."""
         copied = copy.deepcopy(model).to("cpu").eval()
         return cls(type(model).__name__, kept_in_float64(copied), how)
 

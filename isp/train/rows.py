@@ -45,8 +45,8 @@ class RowReader(NamedTuple):
             raise ValueError(f"input_ids of shape {list(input_ids.shape)} have no tokens")
         if length % self.ranks:
             raise ValueError(
-                f"rows of {length} tokens do not divide by parallel.tensor.size={self.ranks}: pad"
-                f" them to {-(-length // self.ranks) * self.ranks}, with labels of {IGNORED}"
+                f"sequences of {length} tokens do not divide by parallel.tensor.size={self.ranks}:"
+                f" pad them to {-(-length // self.ranks) * self.ranks}, with labels of {IGNORED}"
             )
         if position_ids is None:
             position_ids = torch.arange(length).expand(rows, length)
@@ -93,7 +93,7 @@ class RowReader(NamedTuple):
         if (again & (position_ids[:, 1:] != 0)).any():
             raise ValueError(
                 "attention_mask leaves out tokens inside a document: mask padding alone, at either"
-                " side of a row or, with position_ids, between documents"
+                " side of a sequence or, with position_ids, between documents"
             )
         labels = (input_ids if labels is None else labels).masked_fill(~seen, IGNORED)
         more = (0, -length % self.ranks)

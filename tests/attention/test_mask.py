@@ -68,7 +68,7 @@ def test_documents_that_do_not_fit_are_refused(
     ("key_lengths", "sizes", "message"),
     [
         ([3, 4], (1, 5, 8), "cu_seqlens_k must rise from 0 to the 8"),
-        ([3, 5], (2, 4, 4), "for one row of keys, got 2"),
+        ([3, 5], (2, 4, 4), "for one sequence of keys, got 2"),
         ([3, 5], (1, 4, 8), "cu_seqlens must rise from 0 to the 4"),
     ],
 )

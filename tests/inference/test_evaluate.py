@@ -257,7 +257,7 @@ def test_faults_are_told_in_a_line(
     capsys.readouterr()
     for words, told in (
         ((str(tmp_path / "none"),), "does not exist"),
-        ((str(run), f"--data={short}"), "no rows of 128 tokens"),
+        ((str(run), f"--data={short}"), "no sequences of 128 tokens"),
         ((str(run), "--lengths=1000000"), "or name files with --data"),
         ((str(run / "checkpoint"), "--html"), "--output"),
         ((str(run), f"--output={short}"), "File exists"),

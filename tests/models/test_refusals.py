@@ -335,7 +335,9 @@ def test_rows_in_which_a_models_own_count_of_tokens_matters_are_refused() -> Non
     kinds = {"no_rope_layers": [1, 1, 0], "num_local_experts": 2}
     run = isp.parallelize(tiny("llama4_text", floor_scale=40, **kinds), job())
     run.loss(torch.ones(1, 32, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"in rows of 64 tokens: use fewer than 40, or set it to"):
+    with pytest.raises(
+        ValueError, match=r"in sequences of 64 tokens: use fewer than 40, or set it to"
+    ):
         run.loss(torch.ones(1, 64, dtype=torch.int64))
     run.train_step.drain()
 

@@ -59,7 +59,7 @@ def test_report_reads_the_file_again(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert Evaluation.load(file) == EVALUATION
     assert main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report" / "evaluation.html").stat().st_size > 10_000
-    for name in ("loss_by_place", "passkeys"):
+    for name in ("loss_by_position", "passkeys"):
         png = (tmp_path / "report" / f"{name}.png").read_bytes()
         assert png.startswith(b"\x89PNG")
     file.write_text(EVALUATION.to_json(indent=1).replace('"version": 1', '"version": 9'))

@@ -1,4 +1,4 @@
-"""Distillation of a teacher's largest logits in a loop of one's own, over any layout.
+"""Distillation of a teacher's largest logits in your own loop, over any layout.
 
     torchrun --nproc-per-node 4 tools/examples/distill.py [CONFIG] [STEPS]
 

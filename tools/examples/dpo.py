@@ -1,4 +1,4 @@
-"""Direct preference optimization in a loop of one's own, over any layout.
+"""Direct preference optimization in your own loop, over any layout.
 
     torchrun --nproc-per-node 4 tools/examples/dpo.py [CONFIG] [STEPS]
 

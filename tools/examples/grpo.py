@@ -1,4 +1,4 @@
-"""Group relative policy optimization in a loop of one's own, over any layout.
+"""Group relative policy optimization in your own loop, over any layout.
 
     torchrun --nproc-per-node 4 tools/examples/grpo.py [CONFIG] [STEPS]
 
