@@ -70,7 +70,7 @@ def test_config_names_what_the_mode_ignores(job, capsys):
     ("words", "fault"),
     [
         (["--training.lrr", "1"], "training.lrr: no such key"),
-        (["--lr", "1"], "lr: no such key; did you mean 'optimizer.lr'?"),
+        (["--lr", "1"], "lr: no such key; did you mean 'optimizer.lr' or 'optimizer.muon.lr'?"),
     ],
 )
 @pytest.mark.parametrize("command", ["config", "train"])
