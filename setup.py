@@ -45,6 +45,7 @@ setup(
     ],
     extras_require={
         "data": DATA,
+        "docs": ["mkdocs-material"],
         "flash": ["flash-attn"],
         "hf": HF,
         "lm-eval": ["lm-eval"],
