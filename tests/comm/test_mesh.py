@@ -122,8 +122,8 @@ def test_channels_of_a_group_have_numbers_of_their_own() -> None:
     topology = _topology(2, tensor=2, weight=2)
     for added, progress in run_ranks(2, _groups, topology):
         assert added == 2  # tensor and weight
-        one, names = "{} group [0, 1]", ("weight", "stage", "world")
-        assert progress == {one.format("tensor"): 2} | {one.format(name): 1 for name in names}
+        counts = {"tensor": 2, "weight": 2, "stage": 1, "world": 1}  # head; expert_weight
+        assert progress == {f"{name} group [0, 1]": count for name, count in counts.items()}
 
 
 def _opened(_: int, job: Path) -> tuple[list[str], list[str], str]:

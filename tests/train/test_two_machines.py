@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -142,6 +143,14 @@ def test_train_as_one_and_stop_together(tmp_path: Path, wires: Wires, torchruns:
     assert stopped == numbers(whole)
 
 
+def _wait_for_store(port: int) -> None:
+    """Until a launcher serves the others at this port."""
+    while True:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("killed", ["rank", "agent"])
@@ -152,7 +161,8 @@ def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> No
     waits for an address that nobody writes again.
     """
     job, agents = write_job(tmp_path), Launchers(tmp_path)
-    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
+    port = free_port()
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *meet]
     words = ["--training.steps", "300", "--checkpoint.interval", "10"]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "01"[killed == "agent"]}
@@ -161,7 +171,9 @@ def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> No
         return agents.start(options, [str(job), *words], env=env, enter=lambda: None)
 
     try:
-        running = [start(), start()]
+        running = [start()]
+        _wait_for_store(port)  # who opens it first has it, and must not be the one that is killed
+        running.append(start())
         log = tmp_path / "out/job/latest/logs/rank_0.log"
         while not log.exists() or "step: 20/" not in log.read_text():
             said = [agents.said(number).read_text() for number in (0, 1)]
@@ -174,7 +186,7 @@ def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> No
         else:
             ranks = Path(f"/proc/{last}/task/{last}/children").read_text().split()
             os.kill(int(ranks[-1]), signal.SIGKILL)
-        codes = [agent.wait() for agent in running]
+        codes = [agent.wait(timeout=240) for agent in running]
         said = [agents.said(number).read_text() for number in (0, 1)]
         assert codes == [0, 0], said
     finally:
