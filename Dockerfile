@@ -1,7 +1,7 @@
 # ISP for CUDA. UNPROVEN: this file has not been built, and ISP has not run on a GPU yet.
 #
 #   docker build -t isp .
-#   docker run --gpus all --ipc=host -v "$PWD/outputs:/work/outputs" isp \
+#   docker run --gpus all --ipc=host -v "$PWD/outputs:/isp/outputs" isp \
 #       train configs/quickstart.yaml --nproc 4
 #
 # torch's wheel of Linux on x86 brings CUDA's libraries; the host has a driver that is new enough.
@@ -9,7 +9,7 @@
 # nvidia/cuda (devel), and add `pip install flash-attn --no-build-isolation`.
 FROM python:3.12-bookworm
 
-WORKDIR /work
+WORKDIR /isp
 COPY constraints.txt ./
 RUN pip install --no-cache-dir -c constraints.txt torch
 COPY setup.py pyproject.toml LICENSE ./
