@@ -353,23 +353,22 @@ class ParallelConfig:
     def _check_experts(self) -> None:
         """Raise ValueError if expert x expert_weight cannot be the weight size."""
         expert, gathered = self.expert.size, self.expert_weight.size
-        key, other = f"parallel.expert.size={expert}", f"parallel.expert_weight.size={gathered}"
+        given = f"parallel.expert.size={expert}"
+        if gathered is not None:
+            given += f" x parallel.expert_weight.size={gathered}"
         if not self.tensor.mode.facts.gathers_weights:
             if expert not in (1, self.tensor.size) or gathered not in (None, 1):
                 raise ValueError(
-                    f"{key} and {other} in mode {self.tensor.mode}, where weights stay on their"
+                    f"{given} in mode {self.tensor.mode}, where weights stay on their"
                     f" rank: use 1 (all experts on every rank) or parallel.tensor.size="
                     f"{self.tensor.size}, and leave parallel.expert_weight.size out"
                 )
             return
         weight = self.weight.size
-        if weight % expert:
-            usable = any_of(divisors(weight))
-            raise ValueError(f"{key} must divide parallel.weight.size={weight}: use {usable}")
-        if gathered not in (None, weight // expert):
+        if weight % expert or gathered not in (None, weight // expert):
             raise ValueError(
-                f"{key} x {other} is not parallel.weight.size={weight}: use"
-                f" parallel.expert_weight.size={weight // expert}, or leave it out"
+                f"{given} does not make parallel.weight.size={weight}: use an expert.size of"
+                f" {any_of(divisors(weight))}, and leave expert_weight.size out"
             )
 
     @property

@@ -186,8 +186,8 @@ def test_a_layer_asks_once_how_many_rows_come(recompute: float) -> None:
 
 
 _REFUSED = [
-    (4, 3, None, Mode.ISP, "parallel.expert.size=3 must divide parallel.weight.size=4: use 1, 2"),
-    (4, 2, 4, Mode.ISP, "use parallel.expert_weight.size=2, or leave it out"),
+    (4, 3, None, Mode.ISP, "does not make parallel.weight.size=4: use an expert.size of 1, 2 or 4"),
+    (4, 2, 4, Mode.ISP, "expert.size=2 x parallel.expert_weight.size=4 does not make parallel"),
     (4, 2, None, Mode.MTP, "use 1 (all experts on every rank) or parallel.tensor.size=4"),
 ]
 

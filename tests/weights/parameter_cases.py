@@ -1,0 +1,273 @@
+"""Small models, each with one arrangement of parameters that people have.
+
+B batch, S sequence, D model size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
+from tests.toolkit import ToolkitLayers
+
+B, S, D, V = 3, 4, 6, 9
+Full = dict[str, Tensor]
+"""Full parameters by name."""
+
+
+class PlainLayers:
+    """Makes torch's own layers, as `ToolkitLayers` makes those whose weights are sharded."""
+
+    def column(self, size: int, sizes: tuple[int, ...], **options: Any) -> nn.Linear:
+        return self.row(size, sum(sizes), **options)
+
+    def row(self, size: int, out: int, *, bias: bool = False, std: float) -> nn.Linear:
+        return nn.Linear(size, out, bias=bias, dtype=torch.float64)
+
+    def embedding(self, vocab: int, size: int, *, std: float) -> nn.Embedding:
+        return nn.Embedding(vocab, size, dtype=torch.float64)
+
+    def head(
+        self, size: int, vocab: int, *, std: float, tied_to: nn.Embedding | None = None
+    ) -> nn.Linear:
+        head = nn.Linear(size, vocab, bias=False, dtype=torch.float64)
+        head.weight = head.weight if tied_to is None else tied_to.weight
+        return head
+
+
+class Case(nn.Module):
+    """A small model of sharded layers, or of plain ones.
+
+    `uses` is what a forward passes, each a block of its own unless a case says otherwise.
+    """
+
+    tokens = False
+    """Whether the input is [B, S] ids instead of [B, S, D] activations."""
+    input_grad = True
+    """Whether the gradient of the input is asked for."""
+
+    def uses(self) -> Sequence[WeightHolder]:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def declared(self) -> tuple[DeclaredBlock, ...]:
+        """The blocks, as the communicator wants them."""
+        return tuple(
+            DeclaredBlock(name=f"{i}", module=self, uses=(DeclaredUse(name="use", layer=layer),))
+            for i, layer in enumerate(self.uses())
+        )
+
+
+def plainly(case: type[Case], x: Tensor, full: Full) -> Tensor:
+    """What torch's own layers make of x with these weights."""
+    y: Tensor = torch.func.functional_call(case(PlainLayers()), full, (x,))  # type: ignore[call-arg]
+    return y
+
+
+def linear(x: Tensor, p: Full, name: str) -> Tensor:
+    return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+
+class Bias(Case):
+    """Catches a bias not gathered, gathered in pieces, or whose gradient is not reduced."""
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.one = layers.column(D, (8,), bias=True, std=0.5)
+        self.two = layers.row(8, D, bias=True, std=0.5)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return (self.one, self.two)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.tanh(self.one(x)))
+        return y
+
+
+class CalledTwice(Case):
+    """Catches a module's second call that finds its weight freed, or gets the first's gradient."""
+
+    times_declared = 2
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.one = layers.column(D, (D,), std=0.5)
+        self.shared = layers.column(D, (D,), bias=True, std=0.5)
+        self.two = layers.column(D, (D,), std=0.5)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        again = (self.shared,) if self.times_declared == 2 else ()
+        return (self.one, self.shared, self.two, *again)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.shared(self.one(x)))
+        y: Tensor = self.shared(torch.sin(self.two(x)))
+        return y
+
+
+class CalledTwiceDeclaredOnce(CalledTwice):
+    """Catches a call that nobody announced using up what belongs to an announced one."""
+
+    times_declared = 1
+
+
+class FirstCalledTwice(Case):
+    """Catches a second call of the first layer taken for the beginning of a new step."""
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.one = layers.column(D, (D,), bias=True, std=0.5)
+        self.two = layers.column(D, (D,), std=0.5)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return (self.one, self.two)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.tanh(self.one(torch.sin(self.one(x)))))
+        return y
+
+
+class Tied(Case):
+    """Catches a shared table gathered for one of its users only, or a gradient lost or doubled."""
+
+    tokens = True
+    input_grad = False
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.embedding = layers.embedding(V, D, std=1.0)
+        self.one = layers.column(D, (D,), std=0.5)
+        self.head = layers.head(D, V, std=0.5, tied_to=self.embedding)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return (self.embedding, self.one, self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.one(self.embedding(x))))
+        return y
+
+
+class Untied(Case):
+    """Catches an embedding or a head split wrongly; see `SPLIT_HIDDEN` for the other split."""
+
+    tokens = True
+    input_grad = False
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.embedding = layers.embedding(V, D, std=1.0)
+        self.head = layers.head(D, V, std=0.5)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return (self.embedding, self.head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.tanh(self.embedding(x)))
+        return y
+
+
+class Frozen(Case):
+    """Catches a gradient computed, promised or stored for a weight that has none."""
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.one = layers.column(D, (D,), bias=True, std=0.5)
+        self.still = layers.column(D, (D,), bias=True, std=0.5)
+        self.third = layers.column(D, (D,), bias=True, std=0.5)
+        self.last = layers.column(D, (D,), std=0.5)
+        frozen = (*self.still.parameters(), self.third.weight, self.last.weight)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return (self.one, self.still, self.third, self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.still(torch.tanh(self.one(x))))
+        y: Tensor = self.last(torch.sin(self.third(x)))
+        return y
+
+
+class Adapters(Case):
+    """Catches adapters on frozen weights that wait for a backward of the weights, or get none.
+
+    The input needs no gradient, so the first base layer and `a1` have no input gradient.
+    """
+
+    input_grad = False
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        for i in (1, 2):
+            base = layers.column(D, (D,), bias=True, std=0.5)
+            for parameter in base.parameters():
+                parameter.requires_grad_(False)
+            self.add_module(f"base{i}", base)
+            self.add_module(f"a{i}", layers.column(D, (2,), std=0.5))
+            self.add_module(f"b{i}", layers.column(2, (D,), std=0.5))
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return [self.get_submodule(f"{n}{i}") for i in (1, 2) for n in ("base", "a", "b")]  # type: ignore[misc]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (1, 2):
+            base, a, b = (self.get_submodule(f"{n}{i}") for n in ("base", "a", "b"))
+            x = torch.tanh(base(x) + b(a(x)))
+        return x
+
+
+class UnevenRows(Case):
+    """Catches padding that is read, sent to a gradient, or missing: 7, 3 and 1 rows."""
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.seven = layers.column(D, (7,), bias=True, std=0.5)
+        self.three = layers.column(7, (3,), bias=True, std=0.5)
+        self.one = layers.column(3, (1,), bias=True, std=0.5)
+        self.wide = layers.row(1, 5, bias=True, std=0.5)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return (self.seven, self.three, self.one, self.wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(self.three(torch.tanh(self.seven(x))))
+        y: Tensor = self.wide(self.one(x))
+        return y
+
+
+class Undeclared(Case):
+    """Catches a layer that nobody declared left without weight or gradient, or confusing others."""
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.one = layers.column(D, (D,), std=0.5)
+        self.stranger = layers.column(D, (D,), bias=True, std=0.5)
+        self.two = layers.column(D, (D,), std=0.5)
+
+    def uses(self) -> Sequence[WeightHolder]:
+        return (self.one, self.two)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.two(torch.tanh(self.stranger(torch.sin(self.one(x)))))
+        return y
+
+
+CASES: tuple[type[Case], ...] = (
+    Bias,
+    CalledTwice,
+    CalledTwiceDeclaredOnce,
+    FirstCalledTwice,
+    Tied,
+    Untied,
+    Frozen,
+    Adapters,
+    UnevenRows,
+    Undeclared,
+)
