@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from isp.cli import main
+from isp.cli.auto_layout import layout_words
 from isp.config import load_config, to_plain
 from isp.config.keys import differences
 from isp.planner import load_fabric, search
+from isp.planner.experts import with_spread_experts
 from tests.train.jobs import run_folders, run_forked, write_job
 
 Choose = Callable[..., list[str]]
@@ -76,6 +78,19 @@ def test_what_is_given_by_hand_is_kept(choose: Choose, job: Path) -> None:
     """Catches a key of the command line that the choice overrides in silence."""
     words = choose(2, "--parallel.tensor.mode", "msp")
     assert load_config(job, words).parallel.tensor.mode == "msp"
+
+
+def test_experts_are_spread_as_chosen(job: Path) -> None:
+    """Catches a key that a search changes and the words leave out."""
+    config = load_config(job)
+    assert layout_words(config, to_plain(with_spread_experts(config, 2))) == [
+        "--parallel.expert.size=2"
+    ]
+    spread = load_config(job, ["--parallel.expert.size=2", "--parallel.expert_weight.size=1"])
+    assert layout_words(spread, to_plain(with_spread_experts(spread, 1))) == [
+        "--parallel.expert.size=1",
+        "--parallel.expert_weight.size=null",
+    ]
 
 
 def test_a_layout_is_refused_where_nobody_can_know_it(

@@ -29,7 +29,8 @@ _CHOSEN = (
     *("parallel.tensor.mode", "parallel.tensor.size"),
     *("parallel.weight.size", "parallel.weight.reshard_after_forward"),
     *("parallel.pipeline.size", "parallel.pipeline.schedule", "parallel.pipeline.num_chunks"),
-    *("parallel.zero1.size", "parallel.sequence_2D.", "model.checkpoint"),
+    *("parallel.zero1.size", "parallel.expert.size", "parallel.expert_weight.size"),
+    *("parallel.sequence_2D.", "model.checkpoint"),
     *("data.micro_bsz", "data.micro_num", "training.global_batch_size"),
 )
 """What the keys that a search changes begin with."""
