@@ -19,8 +19,8 @@ from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.models.chunk import TracedChunk
 from isp.parallel import Axis
-from isp.train.step import StepOutcome, TrainStep
-from isp.train.step_work import StepWork
+from isp.train.step import TrainStep
+from isp.train.step_work import StepOutcome, StepWork
 from isp.weights.trace import Action, ActionKind
 
 __all__ = ["Asked", "CallersGraphs"]

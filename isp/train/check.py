@@ -36,7 +36,8 @@ from isp.train.check_reference import (
     modules_of,
 )
 from isp.train.check_subjects import Subject
-from isp.train.step import StepOutcome, TrainStep
+from isp.train.step import TrainStep
+from isp.train.step_work import StepOutcome
 from isp.weights.declare import WeightHolder, declared_uses, weight_names
 from isp.weights.plan import ActKind, Plan
 

@@ -27,7 +27,7 @@ from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
 from isp.models.model import TracedModel
 from isp.parallel.phase import Phase
 from isp.run.folder import RunFolder
-from isp.train.step import StepOutcome
+from isp.train.step_work import StepOutcome
 from isp.train.tracking import run_trackers
 
 __all__ = ["StepMeter", "StepOutputs", "evaluation_is_due", "model_flops"]

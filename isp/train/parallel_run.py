@@ -30,8 +30,8 @@ from isp.train.own_losses import OwnLosses
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.peft_adapters import turned_off
 from isp.train.rows import RowReader
-from isp.train.step import StepOutcome, make_train_step
-from isp.train.step_work import StepWork
+from isp.train.step import make_train_step
+from isp.train.step_work import StepOutcome, StepWork
 
 __all__ = ["ParallelRun"]
 

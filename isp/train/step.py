@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,32 +27,14 @@ from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, SchedulerHook
 from isp.train.objective import TokenLoss
-from isp.train.step_work import StepWork
+from isp.train.step_work import StepOutcome, StepWork
 
-__all__ = ["StepOutcome", "TrainStep", "make_train_step"]
+__all__ = ["TrainStep", "make_train_step"]
 
 logger = logging.getLogger(__name__)
 
 _CHUNK = 0
 """The one model chunk of a rank that is no pipeline's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutcome:
-    """A step's outcome; the same on every rank."""
-
-    loss: float
-    """Mean loss of the global batch's valid tokens, or pairs, before the update; NaN without."""
-    grad_norm: float
-    """Global gradient norm, without the loss scale and before clipping."""
-    skipped: bool
-    """Whether the update was left out: the gradients were not finite, or no token had a label."""
-    valid_tokens: int
-    """Tokens of the global batch that had a label; pairs, if the loss is of those."""
-    expert_load: float | None = None
-    """The most tokens of an expert, of any layer, as a multiple of the layer's mean."""
-    unused_experts: int | None = None
-    """Experts of all layers that no token went to; None without experts."""
 
 
 def make_train_step(

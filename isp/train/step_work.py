@@ -1,9 +1,10 @@
-"""`StepWork`: the micro-batches of a step on this rank, through the model and its loss."""
+"""The micro-batches of a step on this rank, through the model and its loss, and its outcome."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,25 @@ from isp.train.objective import Documents
 if TYPE_CHECKING:
     from isp.train.step import TrainStep
 
-__all__ = ["StepWork", "arrange", "slice_sequence"]
+__all__ = ["StepOutcome", "StepWork", "arrange", "slice_sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutcome:
+    """A step's outcome; the same on every rank."""
+
+    loss: float
+    """Mean loss of the global batch's valid tokens, or pairs, before the update; NaN without."""
+    grad_norm: float
+    """Global gradient norm, without the loss scale and before clipping."""
+    skipped: bool
+    """Whether the update was left out: the gradients were not finite, or no token had a label."""
+    valid_tokens: int
+    """Tokens of the global batch that had a label; pairs, if the loss is of those."""
+    expert_load: float | None = None
+    """The most tokens of an expert, of any layer, as a multiple of the layer's mean."""
+    unused_experts: int | None = None
+    """Experts of all layers that no token went to; None without experts."""
 
 
 class StepWork:

@@ -34,7 +34,8 @@ from isp.train.out_of_memory import memory_owners
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.saving import Progress, RunCheckpoints
-from isp.train.step import StepOutcome, make_train_step
+from isp.train.step import make_train_step
+from isp.train.step_work import StepOutcome
 from isp.train.watch import (
     LossWatch,
     Pace,

@@ -23,7 +23,7 @@ from isp.parallel import Axis, Topology
 from isp.parallel.phase import Phase
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord
-from isp.train.step import StepOutcome
+from isp.train.step_work import StepOutcome
 
 __all__ = [
     "LossWatch",

@@ -22,7 +22,7 @@ from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.parallel.config import Mode
 from isp.train import main
 from isp.train.meter import StepMeter
-from isp.train.step import StepOutcome
+from isp.train.step_work import StepOutcome
 from isp.train.watch import LossWatch, SlowRankWatch
 from tests.ranks import run_programs
 from tests.train.jobs import run_folders, write_job
