@@ -76,21 +76,26 @@ class TorchUpdates:
 
     work_bytes = 0
 
-    def __init__(self, shards: Mapping[ShardedParameter, Resting], make: MakeOptimizer) -> None:
+    def __init__(
+        self,
+        shards: Mapping[ShardedParameter, Resting],
+        make: MakeOptimizer,
+        *,
+        peak: float | None = None,
+    ) -> None:
+        """`peak`: the rate that groups' own are multiples of; None: they are the caller's."""
         self._shards = {item.name: shard for item, shard in shards.items()}
         self._parameters = {
             name: nn.Parameter(shard.master) for name, shard in self._shards.items()
         }
         self.optimizer = make([*self._parameters.items()])
         self.optimizer.register_step_pre_hook(self._check_step)
-        self._updates = False
-        self.peak: float | None = None
-        """The learning rate that groups' own are multiples of; None: they are the caller's."""
+        self._updates, self._peak = False, peak
 
     def set_rate(self, lr: float) -> None:
         """Let groups learn at their part of `lr`, if there is a `peak`."""
-        for group in self.optimizer.param_groups if self.peak is not None else ():
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr / self.peak
+        for group in self.optimizer.param_groups if self._peak is not None else ():
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr / self._peak
 
     def _check_step(self, *_: object) -> None:
         if not self._updates:

@@ -27,7 +27,7 @@ from isp.optim.states import (
     kept,
     take_up,
 )
-from isp.optim.torch_optimizer import MakeOptimizer, TorchUpdates
+from isp.optim.torch_optimizer import MakeOptimizer, TorchUpdates, optimizer_of
 from isp.optim.update_rules import GroupValues, NoRule, Rows, update_rule, values_of
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
@@ -97,10 +97,13 @@ class Zero1Optimizer:
         make: MakeOptimizer | None = None,
         matrix_dtype: torch.dtype | None = None,
     ) -> None:
-        """`make`: makes torch's optimizer that takes the place of the rule in `config`.
+        """`make`: makes torch's optimizer in the place of the rule in `config`, at rates of its
+        own; None: that which `config` names, if it does, at the rates of `step`.
         `matrix_dtype`: see `MatrixUpdates`."""
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
+        peak = config.lr if make is None else None
+        make = make or optimizer_of(config)
         self._rules = {
             name: update_rule(config, name) if make is None else NoRule(config)
             for name in config.rules
@@ -171,7 +174,9 @@ class Zero1Optimizer:
             dtype=matrix_dtype,
         )
         """Those of whole matrices."""
-        self._stream = stream if make is None else TorchUpdates(self._shards, make)
+        self._stream: StateStream | TorchUpdates = stream
+        if make is not None and self._shards:  # torch makes no optimizer of nothing
+            self._stream = TorchUpdates(self._shards, make, peak=peak)
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
 

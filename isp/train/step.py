@@ -20,7 +20,7 @@ from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.model import TracedModel
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.optim.torch_optimizer import MakeOptimizer, optimizer_of
+from isp.optim.torch_optimizer import MakeOptimizer
 from isp.optim.update_rules import rules_in_words
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
@@ -56,8 +56,6 @@ def make_train_step(
     rule. `weights_may_change`: see `TrainStep`.
     """
     model = config.language_model if model is None else model
-    if len(config.optimizer.rules) > 1 and make_optimizer is None and mesh.rank == 0:
-        logger.info("%s", rules_in_words(trained_layouts(model), config.optimizer))
     built = build_model(
         model,
         config.parallel,
@@ -66,7 +64,9 @@ def make_train_step(
         device=device,
         dtype=getattr(torch, config.training.dtype),
     )
-    own = optimizer_of(config.optimizer) if make_optimizer is None else None
+    rules = config.optimizer.rules if built.trained and make_optimizer is None else ()
+    if len(rules) > 1 and mesh.rank == 0:
+        logger.info("%s", rules_in_words(trained_layouts(model), config.optimizer))
     gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(
         gradients,
@@ -75,10 +75,8 @@ def make_train_step(
         max_norm=config.training.max_norm,
         counted_elsewhere=built.counted_elsewhere,
         weights_may_change=weights_may_change,
-        make=make_optimizer or own,
+        make=make_optimizer,
     )
-    if own is not None and (updates := optimizer.torch_updates) is not None:
-        updates.peak = config.optimizer.lr
     return TrainStep(
         built,
         gradients,
