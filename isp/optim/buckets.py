@@ -21,6 +21,7 @@ __all__ = [
     "Bucket",
     "BucketManager",
     "Gradient",
+    "copy_all",
     "grouped",
     "master_dtype",
     "pads_little",
@@ -350,3 +351,9 @@ def grouped(
         if sum(map(num_bytes, members)) >= bucket_bytes:
             closed.append(opened.pop(key))
     return closed + list(opened.values())
+
+
+def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first of each pair the second."""
+    if pairs := list(copies):
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isp.comm import Channel, Channels, Pending
 from isp.comm.tag import Purpose, Tag
+from isp.optim.buckets import copy_all, grouped
 from isp.optim.newton_schulz import Matrix, make_orthogonal, matrices_of
 from isp.optim.states import MASTER, Bucket, Resting, StateStream, by_values
 from isp.optim.update_rules import GroupValues, Rows
@@ -111,8 +112,8 @@ class MatrixBucket:
         """Blocks of matrices at home here that come."""
         self._spread: list[_Part] = []
         """Blocks of them that go to all who have their rows."""
-        self._own: list[tuple[Box, _Part]] = []
-        """Rows here of matrices at home here: their place in the member, and in the matrix."""
+        self._own: list[tuple[_Part, _Part]] = []
+        """Rows here of matrices at home here, and as blocks of these."""
         self._matrices: list[Matrix] = []
         """Those at home here."""
         self._scaled: dict[float, list[Tensor]] = {}
@@ -130,7 +131,7 @@ class MatrixBucket:
     def work_bytes(self) -> int:
         """Bytes that the update of the bucket takes: what travels, matrices, and their products."""
         travels = (self._sent, self._gathered, self._spread, self._returned)
-        moved = sum(math.prod(part.box.sizes) for parts in travels for part in parts) // 2
+        moved = sum(map(_elements, travels)) // 2
         sizes = [math.prod(matrix.sizes) for matrix in self._matrices]
         return (moved + sum(sizes) + 4 * max(sizes, default=0)) * self._dtype.itemsize
 
@@ -151,9 +152,9 @@ class MatrixBucket:
         """Wait for the rows of the matrices at home here."""
         self._whole = [self._new(matrix.sizes) for matrix in self._matrices]
         self._arrive([part.box.view(self._whole[part.at]) for part in self._gathered])
-        _copy(
-            (part.box.view(self._whole[part.at]), box.view(self._grads[part.rank]))
-            for box, part in self._own
+        copy_all(
+            (block.box.view(self._whole[block.at]), rows.box.view(self._grads[rows.at]))
+            for rows, block in self._own
         )
 
     def multiply(self) -> None:
@@ -172,9 +173,9 @@ class MatrixBucket:
     def finish(self) -> None:
         """Wait for the updates, which take the place of the gradients."""
         self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
-        _copy(
-            (box.view(self._grads[part.rank]), part.box.view(self._whole[part.at]))
-            for box, part in self._own
+        copy_all(
+            (rows.box.view(self._grads[rows.at]), block.box.view(self._whole[block.at]))
+            for rows, block in self._own
         )
         self._whole = []
         for ratio, rows in self._scaled.items():
@@ -210,7 +211,7 @@ class MatrixBucket:
                 if sender != home:
                     self._gathered.append(_Part(sender, at, inner))
                 else:
-                    self._own.append((block, _Part(number, at, inner)))
+                    self._own.append((_Part(home, number, block), _Part(home, at, inner)))
                 self._spread += (_Part(other, at, inner) for other in ranks if other != home)
 
     def _exchange(
@@ -220,7 +221,7 @@ class MatrixBucket:
         size = self._stage.channel.size
         sent, received = self._new((_elements(there),)), self._new((_elements(here),))
         pieces = sent.split([view.numel() for view in views]) if views else ()
-        _copy((piece.view(x.shape), x) for piece, x in zip(pieces, views, strict=True))
+        copy_all((piece.view(x.shape), x) for piece, x in zip(pieces, views, strict=True))
         if size == 1:
             return Pending.ready(received)
         return self._stage.channel.all_to_all_into(
@@ -236,7 +237,7 @@ class MatrixBucket:
         assert self._pending is not None
         received, self._pending = self._pending.wait(), None
         pieces = received.split([view.numel() for view in views]) if views else ()
-        _copy((x, piece.view(x.shape)) for piece, x in zip(pieces, views, strict=True))
+        copy_all((x, piece.view(x.shape)) for piece, x in zip(pieces, views, strict=True))
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
         return self._grads[0].new_empty(shape, dtype=self._dtype)
@@ -271,7 +272,13 @@ class MatrixUpdates:
         cut = {item: matrices_of(item.name, item.layout, config) for item in shards}
         sizes = (math.prod(m.sizes) * shards[item].grad.itemsize for item in cut for m in cut[item])
         each = max((bucket_bytes, *sizes))
-        for members in _in_buckets(shards, each * channel.size):
+        found = grouped(
+            shards,
+            lambda item: shards[item].grad.dtype,
+            lambda item: math.prod(item.layout.global_shape) * shards[item].grad.itemsize,
+            each * channel.size,
+        )
+        for members in found:
             homes = self._homes([cut[item] for item in members])
             bucket = MatrixBucket(members, shards, stage, homes, config, dtype)
             moments, masters = (
@@ -339,21 +346,6 @@ class MatrixUpdates:
         return [(i, matrix, home) for (i, matrix), home in zip(every, homes, strict=True)]
 
 
-def _in_buckets(
-    shards: Mapping[ShardedParameter, Resting], limit_bytes: int
-) -> Iterator[list[ShardedParameter]]:
-    """The weights in their order, in buckets of one dtype that end with what reaches the limit."""
-    members, size = list[ShardedParameter](), 0
-    for item, shard in shards.items():
-        if members and (size >= limit_bytes or shards[members[0]].grad.dtype != shard.grad.dtype):
-            yield members
-            members, size = [], 0
-        members.append(item)
-        size += math.prod(item.layout.global_shape) * shard.grad.itemsize
-    if members:
-        yield members
-
-
 def _states_of(
     members: Iterable[ShardedParameter], shards: Mapping[ShardedParameter, Resting], *, master: bool
 ) -> dict[ShardedParameter, Resting]:
@@ -376,8 +368,3 @@ def _by_rank(parts: Iterable[_Part], size: int) -> list[int]:
     for part in parts:
         found[part.rank] += math.prod(part.box.sizes)
     return found
-
-
-def _copy(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    if pairs := list(copies):
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose
-from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Bucket, grouped
+from isp.optim.buckets import DEFAULT_BUCKET_BYTES, Bucket, copy_all, grouped
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["Publisher"]
@@ -34,14 +33,14 @@ class WeightBucket(Bucket):
             flat[rank * width : (rank + 1) * width]  # fewer at the end: padding is never read
             for flat, width in zip(self._flats, self.widths, strict=True)
         )
-        _copy((slot[: own.numel()], own) for slot, own in zip(slots, owned, strict=True))
+        copy_all((slot[: own.numel()], own) for slot, own in zip(slots, owned, strict=True))
         gathered = sent.new_empty(self.parts, sent.numel())  # [p, L]
         pending = self.channel.all_gather_into(gathered, sent, tag=self.tag)
         self.pending = pending.then(self._unpack)
         return self.pending
 
     def _unpack(self, gathered: Tensor) -> Tensor:
-        _copy(
+        copy_all(
             pair
             for flat, slots in zip(self._flats, gathered.split(self.widths, dim=1), strict=True)
             for pair in _rows_of_all(flat, slots)
@@ -49,22 +48,13 @@ class WeightBucket(Bucket):
         return gathered
 
 
-_Copy = tuple[Tensor, Tensor]
-"""Where to, and what."""
-
-
-def _rows_of_all(flat: Tensor, slots: Tensor) -> Iterator[_Copy]:
+def _rows_of_all(flat: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The elements of a parameter, out of slots [p, width]."""
     if width := slots.shape[1]:
         num_full, rest = divmod(flat.numel(), width)
         yield flat[: num_full * width].view(num_full, width), slots[:num_full]
         if rest:
             yield flat[num_full * width :], slots[num_full, :rest]
-
-
-def _copy(copies: Iterable[_Copy]) -> None:
-    if pairs := list(copies):
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 class Publisher:
