@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.autograd import Function, once_differentiable
@@ -181,17 +182,20 @@ class _Call(nn.Module):
         super().__init__()
         self.module = module
         self._code, self._exchange = module.forward, exchange
-        whole = 0 if exchange is None else exchange.bounds[-1]
-        own = vars(module).items()
-        self._sizes = [k for k, v in own if type(v) is int and v == whole and "expert" in k]
-        """Attributes that say how many experts there are."""
+        if exchange is None:
+            return
+        whole, own = exchange.bounds[-1], exchange.own
         self._vectors = [
             n for n, p in module.named_parameters(recurse=False) if p.dim() < 3 and len(p) == whole
         ]
-        """Parameters that have a row for each."""
+        """Parameters that have a row for each expert, of all ranks."""
+        for key, value in [*vars(module).items()]:
+            if type(value) is int and value == whole and "expert" in key:
+                setattr(module, key, own.stop - own.start)  # as its weights have
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._exchange is None:
+        exchange = self._exchange
+        if exchange is None:
             return self._code(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tokens, numbers = args[:2]
@@ -201,30 +205,13 @@ class _Call(nn.Module):
         def compute(x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
             leaves[0], leaves[1], leaves[place] = x, local.to(numbers.dtype), weights
             args, kwargs = tree_unflatten(leaves, spec)
-            with self._alone():
+            own = {name: getattr(self.module, name)[exchange.own] for name in self._vectors}
+            with _reparametrize_module(self.module, own):
                 out: Tensor = self._code(*args, **kwargs)
             return out
 
         given = tokens, numbers, leaves[place]
-        return self._exchange(compute, *given, self.module.parameters())
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """In this context the module has this rank's experts, and no others."""
-        assert self._exchange is not None
-        own, whole = self._exchange.own, self._exchange.bounds[-1]
-        rows = {name: getattr(self.module, name) for name in self._vectors}
-        parameters = self.module._parameters
-        try:
-            for name in self._sizes:
-                setattr(self.module, name, own.stop - own.start)
-            for name, x in rows.items():
-                parameters[name] = x[own]
-            yield
-        finally:
-            for name in self._sizes:
-                setattr(self.module, name, whole)
-            parameters.update(rows)
+        return exchange(compute, *given, self.module.parameters())
 
 
 class _Given(NamedTuple):
