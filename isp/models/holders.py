@@ -179,13 +179,12 @@ class WeightHolders:
         layers = self.layers
         if layers.expert.size == 1:
             return None
-        layouts = {item.parameter: item.layout for item in self.named}
-        weights = (p for p in module.parameters(recurse=False) if p.dim() == 3)
-        num_experts = layouts[next(weights)].global_shape[0]
+        weight = next(p for p in module.parameters(recurse=False) if p.dim() == 3)
+        layout = next(item.layout for item in self.named if item.parameter is weight)
         return ExpertExchange(
             name,
             layers.expert,
-            layers.expert_bounds(num_experts),
+            layers.expert_bounds(layout.global_shape[0]),
             alike=Channel.solo() if layers.mode.facts.splits_sequence else layers.tensor,
             num_chunks=layers.expert_chunks,
         )
@@ -196,13 +195,9 @@ class WeightHolders:
             if not isinstance(weight, FusedLinears):
                 own = {weight.weight_name: weight.weight, "bias": weight.bias}
                 weight.layouts = {
-                    local: layouts[parameter]
+                    local: layouts[parameter].of_group
                     for local, parameter in own.items()
                     if parameter in layouts
-                }
-            if isinstance(weight, ExpertWeight) and self.layers.expert.size > 1:
-                weight.layouts = {
-                    local: layout.of_group for local, layout in weight.layouts.items()
                 }
 
 

@@ -107,7 +107,9 @@ class ParameterLayout:
 
     @property
     def of_group(self) -> ParameterLayout:
-        """The cut of what the ranks of its group have together."""
+        """The cut of what the ranks of its group have together; itself if there is one group."""
+        if self.groups == 1:
+            return self
         group, index = divmod(self.index, self.parts // self.groups)
         own = len(chunk_range(self.global_shape[self.dim], self.groups, group))
         before, after = self.global_shape[: self.dim], self.global_shape[self.dim + 1 :]

@@ -55,9 +55,14 @@ def _shape(
     rank: int,
     experts_stay: bool,
 ) -> RankShape:
-    own, split = language_model(model, dtype), embed_split_hidden
-    stay = experts_stay
-    return rank_shape(own, mode, order, rank, embed_split_hidden=split, experts_stay=stay)
+    return rank_shape(
+        language_model(model, dtype),
+        mode,
+        order,
+        rank,
+        embed_split_hidden=embed_split_hidden,
+        experts_stay=experts_stay,
+    )
 
 
 def shape_of(case: PlanCase, rank: int) -> RankShape:

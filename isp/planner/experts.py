@@ -96,10 +96,8 @@ class ExpertTraffic(NamedTuple):
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(f"{x.num_experts}, {x.used} of a token" for x in self.layers)
-        found, (spread, gather) = (
-            f"{' or '.join(kinds)}, in {len(self.layers)} layers; ",
-            self.ranks,
-        )
+        found = f"{' or '.join(kinds)}, in {len(self.layers)} layers; "
+        spread, gather = self.ranks
         if spread == 1 and self.less == "-":
             return f"{found}all on every rank"
         planned = "gathered"

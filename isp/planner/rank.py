@@ -103,7 +103,7 @@ class DryRank:
     def travels(self, name: str) -> ShardedParameter:
         """Parameter `name` as it is gathered: of spread experts, those of this rank's group."""
         item = self.parameters[name]
-        return replace(item, layout=item.layout.of_group) if item.layout.groups > 1 else item
+        return replace(item, layout=item.layout.of_group)
 
     def reduce(self, name: str) -> None:
         """Set the sum of the full gradient of parameter `name` on its way."""

@@ -99,14 +99,11 @@ def as_json(found: Found, top: int) -> str:
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
     case, config, memory = candidate.case, candidate.config, candidate.memory
-    sizes = (
-        *("tensor", "head", "context", "head_first", "weight", "expert", "pipeline", "zero1"),
-        "data",
-    )
+    sizes = "tensor", "head", "context", "head_first", "weight", "expert", "pipeline", "zero1"
     prediction = candidate.prediction
     return {
         "mode": case.mode.value,
-        **{size: getattr(case.topology, size) for size in sizes},
+        **{size: getattr(case.topology, size) for size in (*sizes, "data")},
         "reshard_after_forward": not case.keeps_gathered,
         "micro_bsz": config.data.micro_bsz,
         "micro_num": config.data.num_micro_batches,
@@ -288,11 +285,9 @@ def _refused(found: Found) -> str:
 
 def newton_schulz_of(case: PlanCase) -> str:
     """What Newton-Schulz costs the ranks of the first stage, in words; "" without muon."""
-    place, heard = case.place(0), Heard()
-    rank = DryRank(case, place, heard)
     if "muon" not in case.optimizer.rules:
         return ""
-    buckets = rank.optimizer.matrices.buckets
+    buckets = DryRank(case, case.place(0), Heard()).optimizer.matrices.buckets
     own, whole = (sum(f(b) for b in buckets) for f in (lambda b: b.flops, lambda b: b.all_flops))
     return (
         f"Newton-Schulz takes rank 0 {own / 1e9:,.1f} GFLOP an update; all matrices of its"
