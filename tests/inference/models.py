@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isp.models.tiny import kept_in_float64, tiny_model
 from tests.model.folders import in_float64
-from tools.check_architectures import ARCHITECTURES
+from tools.architectures import ARCHITECTURES
 
 __all__ = ["FAMILIES", "HYBRIDS", "PROMPTS", "Written", "made", "saved", "written"]
 

@@ -15,7 +15,7 @@ from isp.models.pretrained import saved_again
 from isp.models.tiny import tiny_config
 from tests.models.folders import write_folder, write_job
 from tests.train.jobs import run_folders, run_forked
-from tools.check_architectures import config_of
+from tools.architectures import config_of
 
 WITH_EXPERTS = """mixtral qwen2_moe qwen3_moe olmoe gpt_oss deepseek_v2 deepseek_v3 glm4_moe dots1
 qwen3_next minimax"""

@@ -1,0 +1,130 @@
+"""The architectures of transformers that are tried, and the keys that their defaults leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+__all__ = ["ARCHITECTURES", "config_of"]
+
+_EXPERTS = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
+
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+}
+
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(48)],
+    "long_factor": [2.0 + i for i in range(48)],
+    "original_max_position_embeddings": 4096,
+}
+
+_PART = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+
+_DECODER = {"is_decoder": True}
+
+_ENCODERS = """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert
+rembert roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl"""
+
+_GIVEN: dict[str, dict[str, Any]] = {
+    # what transformers' own defaults leave out
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 500000, "clip_qkv": 8}},
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
+    "dots1": {"first_k_dense_replace": 1, **_EXPERTS},
+    "ernie4_5_moe": {"moe_layer_start_index": 1},
+    "granitemoehybrid": {"layer_types": [*["linear_attention"] * 7, "full_attention"] * 4},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "hunyuan_v1_dense": {"head_dim": 128, "num_key_value_heads": 8},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_key_value_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "emu3": {"vocabulary_map": {"<image>": 3}},
+    "phi4_multimodal": {"vision_config": _PART, "audio_config": {**_PART, "num_blocks": 1}},
+    "moss_transcribe_diarize": {"audio_config": {"d_model": 32, "encoder_layers": 1}},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "reformer": {**_DECODER, "axial_pos_embds": False},
+    "xlstm": {"embedding_dim": 32, "hidden_size": 32, "num_heads": 4},
+    # of encoders, the form that does not see later tokens
+    **dict.fromkeys(_ENCODERS.split(), _DECODER),
+    "xmod": {**_DECODER, "default_language": "en_XX"},
+    "roc_bert": {
+        **_DECODER,
+        "shape_vocab_size": 40,
+        "shape_embed_dim": 8,
+        "pronunciation_vocab_size": 40,
+        "pronunciation_embed_dim": 8,
+    },
+    # as published, where the defaults have less
+    "phi3 (longrope)": {"rope_parameters": _LONGROPE, "max_position_embeddings": 131072},
+    "falcon (alibi)": {"alibi": True, "multi_query": False},
+    "falcon (40B)": {"new_decoder_architecture": True, "num_kv_heads": 8},
+    "lfm2 (conv)": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "minimax_m3_vl_text (sparse)": {
+        "layer_types": [*["full_attention"] * 3, *["minimax_m3_sparse"] * 57]
+    },
+    "qwen2 (window)": {"use_sliding_window": True, "max_window_layers": 16},
+    "deepseek_v2 (groups)": {
+        "first_k_dense_replace": 1,
+        "num_experts_per_tok": 6,
+        "topk_method": "group_limited_greedy",
+        "n_group": 8,
+        "topk_group": 3,
+    },
+}
+
+
+def _angles(*sections: int, **more: Any) -> dict[str, Any]:
+    """Rotary positions of a model that sees, as published."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **more}
+    return {"text_config": {"rope_parameters": rope}}
+
+
+_TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "cosmos3_edge (text part)": {},
+    "cosmos3_omni (text part)": {},
+    "glm4v (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v_moe (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
+    "glm_ocr (text part)": _angles(16, 24, 24),
+    "granite_docling (text part)": {},
+    "muse_glimmer (text part)": {},
+    "muse_spark (text part)": {},
+    "paddleocr_vl (text part)": _angles(16, 24, 24),
+    "qwen2_5_vl (text part)": _angles(16, 24, 24),
+    "qwen2_vl (text part)": _angles(16, 24, 24),
+    "qwen3_vl (text part)": {},
+    "qwen3_vl_moe (text part)": {},
+    "unlimited_ocr (text part)": {},
+}
+"""Of types that see, and whose text has no causal class of its own."""
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES},
+    **_GIVEN,
+    **_TEXT_PARTS,
+}
+"""All causal types of transformers, and where the defaults do not do, the keys that are given."""
+
+
+def config_of(architecture: str) -> Any:
+    """The configuration of an architecture of `ARCHITECTURES`."""
+    from transformers import AutoConfig
+
+    model_type = architecture.split()[0]
+    try:
+        return AutoConfig.for_model(model_type, **ARCHITECTURES[architecture])
+    except Exception as error:  # somebody else's code: anything may come
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no configuration of type {model_type}: {reason}") from error
