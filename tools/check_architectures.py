@@ -228,11 +228,15 @@ def layouts_of(subject: Subject) -> list[Layout]:
 def jobs_of(subject: Subject, names: str) -> Iterator[tuple[Check, list[Layout]]]:
     """The comparisons of a model; one that scans is split by heads and by state.
 
-    `names`: those layouts alone, of which what the model cannot be split in is left out.
+    `names`: those layouts alone, of which what the model cannot be split in is left out. Raises
+    ValueError, with the reason against the first, if none is left.
     """
     if names:
         listed, _ = listed_layouts(names, subject, ParallelConfig())
-        layouts = [x for x in listed if not fault_of(subject, x, ParallelConfig())]
+        faults = {x: fault_of(subject, x, ParallelConfig()) for x in listed}
+        layouts = [x for x, fault in faults.items() if not fault]
+        if not layouts:
+            raise ValueError(faults[listed[0]])
         yield Check(subject, layouts, parallel=ParallelConfig()), layouts
         return
     kinds = {call.kind for call in subject.language_model(0.0).trace.calls}
