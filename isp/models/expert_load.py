@@ -23,7 +23,6 @@ __all__ = [
     "ExpertLoad",
     "check_bias_update",
     "experts_of",
-    "make_expert_load",
     "router_dtype",
     "saved_buffers",
 ]
@@ -179,10 +178,3 @@ def _numbers(given: Iterable[Any]) -> Tensor:
     """The numbers of the experts of each token, [N, k], among what experts are called with."""
     found = next(x for x in given if isinstance(x, Tensor) and not x.is_floating_point())
     return found.flatten(0, -2)
-
-
-def make_expert_load(
-    model: nn.Module, experts: Mapping[str, int], device: torch.device, *, rate: float
-) -> ExpertLoad | None:
-    """As `ExpertLoad`; None for a model without experts."""
-    return ExpertLoad(model, experts, device, rate=rate) if experts else None

@@ -20,7 +20,7 @@ from isp.layers.module import RowsOf
 from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.expert_exchange import check_spread
-from isp.models.expert_load import experts_of, make_expert_load
+from isp.models.expert_load import ExpertLoad, experts_of
 from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
@@ -409,9 +409,9 @@ class TracedModel:
 
     def _router_parts(self, model: nn.Module, layers: RankLayers) -> dict[str, Any]:
         """What a chunk that trains has for routers."""
-        of, config = self._router_losses(), self.host.config(model)
-        losses = make_router_losses(model, config, of, layers.tensor)
-        load = make_expert_load(model, experts_of(self), layers.device, rate=of.bias_rate)
+        of, experts = self._router_losses(), experts_of(self)
+        losses = make_router_losses(model, self.host.config(model), of, layers.tensor)
+        load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None
         return {"routers": losses, "expert_load": load}
 
     def _router_losses(self) -> RouterCoefficients:

@@ -105,10 +105,8 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
     found = []
     stay = 1 < parallel.expert.size == parallel.weight.size
     for rank in range(parallel.pipeline.size):
-        chunks, actions = (
-            rank_shape(model, mode, order, rank, experts_stay=stay).chunks,
-            order.actions(rank, micro_num),
-        )
+        chunks = rank_shape(model, mode, order, rank, experts_stay=stay).chunks
+        actions = order.actions(rank, micro_num)
         title = f"stage {' and '.join(map(str, order.stages_of(rank)))}"
         steps = plan(chunks, actions, parallel.weight.prefetch)
         found.append(RankPlan(title, steps, chunks, actions))

@@ -6,6 +6,7 @@ B batch, S sequence, O out features
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -37,13 +38,9 @@ class SplitFinder(TorchFunctionMode):
         """The sizes of the parts, one behind the other, of each linear that is split as a whole."""
         found = {}
         for name, output in self._outputs.values():
-            parts, end = sorted(self._parts.get(name, ())), 0
-            if len(parts) > 1 and all(
-                start == sum(length for _, length in parts[:i])
-                for i, (start, _) in enumerate(parts)
-            ):
-                end = sum(parts[-1])
-            if end == output.shape[-1]:
+            parts = sorted(self._parts.get(name, ()))
+            ends = [0, *accumulate(length for _, length in parts)]
+            if [*(start for start, _ in parts), output.shape[-1]] == ends:
                 found[name] = tuple(length for _, length in parts)
         return found
 
