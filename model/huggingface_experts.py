@@ -41,6 +41,7 @@ _EXPERT_KEYS = (
 
 
 def expert_values(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of `model` on experts, of a config.json; ValueError if the decoder has none such."""
     family, defaults = found["model_type"], defaults_of(ModelConfig, KeyRole.MODEL)
     values = {key: defaults[key] for key in _EXPERT_KEYS}
     if family not in OF_EXPERTS:
@@ -72,6 +73,7 @@ def expert_values(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts_json(model: ModelConfig, family: str) -> dict[str, Any]:
+    """What config.json says of experts; nothing in a family without them."""
     if family not in OF_EXPERTS:
         return {}
     found: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
@@ -93,6 +95,7 @@ def experts_json(model: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def family_of_experts(model: ModelConfig) -> str:
+    """The family whose experts are the model's; ValueError if there is none."""
     shared = model.shared_expert_intermediate_size > 0
     if shared is not model.qk_norm:
         return QWEN2_MOE if shared else QWEN3_MOE
@@ -107,6 +110,7 @@ def family_of_experts(model: ModelConfig) -> str:
 
 
 def count_of(found: Mapping[str, Any], key: str) -> int:
+    """A number of a config.json, at least 1; ValueError for anything else."""
     value = found.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"config.json has {key}={shown(value)}, which must be a whole number")
