@@ -260,13 +260,16 @@ def _saving() -> list[Case]:
 
 
 CASES = [*_grid(), *_zero1(), *_models(), *_context(), *_pipelines(), *_saving()]
+WORLDS = sorted({case.layout.world for case in CASES})
 
 
-def train_all(
-    rank: int,
-    cases: list[Case],
-    optimizer: OptimizerConfig = OPTIMIZER,
-    steps: tuple[int, ...] = STEPS,
+def cases_of(world: int) -> list[Case]:
+    """Those of so many ranks."""
+    return [case for case in CASES if case.layout.world == world]
+
+
+def _train_all(
+    rank: int, cases: list[Case], optimizer: OptimizerConfig, steps: tuple[int, ...]
 ) -> list[tuple[Numbers, float]]:
     """Of each case what its steps come to, and an evaluation."""
     meshes, found = Meshes(rank), []
@@ -287,14 +290,24 @@ def train_all(
 
 
 @cache
-def plainly(
+def _plainly(
     task: Task,
     global_batch: int,
     optimizer: OptimizerConfig = OPTIMIZER,
     trained: tuple[int, ...] = STEPS,
 ) -> tuple[Numbers, float]:
-    """The same of plain torch."""
-    (initial,) = run_ranks(1, _initial, task)
+    """The same of plain torch, in a process of one thread: where cores are few, more wait."""
+    found: tuple[Numbers, float]
+    case = task, global_batch, optimizer, trained
+    (found,) = run_ranks(1, _train_plainly, *case, timeout_seconds=380)
+    return found
+
+
+def _train_plainly(
+    _: int, task: Task, global_batch: int, optimizer: OptimizerConfig, trained: tuple[int, ...]
+) -> tuple[Numbers, float]:
+    layout = Layout(mode=Mode.MTP)
+    initial = make_run(Meshes(0).of(layout), layout, task).weights()
     weights = {name: torch.from_numpy(array) for name, array in initial.items()}
     model = PlainDecoder(task.model).double().load_weights(weights)
     steps = (
@@ -313,15 +326,10 @@ def plainly(
     return numbers, total / count
 
 
-def _initial(_: int, task: Task) -> Any:
-    layout = Layout(mode=Mode.MTP)
-    return make_run(Meshes(0).of(layout), layout, task).weights()
-
-
 def test_the_runs_compared_are_worth_comparing() -> None:
     """Catches samples on which nothing is learned, masked or clipped, so that all would agree."""
     task = Case(Layout()).task
-    losses, norms = zip(*plainly(task, 6)[0], strict=True)
+    losses, norms = zip(*_plainly(task, 6)[0], strict=True)
     empty = STEPS.index(7)
     assert losses[empty] == norms[empty] == 0, "step 7 has no valid token"
     assert all(math.isfinite(n) and n > 0.1 for s, n in enumerate(norms) if s != empty)
@@ -341,24 +349,27 @@ def test_the_runs_compared_are_worth_comparing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", sorted({case.layout.world for case in CASES}))
+@pytest.mark.parametrize("world", WORLDS)
 def test_every_layout_trains_as_plain_torch(world: int) -> None:
     """Catches a sum that is wrong, missing or doubled in some layout, from the first step on."""
-    cases = [case for case in CASES if case.layout.world == world]
-    for model in {case.model for case in cases}:
-        language_model(model, "float64")  # traced once, for all ranks
-    assert_as_plain_torch(world, cases, OPTIMIZER, STEPS)
+    assert_as_plain_torch(cases_of(world), OPTIMIZER, STEPS)
 
 
 def assert_as_plain_torch(
-    world: int, cases: list[Case], optimizer: OptimizerConfig, steps: tuple[int, ...]
+    cases: list[Case], optimizer: OptimizerConfig, steps: tuple[int, ...]
 ) -> None:
-    """Train all cases, and compare losses, gradient norms and an evaluation."""
-    of_ranks = run_ranks(world, train_all, cases, optimizer, steps, timeout_seconds=380)
+    """Train cases of one number of ranks; compare losses, gradient norms and an evaluation."""
+    for model in {case.model for case in cases}:
+        language_model(model, "float64")  # traced once, for all ranks
+    of_ranks = run_ranks(
+        cases[0].layout.world, _train_all, cases, optimizer, steps, timeout_seconds=380
+    )
     assert all(numbers == of_ranks[0] for numbers in of_ranks), "ranks tell different numbers"
     lines, worst = [], 0.0
     for case, (numbers, evaluated) in zip(cases, of_ranks[0], strict=True):
-        expected, plainly_evaluated = plainly(case.task, case.layout.global_batch, optimizer, steps)
+        expected, plainly_evaluated = _plainly(
+            case.task, case.layout.global_batch, optimizer, steps
+        )
         loss, norm = (
             largest_difference([n[i] for n in numbers], [n[i] for n in expected]) for i in (0, 1)
         )

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from isp.config.models import language_model
 from isp.parallel import Mode, PipelineSchedule
 from isp.settings import MuonConfig, OptimizerConfig
 from tests.train.runs import Layout
-from tests.train.test_layouts import ALL, CASES, FIVE, GRID, TIED, Case, assert_as_plain_torch
+from tests.train.test_layouts import (
+    ALL,
+    FIVE,
+    GRID,
+    TIED,
+    WORLDS,
+    Case,
+    assert_as_plain_torch,
+    cases_of,
+)
 
 MUON = OptimizerConfig(
     name="muon",
@@ -30,23 +38,17 @@ SOME = [
 ]
 
 
-def _compare(cases: list[Case]) -> None:
-    for model in {case.model for case in cases}:
-        language_model(model, "float64")  # traced once, for all ranks
-    assert_as_plain_torch(cases[0].layout.world, cases, MUON, STEPS)
-
-
 def test_some_layouts_train_as_plain_muon() -> None:
     """Catches heads cut by others' rows, copies of a stage's rows, and tied tables that muon takes.
 
     All other layouts: below.
     """
-    _compare(SOME)
+    assert_as_plain_torch(SOME, MUON, STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world", sorted({case.layout.world for case in CASES}))
+@pytest.mark.parametrize("world", WORLDS)
 def test_every_layout_trains_as_plain_muon(world: int) -> None:
     """Catches a row that goes to or comes from a wrong rank, in some layout."""
-    _compare([case for case in CASES if case.layout.world == world])
+    assert_as_plain_torch(cases_of(world), MUON, STEPS)
