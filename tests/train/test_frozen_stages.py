@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
 from isp.parallel import Mode, PipelineSchedule
+from isp.settings import OptimizerConfig
 from model.decoder import Decoder
 from tests.ranks import run_ranks
-from tests.train.runs import Layout, Meshes, Numbers, Task, largest_difference, make_run
+from tests.train.runs import OPTIMIZER, Layout, Meshes, Numbers, Task, largest_difference, make_run
+from tests.train.test_muon import MUON
 from tests.train.test_pipeline import MODEL
 
 CONFIG = replace(MODEL, num_layers=4, tie_embeddings=True)
@@ -38,19 +41,23 @@ def _task(frozen: Collection[str]) -> Task:
     return Task(model=model)
 
 
-def _numbers(rank: int) -> list[Numbers]:
-    meshes, task, found = Meshes(rank), _task(FROZEN), []
-    for layout in LAYOUTS:
-        run = make_run(meshes.of(layout), layout, task)
-        found.append(run.numbers(range(3)))
+def _numbers(rank: int) -> list[list[Numbers]]:
+    """Of each optimizer, by layout."""
+    meshes, task = Meshes(rank), _task(FROZEN)
+
+    def numbers(layout: Layout, config: OptimizerConfig) -> Numbers:
+        run = make_run(meshes.of(layout), layout, task, config=config)
+        found = run.numbers(range(3))
         run.close()
-    return found
+        return found
+
+    return [[numbers(layout, config) for layout in LAYOUTS] for config in (OPTIMIZER, MUON)]
 
 
 def test_frozen_weights_of_both_ends() -> None:
     """Catches gradients promised, or summed over stages, for a table that has none; and a first
-    stage whose output nobody can differentiate."""
-    for expected, *others in run_ranks(2, _numbers):
+    stage whose output nobody can differentiate; matrices that Muon leaves out, or moves."""
+    for expected, *others in itertools.chain(*run_ranks(2, _numbers)):
         for layout, found in zip(LAYOUTS[1:], others, strict=True):
             for series in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
                 assert largest_difference(*series) < 1e-9, layout
