@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,8 @@ def test_what_changes_no_bit() -> None:
     """Catches masters or momentum on the host that are not brought or not taken back, a matrix
     whose bits depend on its home or on what else is there, and replicas that drift apart."""
     two, bf16, whole = topology(2), torch.bfloat16, torch.float64
-    narrow = OptimizerConfig(**{**_plain(MUON), "moment_dtype": "bfloat16"})
-    host, both = (
-        OptimizerConfig(**{**_plain(config), "offload_states": True}) for config in (MUON, narrow)
-    )
+    narrow = replace(MUON, moment_dtype="bfloat16")
+    host, both = (replace(config, offload_states=True) for config in (MUON, narrow))
     cases = {
         "host": ((two, MUON), (two, host)),
         "masters": ((two, MUON, bf16, 1.0), (two, host, bf16, 1.0)),
@@ -153,10 +152,6 @@ def test_a_run_resumes_in_another_layout(tmp_path: Path) -> None:
         assert here == pytest.approx(there, rel=1e-9)
     with pytest.raises(RankError, match="needs exp_avg and exp_avg_sq: use the rule"):
         run_forked(job, "--training.dtype", "float64", "--training.steps", "6")
-
-
-def _plain(config: OptimizerConfig) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in config.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
