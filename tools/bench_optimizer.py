@@ -29,6 +29,7 @@ from isp.comm import Link, Mesh
 from isp.comm.tag import Purpose, Tag
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.matrices import MatrixUpdates
+from isp.optim.newton_schulz import Matrix
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
 from isp.parallel.layout import Matrices, ParameterLayout
 from isp.run.forked import run_ranks
@@ -83,7 +84,7 @@ def _optimizer(mesh: Mesh, name: str, bucket_bytes: int) -> tuple[MainGradients,
             shard = nn.Parameter(torch.randn(layout.local_shape))
             items.append(ShardedParameter(f"{layer}.{number}", shard, layout))
     gradients = MainGradients(items, mesh, rows_of=mesh[Axis.ZERO1])
-    config = OptimizerConfig(name="adamw" if name == "adamw" else "muon")  # type: ignore[arg-type]
+    config = OptimizerConfig(name="adamw" if name == "adamw" else "muon")
     return gradients, Zero1Optimizer(gradients, mesh, config, bucket_bytes=bucket_bytes)
 
 
@@ -102,8 +103,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
 
     def sleep(xs: Sequence[Tensor], keys: MuonConfig) -> None:
         for x in xs:
-            short, long = sorted(x.shape)
-            pace(2 * keys.ns_steps * short * short * (2 * long + short))
+            pace(Matrix((0, 0), tuple(x.shape)).flops(keys))
 
     isp.optim.matrices.make_orthogonal = sleep
     made = {way: _optimizer(mesh, way, options.bucket_kib * 1024) for way in WAYS}
