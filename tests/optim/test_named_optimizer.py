@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from isp.comm import Mesh
 from isp.config import load_config
-from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.torch_optimizer import count_states, optimizer_of
 from isp.settings import OptimizerConfig
 from isp.train.run import check_param_groups
-from tests.optim.test_zero1 import topology
-from tests.ranks import run_ranks
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 KEYS = ("--training.dtype", "float64", "--lr_scheduler.warmup_steps", "3")
-NADAM = OptimizerConfig(name="torch.optim:NAdam")
 ALONE = ("--parallel.tensor.size", "1", "--parallel.weight.size", "1")
 
 
@@ -50,16 +45,6 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
         OptimizerConfig(name="adam")
     with pytest.raises(ValueError, match=r"optimizer\.offload_states=True is of isp's own"):
         OptimizerConfig(name="torch.optim:NAdam", offload_states=True)
-    make = optimizer_of(NADAM)
+    make = optimizer_of(OptimizerConfig(name="torch.optim:NAdam"))
     assert make is not None
     assert count_states(make) == 2
-
-
-def _frozen(rank: int) -> None:
-    mesh = Mesh(topology(1), rank)
-    assert Zero1Optimizer(MainGradients([], mesh), mesh, NADAM).torch_updates is None
-
-
-def test_a_second_model_that_is_frozen_has_none() -> None:
-    """Catches the reference of dpo, or a teacher, for which torch's is made of no weights."""
-    run_ranks(1, _frozen)
