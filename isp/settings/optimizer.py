@@ -115,9 +115,9 @@ class MuonConfig:
 _RULE_KEYS = {
     "adamw": {"beta1", "beta2", "eps"},
     "lion": {"beta1", "beta2"},
-    "muon": {"beta1", "beta2", "eps"},
+    "muon": {"muon"},
 }
-"""Keys of `optimizer` that not every update rule has a use for; muon: its adamw."""
+"""Keys of `optimizer` that not every update rule has a use for."""
 _SLOWEST_NARROW = 1 - 2**-8
 """A bfloat16 that is multiplied by more may be rounded back to itself."""
 
@@ -205,14 +205,13 @@ class OptimizerConfig:
     @property
     def unused(self) -> list[str]:
         """Keys that differ from their defaults and mean nothing to the update rules."""
-        every_own = _RULE_KEYS["adamw"]
-        keys = {"muon", *(f"adamw_{key}" for key in ("lr", "weight_decay", *_RULE_KEYS["adamw"]))}
-        used = set().union(*(_RULE_KEYS.get(rule, every_own) for rule in self.rules))
+        own = _RULE_KEYS["adamw"]
+        beside = {f"adamw_{key}" for key in ("lr", "weight_decay", *own)}
+        used = set().union(*(_RULE_KEYS.get(rule, own) for rule in self.rules))
         if "adamw" in self.rules and self.name != "adamw":
-            used |= keys - {"muon"}
-        used |= self.rules & {"muon"}
-        plain, every = OptimizerConfig(), keys | every_own
-        return sorted(key for key in every - used if getattr(self, key) != getattr(plain, key))
+            used |= beside
+        plain, left = OptimizerConfig(), (own | beside | {"muon"}) - used
+        return sorted(key for key in left if getattr(self, key) != getattr(plain, key))
 
     def _moment_decays(self) -> list[tuple[str, float]]:
         """The keys by which moments decay, and their values."""
