@@ -18,7 +18,6 @@ from isp.config.models import language_model
 from isp.models.roles import ParameterRole
 from isp.models.schedule import RankShape, rank_shape
 from isp.parallel import Axis, Mode
-from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Coordinates, PlanCase
 from isp.settings.section import KeyRole, defaults_of
@@ -84,14 +83,9 @@ def trained_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParame
     return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
 
 
-def updated_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParameter]:
+def updated_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
     """The trained parameters as the optimizer has them: each by itself, however it travels."""
-    shape, parts = shape_of(case, place.stage), case.topology.weight
-    of_experts = _spread(case.model, case.dtype, case.topology.expert)
-    return [
-        _sharded(name, layout, case.dtype, parts, place.weight, groups=of_experts.get(name, 1))
-        for name, layout in shape.trained.items()
-    ]
+    return _parameters(case, place, apart=True)
 
 
 def _spread(model: ModelConfig, dtype: str, ranks: int) -> dict[str, int]:
@@ -102,6 +96,11 @@ def _spread(model: ModelConfig, dtype: str, ranks: int) -> dict[str, int]:
 
 def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
+    return _parameters(case, place, apart=False)
+
+
+def _parameters(case: PlanCase, place: Coordinates, *, apart: bool) -> tuple[ShardedParameter, ...]:
+    """As they travel, or trained ones `apart`."""
     return _local_parameters(
         bare(case.model),
         case.dtype,
@@ -112,6 +111,7 @@ def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParamet
         case.topology.weight,
         place.weight,
         case.topology.expert,
+        apart,
     )
 
 
@@ -126,38 +126,23 @@ def _local_parameters(
     parts: int,
     index: int,
     spread: int,
+    apart: bool,
 ) -> tuple[ShardedParameter, ...]:
     """Those of the shards number `index` of `parts`; what is replicated stays whole.
 
-    `spread`: ranks that have different experts.
+    `spread`: ranks that have different experts; `apart`: trained ones, each by itself.
     """
     found, of_experts = [], _spread(model, dtype, spread)
     shape = _shape(model, dtype, mode, embed_split_hidden, order, rank, spread == parts > 1)
-    for name, layout in shape.layouts.items():
-        trained, groups = name not in shape.frozen, of_experts.get(name, 1)
-        cut = _sharded(name, layout, dtype, parts, index, groups=groups, requires_grad=trained)
-        found.append(cut)
+    for name, layout in (shape.trained if apart else shape.layouts).items():
+        groups = of_experts.get(name, 1)
+        if groups > 1 or layout.reduce_over is Axis.WEIGHT_DATA:
+            over = Axis.WEIGHT_DATA
+            layout = replace(layout, reduce_over=over, parts=parts, index=index, groups=groups)
+        data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
+        parameter = nn.Parameter(data, requires_grad=name not in shape.frozen)
+        found.append(ShardedParameter(name, parameter, layout))
     return tuple(found)
-
-
-def _sharded(
-    name: str,
-    layout: ParameterLayout,
-    dtype: str,
-    parts: int,
-    index: int,
-    *,
-    groups: int = 1,
-    requires_grad: bool = True,
-) -> ShardedParameter:
-    """Shard number `index` of `parts`, in so many groups; what is replicated stays whole."""
-    if groups > 1:
-        over = Axis.WEIGHT_DATA
-        layout = replace(layout, reduce_over=over, parts=parts, index=index, groups=groups)
-    elif layout.reduce_over is Axis.WEIGHT_DATA:
-        layout = replace(layout, parts=parts, index=index)
-    data = torch.empty(layout.local_shape, dtype=getattr(torch, dtype), device="meta")
-    return ShardedParameter(name, nn.Parameter(data, requires_grad=requires_grad), layout)
 
 
 BlockKind = tuple[bool, tuple[tuple[Use, tuple[int, ...]], ...]]

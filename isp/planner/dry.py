@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from isp.parallel.phase import Phase
 from isp.planner.dry_scan import DryRecurrence
 from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
 from isp.weights.declare import WeightHolder
-from isp.weights.wp import FullWeights, WPCommunicator
+from isp.weights.wp import FullWeights, LocalWeights, WPCommunicator
 
 __all__ = [
     "META",
@@ -79,7 +79,7 @@ class DryWeights(WPCommunicator):
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
         if not self._recorder.is_declared(module):  # spread experts, which are not gathered
-            return nullcontext(_Whole(weight, bias))
+            return LocalWeights().unshard(module, phase, weight, bias)
         return nullcontext(_Use(self._recorder, module, phase, weight, bias))
 
     def grad_hook(
@@ -89,13 +89,6 @@ class DryWeights(WPCommunicator):
             self._recorder.note(Gradient(self._recorder.use_of(module), is_bias))
         self._recorder.delivered(grad)
         return grad
-
-
-class _Whole(NamedTuple):
-    """Weights that are there."""
-
-    weight: Tensor
-    bias: Tensor | None
 
 
 class DryProducts:
