@@ -15,7 +15,7 @@ Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -68,13 +68,13 @@ class TiledModule:
         """x [B, S', D] -> [B, S', E]; each tile is computed in the context `inside`."""
         if not torch.is_grad_enabled():
             with self.unsharded(Phase.FORWARD):
-                return self.computed(x, inside)
+                return self.computed(x, self.tiles(x), inside)
         x, node = keep(x, *self.parameters)
         out: Tensor = _InTiles.apply(x, *self.parameters, self, inside, node)
         return out
 
-    def tiles(self, x: Tensor) -> Iterable[slice]:
-        """The tiles of x, as slices of S'."""
+    def tiles(self, x: Tensor) -> list[slice]:
+        """The tiles of x, as slices of S'; ranks that share experts ask each other how many."""
         length = max(1, self.tokens // x.shape[0])
         tiles = [slice(i, i + length) for i in range(0, x.shape[1], length)]
         if self._shares_experts:
@@ -84,7 +84,7 @@ class TiledModule:
             if not most.is_meta and (parts := int(most)) > len(tiles):
                 ranges = (chunk_range(x.shape[1], parts, i) for i in range(parts))
                 tiles = [slice(part.start, part.stop) for part in ranges]
-        return self.layers.each_tile(tiles)
+        return tiles
 
     def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """Of one tile: [B, T, D] -> [B, T, E]."""
@@ -92,10 +92,12 @@ class TiledModule:
             y: Tensor = self._forward(x)
         return y
 
-    def computed(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+    def computed(
+        self, x: Tensor, tiles: list[slice], inside: Callable[[], AbstractContextManager[None]]
+    ) -> Tensor:
         """All tiles, without a graph."""
         out: Tensor | None = None
-        for tile in self.tiles(x):
+        for tile in self.layers.each_tile(tiles):
             y = self.tile(x[:, tile].contiguous(), inside)
             if out is None:
                 out = y.new_empty(*x.shape[:2], y.shape[-1])
@@ -173,7 +175,8 @@ class _InTiles(Function):
         ctx.tiled, ctx.inside, ctx.node = tiled, inside, node
         ctx.snapshot = tiled.tracker.snapshot()
         with tiled.unsharded(Phase.FORWARD):
-            y: Tensor = tiled.computed(x, inside)
+            ctx.tiles = tiled.tiles(x)
+            y: Tensor = tiled.computed(x, ctx.tiles, inside)
         return y
 
     @staticmethod
@@ -186,7 +189,7 @@ class _InTiles(Function):
         sums = {parameter: SummedGradient(NeedsGrad.FLOW) for parameter in trained}
         dx = torch.empty_like(x) if need_x else None
         with tiled.unsharded(Phase.BACKWARD) as weights, tiled.tracker.replaying(ctx.snapshot):
-            for tile in tiled.tiles(x):
+            for tile in tiled.layers.each_tile(ctx.tiles):
                 leaf = x[:, tile].detach().contiguous().requires_grad_()
                 with torch.enable_grad():
                     y = tiled.tile(leaf, ctx.inside)

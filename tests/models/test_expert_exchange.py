@@ -124,7 +124,10 @@ def _in_tiles(rank: int, rows: list[Rows]) -> Trained:
     config = _config(1, 2, 2)
     config = replace(config, model=replace(config.model, mlp_tile_tokens=16))
     run = isp.parallelize(tiny("qwen2_moe"), config)
+    run.mesh.log.collect()
     outcome = run.step(run.loss(*rows[run.dp_rank]))
+    asked = [t for t in run.mesh.log.take() if t.tag.tensor == "tiles"]
+    assert len(asked) == len(run.model.model.layers), "forward asks how many tiles there are"
     return Trained([outcome.loss], [outcome.grad_norm], whole_weights(run))
 
 
