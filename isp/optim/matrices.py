@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -120,6 +121,7 @@ class MatrixBucket:
         """Rows here, by what the learning rate of their matrices is multiplied by."""
         self.all_flops = sum(matrix.flops(self._keys) for _, matrix, _ in matrices)
         """Those of Newton-Schulz for all matrices, wherever they are at home."""
+        self._boxes = cache(stage.boxes)  # alike for all experts of a weight
         for number, matrix, home in matrices:
             self._add(number, members[number].layout, matrix, home)
         for parts in (self._sent, self._returned, self._gathered, self._spread):
@@ -188,7 +190,7 @@ class MatrixBucket:
         at, here = len(self._matrices), stage.place(layout, rank)
         own = [
             block
-            for box in stage.boxes(layout, here)
+            for box in self._boxes(layout, here)
             if (block := box.inside(matrix.offsets, matrix.sizes)) is not None
         ]
         rows = self._scaled.setdefault(matrix.ratio(self._keys), [])
@@ -202,7 +204,7 @@ class MatrixBucket:
         for place in stage.places(layout):
             ranks = stage.ranks(layout, place)
             sender = stage.sender(ranks, home)
-            for box in stage.boxes(layout, place):
+            for box in self._boxes(layout, place):
                 block = box.inside(matrix.offsets, matrix.sizes)
                 if block is None:
                     continue
