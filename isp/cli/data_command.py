@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from isp.cli.options import Run
 
@@ -61,40 +62,31 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _reading(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `_add_reading`, by the keys of `data`."""
+    from isp.data.config import TrainOn
+
+    keys = ("tokenizer", "eos_token", "text_key", "chat_template")
+    return {key: getattr(args, key) for key in keys} | {"train_on": TrainOn(args.train_on)}
+
+
 def _run_inspect(args: argparse.Namespace) -> int:
     """Print how much there is, a picture of lengths, the padding, and an example."""
-    from isp.data.config import DataConfig, Format, TrainOn
+    from isp.data.config import DataConfig, Format
     from isp.data.sources import describe_source
 
-    config = DataConfig(
-        source=args.inputs,
-        tokenizer=args.tokenizer,
-        eos_token=args.eos_token,
-        text_key=args.text_key,
-        format=Format(args.format),
-        chat_template=args.chat_template,
-        train_on=TrainOn(args.train_on),
-        seq_len=args.seq_len,
-    )
+    form, reading = Format(args.format), _reading(args)
+    config = DataConfig(source=args.inputs, format=form, seq_len=args.seq_len, **reading)
     print(describe_source(config))
     return 0
 
 
 def _run_prepare(args: argparse.Namespace) -> int:
     """Prepare, and say what was written."""
-    from isp.data.config import Format, TrainOn
+    from isp.data.config import Format
     from isp.data.prepare import prepare
 
-    done = prepare(
-        args.inputs,
-        args.output,
-        tokenizer=args.tokenizer,
-        text_key=args.text_key,
-        eos_token=args.eos_token,
-        form=Format(args.format),
-        chat_template=args.chat_template,
-        train_on=TrainOn(args.train_on),
-    )
+    done = prepare(args.inputs, args.output, form=Format(args.format), **_reading(args))
     files, kind, trained = f"{done.prefix}.bin and .idx", "document", ""
     if done.num_trained is not None:
         files, kind = f"{files}, and .labels of both", "example"

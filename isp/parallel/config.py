@@ -353,9 +353,8 @@ class ParallelConfig:
     def _check_experts(self) -> None:
         """Raise ValueError if expert x expert_weight cannot be the weight size."""
         expert, gathered = self.expert.size, self.expert_weight.size
-        given = f"parallel.expert.size={expert}"
-        if gathered is not None:
-            given += f" x parallel.expert_weight.size={gathered}"
+        other = "" if gathered is None else f" x parallel.expert_weight.size={gathered}"
+        given = f"parallel.expert.size={expert}{other}"
         if not self.tensor.mode.facts.gathers_weights:
             if expert not in (1, self.tensor.size) or gathered not in (None, 1):
                 raise ValueError(
