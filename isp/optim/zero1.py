@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
 from isp.optim.matrices import MatrixUpdates
 from isp.optim.publisher import Publisher
+from isp.optim.shard_state import OptimizerState, ShardState, as_plain, require_same_place
 from isp.optim.states import (
     MASTER,
     STREAM_BYTES,
@@ -30,7 +30,6 @@ from isp.optim.states import (
 from isp.optim.torch_optimizer import MakeOptimizer, TorchUpdates, optimizer_of
 from isp.optim.update_rules import GroupValues, NoRule, Rows, update_rule, values_of
 from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
 from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
@@ -46,26 +45,6 @@ class StepResult(NamedTuple):
     """The global norm of the gradients, without the loss scale and before clipping."""
     skipped: bool
     """Whether the norm was not finite, or the batch empty: nothing has changed then."""
-
-
-class ShardState(TypedDict):
-    """The state of a parameter on this rank: `rows` of dim 0 of the local shard."""
-
-    rows: list[int]
-    """(start, stop)."""
-    layout: dict[str, Any]
-    """The fields of the local shard's `ParameterLayout`."""
-    tensors: dict[str, Tensor]
-    """The states of the update rule by name, and the `master` weights."""
-
-
-class OptimizerState(TypedDict):
-    """Plain numbers, lists and tensors; the tensors are the optimizer's own, not copies."""
-
-    step: int
-    """Updates made so far; skipped steps do not count."""
-    parameters: dict[str, ShardState]
-    """By the parameter's name, also where this rank has none of its rows."""
 
 
 class Zero1Optimizer:
@@ -280,7 +259,7 @@ class Zero1Optimizer:
             "parameters": {
                 item.name: ShardState(
                     rows=[shard.rows.start, shard.rows.stop],
-                    layout=_as_plain(item.layout),
+                    layout=as_plain(item.layout),
                     tensors={**shard.states, MASTER: shard.master},
                 )
                 for item, shard in self._shards.items()
@@ -298,7 +277,7 @@ class Zero1Optimizer:
         if odd := saved.keys() ^ own.keys():
             raise ValueError(f"the state is not of these parameters: {', '.join(sorted(odd))}")
         for name in own:
-            _require_same_place(name, saved[name], own[name])
+            require_same_place(name, saved[name], own[name])
         self._publisher.wait()
         for name, mine in own.items():
             for kind, tensor in mine["tensors"].items():
@@ -398,27 +377,3 @@ class Zero1Optimizer:
 def _pieces(x: Tensor) -> Sequence[Tensor]:
     """x, in pieces if it is large."""
     return (x,) if x.numel() <= _IN_CACHE else x.flatten().split(_IN_CACHE)
-
-
-def _as_plain(layout: ParameterLayout) -> dict[str, Any]:
-    """The layout's fields as numbers, lists and strings."""
-    fields = dataclasses.asdict(layout)
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()} | {
-        "reduce_over": layout.reduce_over.value,
-        "cut_over": layout.cut_over.value,
-    }
-
-
-def _require_same_place(name: str, saved: ShardState, own: ShardState) -> None:
-    if saved["rows"] != own["rows"] or saved["layout"] != own["layout"]:
-        raise ValueError(
-            f"the state of {name} is for rows {saved['rows']} of {saved['layout']}, this rank"
-            f" needs rows {own['rows']} of {own['layout']}: load it through the checkpoint"
-        )
-    shapes, needed = _shapes(saved), _shapes(own)
-    if shapes != needed:
-        raise ValueError(f"the state of {name} is {shapes}, the optimizer needs {needed}")
-
-
-def _shapes(state: ShardState) -> dict[str, tuple[int, ...]]:
-    return {kind: tuple(tensor.shape) for kind, tensor in state["tensors"].items()}
