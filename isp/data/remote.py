@@ -49,26 +49,34 @@ def _of_hub(name: str, split: str) -> list[str]:
 
 
 def _copied(url: str) -> list[str]:
-    """Local copies of the files of `url`: a file, a glob or a folder; of a .bin, its .idx too."""
+    """Local copies of the files of `url`: a file, a glob or a folder; of a .bin, its .idx too.
+
+    Of a folder it is the copied folder, whose files lie as they did.
+    """
     from fsspec.core import url_to_fs
 
     system, path = url_to_fs(url)
     stem, suffix = os.path.splitext(path)
-    is_pair = suffix in (".bin", ".idx")
-    found = [f"{stem}.idx", f"{stem}.bin"] if is_pair else sorted(system.glob(path))
-    found = [file for x in found for file in (sorted(system.find(x)) if system.isdir(x) else [x])]
+    is_pair, is_folder = suffix in (".bin", ".idx"), system.isdir(path)
+    if is_pair:
+        found = [f"{stem}.idx", f"{stem}.bin"]
+    else:
+        found = sorted(system.find(path) if is_folder else system.glob(path))
     if not found:
         raise FileNotFoundError("it matches no file")
+    above = path if is_folder else os.path.commonpath([os.path.dirname(file) for file in found])
     root = Path(os.environ.get("ISP_CACHE", "~/.cache/isp")).expanduser()
     named = root / sha256("".join(map(system.ukey, found)).encode()).hexdigest()[:16]
     copies = []
     for file in found:
-        copy = named / Path(file).name
+        copy = named / os.path.relpath(file, above)
         if not copy.exists():
             part = copy.with_name(f".{copy.name}.{os.getpid()}")
-            named.mkdir(parents=True, exist_ok=True)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             with system.open(file, "rb") as source, part.open("wb") as target:
                 shutil.copyfileobj(source, target)
             part.replace(copy)  # in one piece: other ranks may copy at the same time
         copies.append(str(copy))
+    if is_folder:
+        return [str(named)]
     return copies[-1:] if is_pair else copies

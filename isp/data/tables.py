@@ -33,41 +33,38 @@ def saved_files(folder: Path) -> list[Path] | None:
 
 
 def read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each row of a file, without what is null, and the row's share of the file in bytes.
+    """Each row of a file, without what is null, and its bytes in memory, as of its batch's mean.
 
     Raises ValueError if the file is damaged, or pyarrow is not installed.
     """
     require(f"data.source={path}", "pyarrow", extra="data")
     import pyarrow as pa
 
-    size = path.stat().st_size
     try:
-        for batch, num_rows in _batches(path):
-            for row in batch.to_pylist():
-                yield _without_null(row), size // max(1, num_rows)
+        for batch in _batches(path):
+            num_bytes = batch.nbytes // max(1, batch.num_rows)
+            yield from ((_without_null(row), num_bytes) for row in batch.to_pylist())
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _batches(path: Path) -> Iterator[tuple[Any, int]]:
-    """Batches of rows, each with the number of rows of the file, as far as it is known."""
+def _batches(path: Path) -> Iterator[Any]:
+    """Batches of rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     if path.suffix.lower() == ".parquet":
         with pq.ParquetFile(path) as file:
-            num_rows = file.metadata.num_rows
-            yield from ((batch, num_rows) for batch in file.iter_batches(_BATCH_ROWS))
+            yield from file.iter_batches(_BATCH_ROWS)
         return
     with pa.memory_map(str(path)) as source:
         try:
             reader = pa.ipc.open_file(source)
         except pa.ArrowInvalid:  # `datasets` writes the other of Arrow's two formats
             source.seek(0)
-            yield from ((batch, batch.num_rows) for batch in pa.ipc.open_stream(source))
+            yield from pa.ipc.open_stream(source)
         else:
-            for number in range(reader.num_record_batches):
-                yield (batch := reader.get_batch(number)), batch.num_rows
+            yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _without_null(value: Any) -> Any:

@@ -92,7 +92,9 @@ def test_a_package_or_a_network_that_is_missing(
 
 
 def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an old copy of a file that has changed, and a .bin without its .idx."""
+    """Catches an old copy of a file that has changed, a .bin without its .idx, files of one name
+    of which one is kept, and what lies beside the tables of a saved dataset read as text.
+    """
     fsspec = pytest.importorskip("fsspec")
     monkeypatch.setenv("ISP_CACHE", str(tmp_path / "cache"))
     memory = fsspec.filesystem("memory")
@@ -102,8 +104,16 @@ def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = samples(opened(local).train)
     for source in ("memory://bucket/a.jsonl", "memory://bucket/*.jsonl", "memory://bucket"):
         assert samples(opened(source).train) == expected
+    for folder in "cd":  # alike in name
+        memory.put(str(local), f"/several/{folder}/a.jsonl")
+    for source in ("memory://several", "memory://several/*/a.jsonl"):
+        assert opened(source).train.samples_per_epoch == 3
     memory.put(str(write_lines(tmp_path / "a.jsonl", lines * 2)), "/bucket/a.jsonl")
     assert opened("memory://bucket/a.jsonl").train.samples_per_epoch == 3
+    if importlib.util.find_spec("datasets"):
+        saved = _writers(tmp_path, lines)["saved"]()
+        memory.put(saved, "/saved", recursive=True)
+        assert samples(opened("memory://saved").train) == expected
     prefix = prepare(str(tmp_path / "a.jsonl"), tmp_path / "pair").prefix
     for suffix in (".bin", ".idx"):
         memory.put(f"{prefix}{suffix}", f"/pairs/p{suffix}")
