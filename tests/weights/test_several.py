@@ -19,17 +19,8 @@ from isp.weights.trace import Action, ActionKind, sequential_actions
 from isp.weights.wp import ISPCommunicatorWrapper
 from tests.ranks import run_ranks
 from tests.weights.echo import leased_bytes
-from tests.weights.test_parameters import (
-    MICRO,
-    WAYS,
-    Bench,
-    Bias,
-    D,
-    Way,
-    check_and_update,
-    linear,
-    start,
-)
+from tests.weights.parameter_cases import Bias, D, linear
+from tests.weights.test_parameters import MICRO, WAYS, Bench, Way, check_and_update, start
 
 
 class Experts(nn.Module):
