@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from isp.comm import Channel, Channels, Pending, streams
+from isp.comm import Channels, Pending, streams
 from isp.parallel.topology import Axis
 from isp.weights.parameter import ShardedParameter
 from isp.weights.plan import Act, ActKind
@@ -329,7 +329,10 @@ class GradientReducer:
     def promise(self, parameter: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
         """Announce a full gradient of `dtype` to the sink, and ask where it is to be received."""
         into = None
-        if self._channel(parameter).size > 1 and parameter.layout.travels_as_it_lies:
+        if (
+            self._channels[parameter.layout.cut_over].size > 1
+            and parameter.layout.travels_as_it_lies
+        ):
             into = self._summed_in(dtype)
         return self.sink.promise(parameter.parameter, into)
 
@@ -337,7 +340,7 @@ class GradientReducer:
         self, parameter: ShardedParameter, grad: Tensor, place: Tensor | None = None
     ) -> None:
         """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
-        if self._channel(parameter).size == 1:
+        if self._channels[parameter.layout.cut_over].size == 1:
             self.sink.add(parameter.parameter, grad)
             return
         num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
@@ -348,7 +351,7 @@ class GradientReducer:
 
     def reduce(self, parameter: ShardedParameter, grad: Tensor) -> Tensor:
         """This rank's shard of the sum of the full `grad` over the group; waits for it."""
-        if self._channel(parameter).size == 1:
+        if self._channels[parameter.layout.cut_over].size == 1:
             return grad
         sent = self._send(parameter, grad, 0, None)
         shard = sent.shard().clone()
@@ -364,10 +367,6 @@ class GradientReducer:
         while self._in_flight:
             self._deliver_oldest()
 
-    def _channel(self, parameter: ShardedParameter) -> Channel:
-        """The ranks that have the other shards."""
-        return self._channels[parameter.layout.cut_over]
-
     def _send(
         self, parameter: ShardedParameter, grad: Tensor, num_bytes: int, place: Tensor | None
     ) -> _Sum:
@@ -379,7 +378,7 @@ class GradientReducer:
             leases.append(self.pool.lease(shape, dtype, grad.device))
             place = leases[0].tensor
         received = None
-        channel = self._channel(parameter)
+        channel = self._channels[parameter.layout.cut_over]
         if channel.sums_locally:
             leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, grad.device))
             received = leases[-1].tensor
