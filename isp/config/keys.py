@@ -150,10 +150,19 @@ def differences(
     """Keys whose values differ, with both; keys that only one version of the project has do not."""
     for name in [name for name in here if name in there]:
         both = there[name], here[name]
+        if all(isinstance(x, list) and x and _entries(x) for x in both) and len(both[0]) == len(
+            both[1]
+        ):
+            both = _entries(both[0]), _entries(both[1])
         if all(isinstance(value, dict) for value in both):
             yield from differences(*both, f"{prefix}{name}.")
         elif both[0] != both[1]:
             yield f"{prefix}{name}", *both
+
+
+def _entries(values: list[Any]) -> dict[str, Any]:
+    """The sections of a list by their numbers; none if it is a list of something else."""
+    return {str(i): x for i, x in enumerate(values)} if isinstance(values[0], dict) else {}
 
 
 def general(path: KeyPath) -> KeyPath:

@@ -1,9 +1,10 @@
 """The data of a run, and its cut into samples: the `data` section of the configuration."""
 
+import re
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from isp.settings.section import Count, KeyRole, Positive, Text, section
 
@@ -32,6 +33,23 @@ def _readable(source: T) -> T:
             f" or {PYTHON_STDLIB}"
         )
     return source
+
+
+def _blend(source: Any) -> Any:
+    """Megatron's list of weights and paths in turn, as the entries that it stands for."""
+    kinds = {type(item) for item in source} if isinstance(source, list) else set()
+    if str not in kinds or not kinds & {int, float}:
+        return source
+    weights, paths = source[::2], source[1::2]
+    if (
+        len(weights) != len(paths)
+        or not {*map(type, weights)} <= {int, float}
+        or {*map(type, paths)} != {str}
+    ):
+        raise ValueError(
+            "has to give a weight before each path, as Megatron's blends do: [0.3, PATH, 0.7, PATH]"
+        )
+    return [SourcePart(path=path, weight=x) for x, path in zip(weights, paths, strict=True)]
 
 
 class Format(StrEnum):
@@ -74,16 +92,30 @@ class SourcePart:
     """Its share of the tokens, in proportion to the other weights."""
     epochs: Positive | None = None
     """It is drawn this many times at most, then the others take its place; null: no limit."""
+    name: Annotated[str | None, Field(pattern=r"^\w[\w.-]*$"), KeyRole.PLACE] = None
+    """Its name in metrics, letters, digits and `._-`; null: its path."""
+
+    @property
+    def title(self) -> str:
+        """Its name; of a path, the words between slashes and signs, which all trackers take."""
+        given = self.path if isinstance(self.path, str) else "/".join(self.path)
+        return self.name or "/".join(re.findall(r"\w[\w.-]*", given)) or given
+
+
+Sources = Annotated[
+    str | list[str] | list[SourcePart], BeforeValidator(_blend), AfterValidator(_readable)
+]
 
 
 @section("data", KeyRole.DATA)
 class DataConfig:
     """`data`: where the text comes from, and the shape of a micro-batch."""
 
-    source: Annotated[str | list[str] | list[SourcePart], AfterValidator(_readable)]
+    source: Sources
     """Text files, .jsonl, .parquet and .arrow files, folders, also of `save_to_disk`, globs,
     Megatron .bin/.idx prefixes, s3:// and other URLs, hf://OWNER/NAME[:SPLIT], `python-stdlib`; or
-    a mixture of these: entries with `path`, `weight` and `epochs`."""
+    a mixture of these: entries with `path`, `weight`, `epochs` and `name`, or Megatron's
+    [WEIGHT, PATH, WEIGHT, PATH]."""
 
     format: Format = Format.AUTO
     """`text`, `messages` (conversations), `tokens` (`input_ids` and `labels`), `preferences`
@@ -93,8 +125,9 @@ class DataConfig:
     text_key: Text = "text"
     """The key that holds the text in each line of a .jsonl file."""
 
-    valid_source: Annotated[Source | None, KeyRole.METHOD] = None
-    """Text that evaluation reads, in the forms of `source`."""
+    valid_source: Annotated[Sources | None, KeyRole.METHOD] = None
+    """Text that evaluation reads, in the forms of `source`; of a mixture, each source alone, and
+    the mean of their losses by weight."""
 
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Without `valid_source`: the fraction of the documents of `source` held out for evaluation; of
@@ -133,10 +166,14 @@ class DataConfig:
     @property
     def parts(self) -> list[SourcePart]:
         """The sources of a mixture; one that is no mixture is the only one."""
-        if isinstance(self.source, str):
-            return [SourcePart(path=self.source)]
-        named = [item for item in self.source if isinstance(item, str)]
-        return [SourcePart(path=named)] if named else self.source  # type: ignore[return-value]
+        return _parts(self.source)
+
+    @property
+    def valid_parts(self) -> list[SourcePart]:
+        """Those that evaluation reads; empty if nothing is held out."""
+        if self.valid_source is not None:
+            return _parts(self.valid_source)
+        return self.parts if self.valid_fraction > 0 else []
 
     @property
     def num_micro_batches(self) -> int:
@@ -144,6 +181,15 @@ class DataConfig:
         return 1 if self.micro_num is None else self.micro_num
 
     def __post_init__(self) -> None:
+        for parts in (self.parts, self.valid_parts):
+            titles = [part.title for part in parts]
+            if twice := next((x for x in titles if titles.count(x) > 1), None):
+                raise ValueError(f"data.source has two entries named {twice}: give each a name")
+        if self.valid_source is not None and any(part.epochs for part in self.valid_parts):
+            raise ValueError(
+                "data.valid_source gives epochs, but evaluation reads each sample once: leave them"
+                " out (validation.steps limits how many are read)"
+            )
         if all(part.epochs is not None for part in self.parts):
             raise ValueError(
                 "data.source gives every entry epochs, and would end: leave epochs out of one"
@@ -164,3 +210,10 @@ class DataConfig:
                 f"data.seq_len={self.seq_len} x data.micro_bsz={self.micro_bsz} is more than the"
                 f" {_MAX_TOKENS:,} tokens that a micro-batch can have"
             )
+
+
+def _parts(source: str | list[str] | list[SourcePart]) -> list[SourcePart]:
+    if isinstance(source, str):
+        return [SourcePart(path=source)]
+    named = [item for item in source if isinstance(item, str)]
+    return [SourcePart(path=named)] if named else source  # type: ignore[return-value]

@@ -55,7 +55,7 @@ class MixedDataset:
 
     def __init__(self, parts: Sequence[MixedPart], *, seed: int) -> None:
         assert any(part.limit is None for part in parts)
-        self._parts = parts
+        self.parts = parts
         self._offset = mixed(seed) % _TURN
         self.pack = parts[0].dataset.pack
         self.samples_per_epoch = sum(part.dataset.samples_per_epoch for part in parts)
@@ -66,14 +66,14 @@ class MixedDataset:
 
     @property
     def summary(self) -> str:
-        """A line for each source."""
-        total = sum(part.weight for part in self._parts)
-        return "\n".join(f"{p.weight / total:.1%} {p.dataset.summary}" for p in self._parts)
+        """A line for each source, below one another in the log."""
+        total = sum(part.weight for part in self.parts)
+        return f"\n{'':12}".join(f"{p.weight / total:.1%} {p.dataset.summary}" for p in self.parts)
 
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0."""
         source, number = self.place(index)
-        return self._parts[source].dataset.sample(number)
+        return self.parts[source].dataset.sample(number)
 
     def place(self, index: int) -> tuple[int, int]:
         """The source of sample `index`, and which of its samples it is."""
@@ -88,7 +88,7 @@ class MixedDataset:
             before + self._drawn(stage, source, num_samples - stage.start)
             for source, before in enumerate(stage.before)
         ]
-        pairs = list(zip(self._parts, counts, strict=True))
+        pairs = list(zip(self.parts, counts, strict=True))
         total = sum(count * part.dataset.tokens_per_sample for part, count in pairs)
         return ", ".join(
             f"{part.name} {count * part.dataset.tokens_per_sample / total:.2%} of tokens"
@@ -103,11 +103,11 @@ class MixedDataset:
         """The ends of the intervals of the sources that are not at their limit."""
         rates = [
             0.0 if part.limit is not None and drawn >= part.limit else part.weight / size
-            for part, drawn in zip(self._parts, before, strict=True)
+            for part, drawn in zip(self.parts, before, strict=True)
             for size in [part.dataset.tokens_per_sample]
         ]
         ends = [round(_TURN * (sum(rates[: i + 1]) / sum(rates))) for i in range(len(rates))]
-        for part, rate, end, begin in zip(self._parts, rates, ends, [0, *ends], strict=False):
+        for part, rate, end, begin in zip(self.parts, rates, ends, [0, *ends], strict=False):
             if rate and end == begin:
                 raise ValueError(
                     f"data.source: {part.name} has the weight {part.weight:g}, too small a share"
@@ -119,7 +119,7 @@ class MixedDataset:
         """The stage that begins where a source reaches its limit; None: none will."""
         ends = [
             self._reached(stage, source, part.limit - stage.before[source])
-            for source, part in enumerate(self._parts)
+            for source, part in enumerate(self.parts)
             if part.limit is not None and part.limit > stage.before[source]
         ]
         if not ends:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isp.data.config import DataConfig
+from isp.data.config import DataConfig, SourcePart
 from isp.data.dataset import Dataset, PackedDataset
 from isp.data.examples import ExampleStore, SourceReader
 from isp.data.mixture import MixedDataset, MixedPart
@@ -41,8 +41,8 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
         train = [(stores[0], reader) for stores, reader in zip(split, readers, strict=True)]
     return Datasets(
         tokenizer,
-        _mixture(train, seed, config, tokenizer, limited=True),
-        _mixture(valid, _HELD_OUT_SEED, config, tokenizer, limited=False) if valid else None,
+        _mixture(train, config.parts, seed, config, tokenizer),
+        _mixture(valid, config.valid_parts, None, config, tokenizer) if valid else None,
     )
 
 
@@ -98,7 +98,7 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
     """Those of the parts of `source` and, if it is given, of `valid_source`."""
     given = [("data.source", part.path) for part in config.parts]
     if config.valid_source is not None:
-        given.append(("data.valid_source", config.valid_source))
+        given += [("data.valid_source", part.path) for part in config.valid_parts]
     return [
         SourceReader(
             source,
@@ -115,25 +115,32 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
 
 def _mixture(
     opened: Sequence[tuple[ExampleStore, SourceReader]],
-    seed: int,
+    parts: Sequence[SourcePart],
+    seed: int | None,
     config: DataConfig,
     tokenizer: Tokenizer,
-    *,
-    limited: bool,
 ) -> Dataset:
-    """The dataset of one source, or of all parts of `data.source`, each in an order of its own."""
+    """The dataset of one source, or of all `parts`, each in an order of its own.
+
+    Without `seed` it is held out, and each source is as it would be alone.
+    """
+    own = _HELD_OUT_SEED if seed is None else seed
     if len(opened) == 1:
-        return _dataset(*opened[0], seed, config, tokenizer)
-    parts = [
-        MixedPart(
-            name=part.path if isinstance(part.path, str) else ", ".join(part.path),
-            dataset=_dataset(*found, mixed(mixed(seed) + place) >> 1, config, tokenizer),
-            weight=part.weight,
-            epochs=part.epochs if limited else None,
-        )
-        for place, (part, found) in enumerate(zip(config.parts, opened, strict=True))
+        return _dataset(*opened[0], own, config, tokenizer)
+
+    def of_part(place: int) -> int:
+        return own if seed is None else mixed(mixed(seed) + place) >> 1
+
+    datasets = [
+        _dataset(*found, of_part(place), config, tokenizer) for place, found in enumerate(opened)
     ]
-    return MixedDataset(parts, seed=seed)
+    return MixedDataset(
+        [
+            MixedPart(part.title, dataset, part.weight, None if seed is None else part.epochs)
+            for part, dataset in zip(parts, datasets, strict=True)
+        ],
+        seed=own,
+    )
 
 
 def _dataset(

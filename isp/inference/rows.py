@@ -46,6 +46,5 @@ def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | No
         ) from error
     if datasets.valid is None:
         return Rows(datasets.train, ", ".join(files))
-    mixture = [part.path for part in config.parts]
-    named = config.valid_source or (mixture if len(mixture) > 1 else config.source)
-    return Rows(datasets.valid, f"held out of {named}")
+    parts = [part.path for part in config.valid_parts]
+    return Rows(datasets.valid, f"held out of {parts if len(parts) > 1 else parts[0]}")

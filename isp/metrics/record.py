@@ -47,6 +47,7 @@ class StepRecord:
     checkpoint_ms: _Sometimes = None
     evaluation_ms: _Sometimes = None
     val_loss: _Sometimes = None
+    val_losses: dict[str, _Number] | None = None
     loss_scale: _Sometimes = None
     expert_load: _Sometimes = None
     unused_experts: int | None = None
@@ -68,7 +69,7 @@ class StepRecord:
             f"step_ms: {self.step_ms:.1f}",
             f"comm_ms: {self.comm_ms:.1f}",
             f"exposed_ms: {self.exposed_ms:.1f} ({share:.1%})",
-            *([] if self.val_loss is None else [f"val_loss: {self.val_loss:.4f}"]),
+            *([] if self.val_loss is None else [f"val_loss: {self.val_loss:.4f}{self._sources()}"]),
             *([] if self.loss_scale is None else [f"loss_scale: {self.loss_scale:g}"]),
             *([] if self.expert_load is None else [f"expert_load: {self.expert_load:.2f}"]),
             *([f"unused_experts: {self.unused_experts}"] if self.unused_experts else []),
@@ -77,9 +78,16 @@ class StepRecord:
         ]
         return "  ".join(fields)
 
+    def _sources(self) -> str:
+        """The loss of each source of held-out text, if there are several."""
+        losses = [f"{name} {loss:.4f}" for name, loss in (self.val_losses or {}).items()]
+        return f" ({', '.join(losses)})" if losses else ""
+
     def values(self) -> dict[str, float]:
         """Every metric but the step, without those that are not known."""
         values = dataclasses.asdict(self)
+        of_sources = values.pop("val_losses") or {}
+        values |= {f"validation/loss/{name}": loss for name, loss in of_sources.items()}
         return {key: float(x) for key, x in values.items() if x is not None and key != "step"}
 
     def to_json(self) -> str:

@@ -23,6 +23,8 @@ from isp.data.batch import (
     document_bounds,
     held_out_micro_batches,
 )
+from isp.data.dataset import Dataset
+from isp.data.mixture import MixedDataset
 from isp.data.sources import Datasets, check_sources, open_datasets
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
@@ -74,7 +76,11 @@ class StepData:
         self._replica: Channel = mesh[Axis.DATA]
         self._device = device
         self._valid_steps = config.validation.steps
-        self._valid = None if datasets is None else datasets.valid
+        self._valid: list[Dataset] = []
+        if datasets is not None and isinstance(valid := datasets.valid, MixedDataset):
+            self._valid = [part.dataset for part in valid.parts]
+        elif datasets is not None and datasets.valid is not None:
+            self._valid = [datasets.valid]
         self._reader: Prefetcher[Tensor] | None = None
         if datasets is not None:
             sampler = BatchSampler(
@@ -93,16 +99,17 @@ class StepData:
         read = None if self._reader is None else self._reader.get(step)
         return self._share(read, self._num_micro_batches)
 
-    def validation(self) -> Iterator[list[MicroBatch]]:
-        """The held-out micro-batches, the same each time, at most `micro_num` of them at once.
+    def validation(self, source: int) -> Iterator[list[MicroBatch]]:
+        """Held-out micro-batches of one of `data.valid_parts`, at most `micro_num` of them at once.
 
-        `validation.steps` counts global batches, so that the samples depend on their size alone.
+        They are the same each time, and those of the source alone. `validation.steps` counts
+        global batches, so that the samples depend on their size alone.
         """
         data, ranks = self._data, self._replica
         read: Iterator[MicroBatch] = iter(())
-        if self._valid is not None:
+        if self._valid:
             read = held_out_micro_batches(
-                self._valid,
+                self._valid[source],
                 micro_bsz=data.micro_bsz,
                 data_rank=ranks.rank,
                 data_size=ranks.size,

@@ -281,38 +281,54 @@ class Trainer:
         if evaluation_is_due(self.config, self.step):
             self.clock.enter(Phase.EVALUATION)
             begin = time.perf_counter()
-            val_loss, stopped = self._evaluate()
+            losses, stopped = self._evaluate()
             milliseconds = (time.perf_counter() - begin) * 1e3
             self._leave_phase()
             if stopped is None:
-                record = dataclasses.replace(record, val_loss=val_loss, evaluation_ms=milliseconds)
+                record = dataclasses.replace(
+                    record,
+                    val_loss=self._mean_loss(losses),
+                    val_losses=losses if len(self.config.data.valid_parts) > 1 else None,
+                    evaluation_ms=milliseconds,
+                )
         logger.info("%s", record.line(self.config.training.steps))
         outputs.record(record)
         return stopped
 
-    def _evaluate(self) -> tuple[float | None, str | None]:
-        """The loss on held-out text, None if it has no label; and why it was left out, or None."""
+    def _evaluate(self) -> tuple[dict[str, float], str | None]:
+        """The loss on held-out text of each source that has labels; and why it was left out."""
         asked = False
 
-        def until_asked() -> Iterator[list[MicroBatch]]:
+        def until_asked(source: int) -> Iterator[list[MicroBatch]]:
             nonlocal asked
-            for batches in self.data.validation():
+            for batches in self.data.validation(source):
                 asked = any_asked(self.mesh.host, self.stop.received is not None)
                 if asked:
                     return
                 yield batches
 
-        val_loss = self.train_step.evaluate(until_asked())
-        if asked:
-            return None, _AS_ASKED
-        if val_loss is None:
+        losses: dict[str, float] = {}
+        for source, part in enumerate(self.config.data.valid_parts):
+            loss = self.train_step.evaluate(until_asked(source))
+            if asked:
+                return {}, _AS_ASKED
+            if loss is not None:
+                losses[part.title] = loss
+        return losses, None
+
+    def _mean_loss(self, losses: dict[str, float]) -> float | None:
+        """The mean by weight over the sources."""
+        weights = {part.title: part.weight for part in self.config.data.valid_parts}
+        if not losses:
             logger.warning(
                 "step %d: none of the held-out tokens evaluated has a label, so there is no"
                 " val_loss: look at data.valid_source (or data.valid_fraction) and"
                 " validation.steps",
                 self.step,
             )
-        return val_loss, None
+            return None
+        total = sum(weights[name] for name in losses)
+        return sum(weights[name] / total * loss for name, loss in losses.items())
 
     def _leave_phase(self) -> None:
         """Leave out the time since the step: no part of it."""

@@ -42,7 +42,8 @@ def test_every_stretch_has_the_shares_and_every_sample_its_turn(tmp_path: Path) 
             assert np.abs(np.subtract(drawn, shares)).max() < 3 / (index + 1)
     assert counts[1] == 25
     assert counts[0] / (counts[0] + counts[2]) == pytest.approx(0.75, abs=0.01)
-    assert f"{pair} {25 / 3000:.2%} of tokens (2.50 epochs)" in train.shares(3000)
+    name = str(pair).lstrip("/")
+    assert f"{name} {25 / 3000:.2%} of tokens (2.50 epochs)" in train.shares(3000)
     first = [chr(train.sample(i).tokens[0]) for i in range(50)]
     assert first == ["abc"[train.place(i)[0]] for i in range(50)]
     other = opened(tmp_path, parts, seed=4).train
@@ -75,6 +76,27 @@ def test_held_out_parts_and_faults(tmp_path: Path) -> None:
             "data.source must be text or .* sections of path, weight, epochs",
         ),
         (f"[{{path: {a}, share: 1}}]", "data.source must be text"),
+        (f"[{{path: {a}, name: x}}, {{path: {b}, name: x}}]", "has two entries named x: give each"),
+        (f"[0.3, {a}, 0.7]", "data.source=.* has to give a weight before each path"),
+        (f"[0.3, {a}, {b}, 0.7]", "data.source=.* has to give a weight before each path"),
+        (f"{a}\n  valid_source: [{{path: {b}, epochs: 1}}]", "data.valid_source gives epochs"),
     ):
         with pytest.raises(ConfigError, match=fault):
             opened(tmp_path, parts)
+
+
+def test_a_blend_of_megatron_is_the_mixture_that_it_stands_for(tmp_path: Path) -> None:
+    """Catches weights that go to other prefixes, or a prefix that needs its suffix."""
+    pairs = [
+        prepare(text(tmp_path / f"{x}.txt", x, 400), tmp_path / f"{x}.v1").prefix for x in "ab"
+    ]
+    a, b = pairs
+    blend = opened(tmp_path, f"[0.3, {a}, 7e-1, {b}.bin]").train
+    entries = opened(tmp_path, f"[{{path: {a}, weight: 3}}, {{path: {b}, weight: 7}}]").train
+    assert isinstance(blend, MixedDataset)
+    assert isinstance(entries, MixedDataset)
+    assert [blend.place(i) for i in range(99)] == [entries.place(i) for i in range(99)]
+    letters = Counter(chr(blend.sample(i).tokens[0]) for i in range(40))
+    assert letters["a"] == pytest.approx(12, abs=1)
+    alone = opened(tmp_path, str(a)).train
+    assert np.array_equal(opened(tmp_path, f"[1, {a}]").train.sample(3), alone.sample(3))
