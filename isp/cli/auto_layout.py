@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp.cli.options import check_planned
 from isp.cli.progress import show_progress
+from isp.settings.counts import counted
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -93,7 +94,10 @@ def choose_layout(
         words = layout_words(config, there.config)
         if there.config and not contradicts(words):
             keys = shlex.join(words) or "those of the configuration"
-            say("layout", f"that of {there.path}, which is resumed on {ranks} ranks as before")
+            say(
+                "layout",
+                f"that of {there.path}, which is resumed on {counted(ranks, 'rank')} as before",
+            )
             say("keys", keys)
             return words
     if there is not None and there.world_size != ranks and not config.training.global_batch_size:
@@ -146,7 +150,8 @@ def _reasons(found: Found, fitting: Sequence[Candidate], origin: str) -> dict[st
     length = best.config.data.seq_len
     return {
         "layout": names[0],
-        "for": f"{found.world_size} ranks, {found.rows} sequences of {length:,} tokens a step,"
+        "for": f"{counted(found.world_size, 'rank')},"
+        f" {counted(found.rows, 'sequence')} of {length:,} tokens a step,"
         f" {size_of(best.memory.total)} of {room} of a rank; first of {found.num_fitting} that fit",
         "machine": f"{found.fabric.title}; {origin}",
         "why": "; ".join(why),

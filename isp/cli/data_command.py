@@ -85,6 +85,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
     """Prepare, and say what was written."""
     from isp.data.config import Format
     from isp.data.prepare import prepare
+    from isp.settings.counts import counted
 
     done = prepare(args.inputs, args.output, form=Format(args.format), **_reading(args))
     files, kind, trained = f"{done.prefix}.bin and .idx", "document", ""
@@ -95,8 +96,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
             " left out"
         )
     print(
-        f"{files}: {done.num_tokens:,} tokens in {done.num_documents:,} {kind}"
-        f"{'s' if done.num_documents != 1 else ''}{trained}, from"
-        f" {done.num_bytes:,} bytes; train with --data.source {done.prefix}"
+        f"{files}: {counted(done.num_tokens, 'token')} in {counted(done.num_documents, kind)}"
+        f"{trained}, from {counted(done.num_bytes, 'byte')}; train with --data.source {done.prefix}"
     )
     return 0

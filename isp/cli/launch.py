@@ -47,7 +47,11 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         ranks = int(os.environ["WORLD_SIZE"])
         if nproc is not None:
-            raise ValueError(f"--nproc {nproc} inside torchrun: torchrun has set {ranks} ranks")
+            from isp.settings.counts import counted
+
+            raise ValueError(
+                f"--nproc {nproc} inside torchrun: torchrun has set {counted(ranks, 'rank')}"
+            )
         return ranks
     if nproc is None and least > 1:
         raise ValueError(

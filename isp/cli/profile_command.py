@@ -60,6 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from isp.profile.table import describe
     from isp.run.folder import check_can_create
+    from isp.settings.counts import counted
     from isp.train.data import check_data
     from isp.train.host_memory import check_host_memory
     from isp.train.profile_run import ProfileOptions, config_for, profile_ranks
@@ -84,7 +85,10 @@ def _run(args: argparse.Namespace) -> int:
         check_devices(config, args.nproc)
         check_can_create(config.job)
         names = ", ".join(modes)
-        print(f"profiling {names} on {ranks} ranks, one mode after the other ...", flush=True)
+        print(
+            f"profiling {names} on {counted(ranks, 'rank')}, one mode after the other ...",
+            flush=True,
+        )
         return start_ranks(ranks, args.words)
     options = ProfileOptions(
         modes=tuple(modes),

@@ -53,13 +53,14 @@ class Reading(NamedTuple):
         from isp.cli.launch import world_size
         from isp.inference.layout import choose_layout
         from isp.inference.source import open_source
+        from isp.settings.counts import counted
         from isp.train.run import check_device
 
         ranks = world_size(args.nproc)
         source = open_source(Path(args.path), dtype=args.dtype, tokenizer=args.tokenizer)
         layout = choose_layout(source.model, ranks, args.overrides)
         if layout.ranks < ranks and args.nproc is None:
-            raise ValueError(f"torchrun has set {ranks} ranks; {layout.note}")
+            raise ValueError(f"torchrun has set {counted(ranks, 'rank')}; {layout.note}")
         check_device(args.device, 1 if args.nproc is None else layout.ranks)
         return cls(source, layout, args.device)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from isp.data.stores import TokenStore, mixed
 from isp.data.tokenizer import TokenArray
+from isp.settings.counts import counted
 
 __all__ = [
     "IGNORE_INDEX",
@@ -101,8 +102,9 @@ class PackedDataset:
         if self.samples_per_epoch < 1:
             raise ValueError(
                 f"data.seq_len={seq_len} needs at least {seq_len + (0 if pack else 1):,} tokens, "
-                f"and {store.name} has {self.num_tokens:,} in {len(self._documents):,} documents: "
-                "give more text or a smaller data.seq_len"
+                f"and {store.name} has {self.num_tokens:,} in"
+                f" {counted(len(self._documents), 'document')}: give more text or a smaller"
+                " data.seq_len"
             )
         self._recent: tuple[_Epoch, ...] = ()
 
@@ -110,8 +112,9 @@ class PackedDataset:
     def summary(self) -> str:
         """How much there is, in a line for the log."""
         return (
-            f"{self._store.name}: {len(self._documents):,} documents, {self.num_tokens:,} tokens,"
-            f" {self.samples_per_epoch:,} samples of {self.seq_len:,}"
+            f"{self._store.name}: {counted(len(self._documents), 'document')},"
+            f" {counted(self.num_tokens, 'token')},"
+            f" {counted(self.samples_per_epoch, 'sample')} of {self.seq_len:,}"
         )
 
     def sample(self, index: int) -> Sample:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.tokenizer import TokenArray
+from isp.settings.counts import counted
 
 __all__ = [
     "IndexedDataset",
@@ -256,8 +257,9 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], int, npt.NDArray[np.int64]]:
     if actual not in (expected, expected + num_sequences):
         state = "cut short" if actual < expected else "too long"
         raise ValueError(
-            f"{path} is {state}: it has {actual:,} bytes where its header, {num_sequences:,} "
-            f"sequences and {num_indices - 1:,} documents, takes {expected:,}; {_WAY_OUT}"
+            f"{path} is {state}: it has {actual:,} bytes where its header, "
+            f"{counted(num_sequences, 'sequence')} and {counted(num_indices - 1, 'document')},"
+            f" takes {expected:,}; {_WAY_OUT}"
         )
     if num_indices < 2 or num_sequences == 0:
         raise ValueError(f"{path} holds no documents: {_WAY_OUT}")

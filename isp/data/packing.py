@@ -13,6 +13,7 @@ from isp.data.config import ExcessLength
 from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, positions_of, shuffled
 from isp.data.examples import ExampleStore, check_trained, count_trained
 from isp.data.tokenizer import Tokenizer
+from isp.settings.counts import counted
 
 __all__ = ["ExampleDataset", "best_fit"]
 
@@ -73,7 +74,9 @@ class ExampleDataset:
         count = self.samples_per_epoch
         self.tokens_per_sample = int(lengths.sum()) / count
         padding = 1 - self.tokens_per_sample / seq_len
-        self.summary = f"{counts}; {count:,} samples of {seq_len:,}, {padding:.1%} of them padding"
+        self.summary = (
+            f"{counts}; {counted(count, 'sample')} of {seq_len:,}, {padding:.1%} of them padding"
+        )
 
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
@@ -105,7 +108,8 @@ class ExampleDataset:
             text += f"[[{piece}]]" if trained[part[0]] else piece
         if len(text) > 10 * _SHOWN_CHARACTERS:
             text = f"{text[: 10 * _SHOWN_CHARACTERS]} ..."
-        return f"{trained.mean():.0%} of {len(tokens):,} tokens trained, those in [[ ]]: {text}"
+        number = counted(len(tokens), "token")
+        return f"{trained.mean():.0%} of {number} trained, those in [[ ]]: {text}"
 
     def _read(self, document: int, *, labels: bool) -> _Int64Array:
         """An example's tokens, or its labels, as far as they are used."""
@@ -123,7 +127,7 @@ class ExampleDataset:
             first = int(np.flatnonzero(excess)[0])
             raise ValueError(
                 f"{tokens.where(first)} has {tokens.lengths[first]:,} tokens, more than"
-                f" {self._limit}, as {int(excess.sum())} examples have:"
+                f" {self._limit} ({counted(int(excess.sum()), 'example')} in all):"
                 f" data.excess_length_strategy=truncate or drop, or a larger data.seq_len"
             )
         dropped = excess & (excess_length is ExcessLength.DROP)
@@ -135,9 +139,10 @@ class ExampleDataset:
         check_trained(len(usable) > 0, f"{tokens.name}, in examples of {self.seq_len} tokens,")
         done = "dropped" if excess_length is ExcessLength.DROP else "truncated"
         return usable, (
-            f"{tokens.name}: {len(usable):,} examples, {int(self._lengths[usable].sum()):,} tokens,"
-            f" {int(trained[usable].sum()):,} of them trained; {int(excess.sum()):,} examples"
-            f" longer than {self._limit} {done},"
+            f"{tokens.name}: {counted(len(usable), 'example')},"
+            f" {counted(int(self._lengths[usable].sum()), 'token')},"
+            f" {int(trained[usable].sum()):,} of them trained;"
+            f" {counted(int(excess.sum()), 'example')} longer than {self._limit} {done},"
             f" {int((~dropped & (trained == 0)).sum()):,} without a trained token dropped"
         )
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from isp.settings.counts import counted
+
 __all__ = [
     "MemoryMeter",
     "describe_mfu",
@@ -160,4 +162,4 @@ def shared_cores(device: torch.device, ranks: int) -> str:
     cores = os.cpu_count() or 1
     if device.type != "cpu" or ranks <= cores:
         return ""
-    return f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}"
+    return f"{ranks} ranks share {counted(cores, 'core')}"

@@ -4,7 +4,7 @@
     env.json         software and machines         (env.1.json)
     launch.json      the launch that started the run last, and the step at which the run finished
     metrics.jsonl    a line a step: see `isp.metrics`
-    logs/            rank_0.log ...
+    logs/            rank_0.log ... (elsewhere with `job.log_folder`)
     checkpoint/      see `isp.checkpoint`
     report/          what `isp report` makes of it
     evaluation/      what `isp evaluate` finds out about its newest checkpoint
@@ -88,6 +88,8 @@ class RunFolder:
     """The files of the run at `path`, which rank 0 makes by `create` or `reopen`."""
 
     path: Path
+    logs: Path | None = None
+    """Where this machine's ranks log, if not in it."""
 
     @classmethod
     def create(cls, job: JobSection, name: str) -> RunFolder:
@@ -121,10 +123,14 @@ class RunFolder:
         return run
 
     @classmethod
-    def join(cls, path: str | Path) -> RunFolder:
+    def join(cls, path: str | Path, log_folder: str | None = None) -> RunFolder:
         """The folder that rank 0 has made, on any rank; made for its log on a separate disk."""
         run = cls(Path(path))
-        with explained(f"job.dump_folder={run.path.parent.parent}"):
+        key = f"job.dump_folder={run.path.parent.parent}"
+        if log_folder is not None:
+            key = f"job.log_folder={log_folder}"
+            run = cls(run.path, Path(log_folder).absolute() / run.path.parent.name / run.path.name)
+        with explained(key):
             run.log_folder.mkdir(parents=True, exist_ok=True)
         return run
 
@@ -146,7 +152,7 @@ class RunFolder:
 
     @property
     def log_folder(self) -> Path:
-        return self.path / "logs"
+        return self.logs or self.path / "logs"
 
     @property
     def checkpoint_folder(self) -> Path:

@@ -67,6 +67,19 @@ def _inner_folder(folder: str) -> str:
     return folder
 
 
+def _folder(path: str) -> str:
+    if "://" in path:
+        raise ValueError(
+            "must be a folder, not a URL: checkpoints are published by renaming folders, which"
+            " object stores cannot do. Name a folder on a file system (a mounted one, if its"
+            " folders can be renamed), and copy it from or to the store: aws s3 sync, rclone"
+        )
+    return path
+
+
+Folder = Annotated[Text, AfterValidator(_folder)]
+
+
 def _duration(value: int | str | None) -> int | str | None:
     try:
         if value is not None:
@@ -90,8 +103,11 @@ class JobSection:
 
     name: Annotated[str, AfterValidator(_folder_name)] = "isp"
     """Name of the run: it writes to `dump_folder/name/time`."""
-    dump_folder: Text = "outputs"
+    dump_folder: Folder = "outputs"
     """Folder of all runs."""
+    log_folder: Folder | None = None
+    """Folder for the logs and memory snapshots of ranks, which need not be shared: each machine
+    may have its own, on a local disk. They go to `log_folder/name/time`; null: in the run's."""
 
 
 @section("training.dpo", KeyRole.METHOD)
@@ -249,10 +265,10 @@ class CheckpointConfig:
     """Resume from the newest checkpoint where there is one."""
     allow_changes: bool = False
     """Resume from a checkpoint even if the model, the data or their order is not as it was then."""
-    folder: Text | None = None
+    folder: Folder | None = None
     """Folder of the checkpoints, to save to and resume from; null: `checkpoint/` in the run's own
     folder."""
-    initial_load_path: Text | None = None
+    initial_load_path: Folder | None = None
     """Start of a run without checkpoints of its own: a checkpoint, a folder of them, or the
     folder of a run, of any layout; null: random weights.  Names: torchtitan."""
     initial_load_model_only: bool = True

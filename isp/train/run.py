@@ -76,6 +76,8 @@ def main(config: JobConfig) -> signal.Signals | None:
         if world.rank == 0:
             folder.describe(to_yaml(asked), Environment.of(places).to_json())
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
+        if folder.logs is not None:
+            logger.info("logs        %s, on the machine of each rank", folder.logs)
         if start.note:
             logger.warning("%s", start.note)
         if datasets is not None:
@@ -96,7 +98,7 @@ def main(config: JobConfig) -> signal.Signals | None:
         stop = StopRequest()
         profiler, snapshots = config.profiler, None
         if profiler.enable_memory_snapshot:
-            snapshots = folder.path / profiler.save_memory_snapshot_folder
+            snapshots = (folder.logs or folder.path) / profiler.save_memory_snapshot_folder
         guard = stack.enter_context(MemoryGuard(device, rank=world.rank, snapshots=snapshots))
         trainer = Trainer(
             config,
@@ -206,4 +208,4 @@ def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:
     if fault is not None:
         raise ValueError(fault)
     path, checkpoints, *rest = opened
-    return Start(RunFolder.join(path), Path(checkpoints), *rest)
+    return Start(RunFolder.join(path, config.job.log_folder), Path(checkpoints), *rest)

@@ -155,7 +155,7 @@ def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
         for part in (data.train, data.valid)
     ]
     assert parts == [["abcd", "efgh", "ijkl"], ["mno"]]
-    assert "its end: 1 documents, 4 tokens" in data.valid.summary
+    assert "its end: 1 document, 4 tokens" in data.valid.summary
 
 
 def test_text_without_documents(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_valid_source_is_named_in_its_errors(tmp_path: Path) -> None:
         open_datasets(DataConfig(source=source, valid_source="gone", seq_len=2), seed=0)
     (tmp_path / "short.txt").write_text("abc")
     config = DataConfig(source=source, valid_source=str(tmp_path / "short.txt"), seq_len=5)
-    with pytest.raises(ValueError, match=r"data\.valid_source=.*short\.txt has 4 in 1 documents"):
+    with pytest.raises(ValueError, match=r"data\.valid_source=.*short\.txt has 4 in 1 document:"):
         open_datasets(config, seed=0)
 
 

@@ -110,6 +110,10 @@ def test_other_ranks_join(job: JobSection, tmp_path: Path) -> None:
     assert RunFolder.join(run.path) == run
     elsewhere = tmp_path / "other disk" / "words" / NAME
     assert RunFolder.join(elsewhere).log_folder.is_dir()
+    local = RunFolder.join(run.path, str(tmp_path / "local"))
+    assert local.log_file(2).parent == tmp_path / "local" / "words" / NAME
+    assert local.log_folder.is_dir()
+    assert local.checkpoint_folder == run.checkpoint_folder
 
 
 def test_resuming_what_is_not_there(tmp_path: Path) -> None:
@@ -128,6 +132,8 @@ def test_dump_folder_that_is_a_file(tmp_path: Path) -> None:
             RunFolder.create(JobSection(dump_folder=str(folder)), NAME)
     with pytest.raises(ValueError, match=r"job\.dump_folder="):
         RunFolder.join(file / "words" / NAME)
+    with pytest.raises(ValueError, match=r"job\.log_folder=.*file: cannot write"):
+        RunFolder.join(tmp_path, str(file))
     assert file.read_text() == "text"
 
 

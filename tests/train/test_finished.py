@@ -61,12 +61,12 @@ def _in_evaluation(patch: pytest.MonkeyPatch, number: int, act: Callable[[], Non
     """Act after the first batch of that evaluation, which then has batches until it is stopped."""
     whole, begun = StepData.validation, []
 
-    def validation(data: StepData) -> Iterator[list[MicroBatch]]:
+    def validation(data: StepData, source: int) -> Iterator[list[MicroBatch]]:
         begun.append(number)
         if len(begun) != number:
-            yield from whole(data)
+            yield from whole(data, source)
             return
-        first, *_ = whole(data)
+        first, *_ = whole(data, source)
         yield first
         act()
         while True:
@@ -147,8 +147,8 @@ def test_an_evaluation_without_a_label_has_no_loss(
     """Catches a val_loss of 0.0, the best there can be, where nothing was evaluated."""
     whole = StepData.validation
 
-    def unlabelled(data: StepData) -> Iterator[list[MicroBatch]]:
-        for batches in whole(data):
+    def unlabelled(data: StepData, source: int) -> Iterator[list[MicroBatch]]:
+        for batches in whole(data, source):
             for batch in batches:
                 batch.labels.fill_(IGNORED)
             yield batches
@@ -184,7 +184,10 @@ def test_a_run_folder_that_is_gone_is_an_error(
 def test_a_checkpoint_beyond_the_last_step_is_refused(job: Path, tmp_path: Path) -> None:
     """Catches a run that is done at once, or begun anew, since fewer steps are asked for."""
     folder = tmp_path / "checkpoints"
-    _run(job, f"--checkpoint.folder={folder}")
+    _run(job, f"--checkpoint.folder={folder}", f"--job.log_folder={tmp_path / 'disk'}")
+    (run,) = run_folders(job)
+    assert "done: 4 steps" in (tmp_path / "disk/job" / run.name / "rank_0.log").read_text()
+    assert not list((run / "logs").iterdir())
     whole = ["--checkpoint.initial_load_model_only=false", "--checkpoint.initial_load_path"]
     for words in ([f"--checkpoint.folder={folder}"], [*whole, str(folder)]):
         for steps in (4, 3):
