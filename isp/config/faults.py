@@ -13,6 +13,13 @@ from isp.settings.section import describe_value
 
 __all__ = ["describe_faults", "place"]
 
+_QK_CLIP = (
+    "clipping of query and key weights is not supported, as no attention kernel gives the largest"
+    " logit of each head: use model.qk_norm=true, or a lower optimizer.muon.lr"
+)
+_REFUSED = dict.fromkeys(("qk_clip", "clip_qk", "qk_clip_alpha", "qk_clip_threshold"), _QK_CLIP)
+"""Keys of others, by their last part, and what to do without them."""
+
 
 def describe_faults(
     errors: Sequence[ErrorDetails], origins: Mapping[KeyPath, str], keys: KeyTable
@@ -50,7 +57,7 @@ def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
         case "value_error" if general(path) in keys.sections:
             return str(error["ctx"]["error"]).splitlines()
         case "unexpected_keyword_argument":
-            return [f"{key}: no such key{keys.suggest(path)}"]
+            return [f"{key}: {_REFUSED.get(path[-1]) or f'no such key{keys.suggest(path)}'}"]
         case "missing":
             return [f"{key} is missing: it has no default"]
         case "dataclass_type":

@@ -96,6 +96,7 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
         (["--checkpoint.folder", "s3://b/c"], 'checkpoint.folder="s3://b/c" must be a folder, not'),
         (["--job.name", "é" * 128], "no slash, at most 255 bytes"),
         (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
+        (["--optimizer.muon.qk_clip", "1"], "muon.qk_clip: clipping of query and key weights is"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(write, words, fault):
