@@ -17,7 +17,7 @@ from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
 from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
-from isp.models.build import parameter_shapes, trained_layouts
+from isp.models.build import trained_layouts
 from isp.optim import check_groups
 from isp.optim.newton_schulz import matrices_of
 from isp.optim.torch_optimizer import check_elementwise, optimizer_of
@@ -150,14 +150,17 @@ def check_device(name: str, ranks: int) -> None:
 def check_param_groups(config: JobConfig) -> None:
     """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in, or whose
     `split` does not fit, or for an optimizer of torch that looks at more than single elements."""
-    if (make := optimizer_of(config.optimizer)) is not None:
-        shapes = parameter_shapes(config.language_model)
-        check_elementwise(make, {n: len(s) for n, s in shapes.items()}, torch.device("cpu"))
-    if config.optimizer.param_groups:
-        check_groups(list(parameter_shapes(config.language_model)), config.optimizer)
-        for name, layout in trained_layouts(config.language_model).items():
-            if values_of(name, layout, config.optimizer).rule == "muon":
-                matrices_of(name, layout, config.optimizer)
+    make = optimizer_of(config.optimizer)
+    if make is None and not config.optimizer.param_groups:
+        return
+    layouts = trained_layouts(config.language_model)
+    if make is not None:
+        dims = {name: len(layout.global_shape) for name, layout in layouts.items()}
+        check_elementwise(make, dims, torch.device("cpu"))
+    check_groups(layouts, config.optimizer)
+    for name, layout in layouts.items():
+        if values_of(name, layout, config.optimizer).rule == "muon":
+            matrices_of(name, layout, config.optimizer)
 
 
 def device_of(name: str) -> torch.device:
