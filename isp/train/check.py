@@ -20,7 +20,7 @@ from isp.comm import Mesh
 from isp.comm.log import TimedTransfer
 from isp.comm.tag import Purpose
 from isp.data.batch import MicroBatch
-from isp.models.build import BuiltModel, build_model
+from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.zero1 import StepResult
 from isp.parallel import Axis, ParallelConfig
@@ -150,10 +150,15 @@ class Check:
         self.subject = subject
         self.cases = tuple(cases)
         self.parallel = parallel or ParallelConfig()
-        # lion's step is a sign: the noise of a gradient that is zero would be the whole of it
         asked = optimizer or OptimizerConfig()
-        groups = tuple(replace(group, rule=None) for group in asked.param_groups)
-        self.optimizer = replace(asked, name="adamw", param_groups=groups)
+        self.replaced = sorted(asked.rules - {"adamw", "muon"})
+        """Rules that adamw takes the place of."""
+        groups = tuple(
+            replace(group, rule="adamw") if group.rule in self.replaced else group
+            for group in asked.param_groups
+        )
+        name = "adamw" if asked.name in self.replaced else asked.name
+        self.optimizer = replace(asked, name=name, param_groups=groups)
         self.max_norm = max_norm
         self.num_ranks = math.lcm(*(layout.num_ranks for layout in layouts))
         width = math.lcm(*(layout.tensor for layout in layouts))
@@ -161,6 +166,7 @@ class Check:
         model = subject.language_model(float(any(case.recomputed for case in self.cases)))
         for layout in layouts:
             model.check_layout(layout.of(self.parallel), self.row_tokens)
+        self._layouts = trained_layouts(model)
         self.references = {
             packed: self._reference(packed)
             for packed in dict.fromkeys(c.packed for c in self.cases)
@@ -194,7 +200,8 @@ class Check:
 
     def _reference(self, packed: bool) -> Reference:
         rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
-        return make_reference(self.subject.plain(), rows, self.optimizer, self.max_norm)
+        plain = self.subject.plain()
+        return make_reference(plain, rows, self.optimizer, self.max_norm, self._layouts)
 
     def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
         """One step on this rank, next to the plain model's."""

@@ -6,7 +6,7 @@ R rows, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.models.chunk import TracedChunk
+from isp.optim.newton_schulz import Matrix, matrices_of
 from isp.optim.update_rules import group_values
-from isp.settings import OptimizerConfig
+from isp.parallel.layout import ParameterLayout
+from isp.settings import MuonConfig, OptimizerConfig
 from isp.train.check_subjects import Plain
 
 __all__ = [
@@ -101,9 +103,14 @@ class Reference(NamedTuple):
 
 
 def make_reference(
-    plain: Plain, rows: GlobalBatch, optimizer: OptimizerConfig, max_norm: float
+    plain: Plain,
+    rows: GlobalBatch,
+    optimizer: OptimizerConfig,
+    max_norm: float,
+    layouts: Mapping[str, ParameterLayout],
 ) -> Reference:
-    """A step of the plain model with torch's AdamW, each document of `rows` by itself."""
+    """A step of the plain model with torch's AdamW and Muon's formula, each document of `rows` by
+    itself; `layouts`: of parameters of the whole model."""
     parameters = plain.parameters()
     start = {name: p.detach().clone() for name, p in parameters.items()}
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -133,26 +140,60 @@ def make_reference(
         grad_norm=math.sqrt(sum(g.square().sum().item() for g in gradients.values())),
         start=start,
         gradients=gradients,
-        weights=_updated(trained, optimizer, max_norm),
+        weights=_updated(trained, optimizer, max_norm, layouts),
         outputs=outputs.as_rows(len(rows.tokens), rows.tokens.shape[1]),
     )
 
 
 def _updated(
-    parameters: dict[str, nn.Parameter], config: OptimizerConfig, max_norm: float
+    parameters: dict[str, nn.Parameter],
+    config: OptimizerConfig,
+    max_norm: float,
+    layouts: Mapping[str, ParameterLayout],
 ) -> dict[str, Tensor]:
-    """The weights after a step of torch's AdamW."""
-    groups = []
+    """The weights after a step of torch's AdamW, which decays as Muon does."""
+    groups, moved = [], {}
     for name, parameter in parameters.items():
-        values = group_values(name, parameter.dim(), config)
+        known = layouts[name].matrices if name in layouts else None
+        values = group_values(name, parameter.dim(), config, known)
         if parameter.grad is None:  # a weight of which no token made use decays all the same
             parameter.grad = torch.zeros_like(parameter)
         rate = config.lr * values.lr_scale
         groups.append({"params": [parameter], "lr": rate, "weight_decay": values.weight_decay})
+        if values.rule == "muon":
+            moved[name] = rate
     if max_norm:
         torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm)
-    torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps).step()
-    return {name: parameter.detach() for name, parameter in parameters.items()}
+    updates = {}
+    for name, rate in moved.items():
+        parameter, matrices = parameters[name], matrices_of(name, layouts[name], config)
+        assert parameter.grad is not None
+        updates[name] = rate * _orthogonal(parameter.grad, matrices, config.muon)
+        parameter.grad.zero_()
+    betas = config.of_adamw("beta1"), config.of_adamw("beta2")
+    torch.optim.AdamW(groups, betas=betas, eps=config.of_adamw("eps")).step()
+    return {name: p.detach() - updates.get(name, 0.0) for name, p in parameters.items()}
+
+
+def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) -> Tensor:
+    """What the first step of Muon takes from a weight at a rate of 1.
+
+    Each matrix alone, by the formula of `torch.optim.Muon`, which rounds to bfloat16.
+    """
+    a, b, c = keys.ns_coefficients
+    found, update = torch.empty_like(gradient), (1 - keys.momentum) * gradient
+    if keys.nesterov:
+        update = keys.momentum * update + (1 - keys.momentum) * gradient
+    for matrix in matrices:
+        pairs = zip(matrix.offsets, matrix.sizes, strict=True)
+        place = tuple(slice(start, start + size) for start, size in pairs)
+        x = update[place].reshape(matrix.sizes[-2:])
+        x = x / max(x.square().sum().sqrt().item(), keys.eps)
+        for _ in range(keys.ns_steps):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        found[place] = matrix.ratio(keys) * x.view(matrix.sizes)
+    return found
 
 
 def modules_of(chunks: Iterable[TracedChunk]) -> dict[str, nn.Module]:

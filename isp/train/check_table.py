@@ -16,8 +16,16 @@ HEAD = f"{'layout':<12}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result  
 
 def heading(check: Check) -> str:
     """What is compared, and on how many ranks."""
+    rules, replaced = " and ".join(sorted(check.optimizer.rules)), ", ".join(check.replaced)
+    step = f"\nthe update is that of {rules}" if rules != "adamw" or replaced else ""
+    if replaced:
+        step += (
+            f", not of {replaced}: only what adamw and muon do to a gradient that is zero but for"
+            f" rounding is as small as that"
+        )
     return (
         f"{check.subject.name}, on {check.num_ranks} ranks, each difference relative to its tensor"
+        f"{step}"
     )
 
 

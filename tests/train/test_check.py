@@ -94,15 +94,17 @@ def test_a_configuration_in_other_modes() -> None:
 def test_the_model_of_a_configuration(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a configuration whose model.hf is not checked, or without its own options."""
+    """Catches a configuration whose model.hf or update rule is not checked, or without its own
+    options."""
     config = tmp_path / "config.yaml"
     config.write_text(
         f"model: {{hf: {folder}}}\ndata: {{source: python-stdlib, seq_len: 64}}\n"
-        "parallel: {weight: {overlap: false}}\noptimizer: {weight_decay: 0.5}\n"
+        "parallel: {weight: {overlap: false}}\noptimizer: {name: muon, weight_decay: 0.5}\n"
     )
     assert main(["check", str(config), "--layouts", "2x2"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("gemma3_text, on 2 ranks")
+    assert "the update is that of adamw and muon\n" in said
     assert "ok" in _rows(said)["isp 2x2"]
 
 
