@@ -48,6 +48,7 @@ class StepRecord:
     evaluation_ms: _Sometimes = None
     val_loss: _Sometimes = None
     val_losses: dict[str, _Number] | None = None
+    lrs: dict[str, _Number] | None = None
     loss_scale: _Sometimes = None
     expert_load: _Sometimes = None
     unused_experts: int | None = None
@@ -61,7 +62,7 @@ class StepRecord:
             f"step: {self.step}/{num_steps}",
             f"loss: {self.loss:.4f}",
             f"grad_norm: {self.grad_norm:.3f}",
-            f"lr: {self.lr:.1e}",
+            f"lr: {self.lr:.1e}{_listed(self.lrs, '.1e')}",
             f"tgs: {self.tgs:,.0f}",
             f"tflops: {self.tflops:.2f}",
             *([] if self.mfu is None else [f"mfu: {self.mfu:.1%}"]),
@@ -69,7 +70,11 @@ class StepRecord:
             f"step_ms: {self.step_ms:.1f}",
             f"comm_ms: {self.comm_ms:.1f}",
             f"exposed_ms: {self.exposed_ms:.1f} ({share:.1%})",
-            *([] if self.val_loss is None else [f"val_loss: {self.val_loss:.4f}{self._sources()}"]),
+            *(
+                []
+                if self.val_loss is None
+                else [f"val_loss: {self.val_loss:.4f}{_listed(self.val_losses, '.4f')}"]
+            ),
             *([] if self.loss_scale is None else [f"loss_scale: {self.loss_scale:g}"]),
             *([] if self.expert_load is None else [f"expert_load: {self.expert_load:.2f}"]),
             *([f"unused_experts: {self.unused_experts}"] if self.unused_experts else []),
@@ -78,16 +83,11 @@ class StepRecord:
         ]
         return "  ".join(fields)
 
-    def _sources(self) -> str:
-        """The loss of each source of held-out text, if there are several."""
-        losses = [f"{name} {loss:.4f}" for name, loss in (self.val_losses or {}).items()]
-        return f" ({', '.join(losses)})" if losses else ""
-
     def values(self) -> dict[str, float]:
         """Every metric but the step, without those that are not known."""
         values = dataclasses.asdict(self)
-        of_sources = values.pop("val_losses") or {}
-        values |= {f"validation/loss/{name}": loss for name, loss in of_sources.items()}
+        for prefix, key in (("validation/loss", "val_losses"), ("lr", "lrs")):
+            values |= {f"{prefix}/{name}": x for name, x in (values.pop(key) or {}).items()}
         return {key: float(x) for key, x in values.items() if x is not None and key != "step"}
 
     def to_json(self) -> str:
@@ -109,6 +109,12 @@ class StepRecord:
             return _adapter().validate_json(text)
         except ValidationError as error:
             raise ValueError(first_fault(error)) from error
+
+
+def _listed(numbers: dict[str, float] | None, form: str) -> str:
+    """Those of several parts of a number, behind it."""
+    parts = [f"{name} {x:{form}}" for name, x in (numbers or {}).items()]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 @functools.cache

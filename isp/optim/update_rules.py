@@ -227,12 +227,8 @@ def group_values(
     rule = asked or config.name
     if rule == "muon" and (matrices is None or not (asked or matrices.of_block)):
         rule = "adamw" if config.name == "muon" else config.name
-    own, decay = config.lr, config.weight_decay
-    if rule == "muon":
-        own, decay = config.muon.lr, config.muon.weight_decay
-    elif rule == "adamw":
-        own, decay = config.of_adamw("lr"), config.of_adamw("weight_decay")
-    decay = decay if num_dims > 1 else 0.0
+    own = config.of_rule(rule, "lr")
+    decay = config.of_rule(rule, "weight_decay") if num_dims > 1 else 0.0
     if group is None:
         return GroupValues(own / config.lr, decay, rule)
     scale = (group.lr or own) / config.lr * group.lr_scale

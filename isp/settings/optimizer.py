@@ -196,11 +196,15 @@ class OptimizerConfig:
         asked = {self.name, *(group.rule for group in self.param_groups if group.rule)}
         return asked | ({"adamw"} if self.name == "muon" else set())
 
+    def of_rule(self, rule: str, key: str) -> float:
+        """The value of `lr`, `weight_decay`, .. for what this rule updates."""
+        own = getattr(self, f"adamw_{key}") if rule == "adamw" != self.name else None
+        found: float = getattr(self.muon if rule == "muon" else self, key) if own is None else own
+        return found
+
     def of_adamw(self, key: str) -> float:
         """The value of `lr`, `beta1`, .. for what adamw updates, beside another rule or alone."""
-        own = getattr(self, f"adamw_{key}") if self.name != "adamw" else None
-        found: float = getattr(self, key) if own is None else own
-        return found
+        return self.of_rule("adamw", key)
 
     @property
     def unused(self) -> list[str]:

@@ -261,12 +261,14 @@ class Trainer:
         is_due = is_last or self.step % self.config.metrics.log_freq == 0
         if not (is_due or evaluation_is_due(self.config, self.step)):
             return None
-        memory = self._meter.memory_gib()
+        memory, config = self._meter.memory_gib(), self.config.optimizer
+        peaks = {rule: config.of_rule(rule, "lr") for rule in sorted(config.rules)}
         return self._meter.record(
             outcome,
             step=self.step,
             tokens=self.tokens,
             lr=lr,
+            lrs={rule: lr * x / config.lr for rule, x in peaks.items() if x != config.lr},
             mem_gib=self.mesh.host.all_reduce(memory, op="max").wait().item(),
             loss_scale=loss_scale,
             eta_seconds=eta_seconds,

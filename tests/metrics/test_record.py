@@ -46,7 +46,10 @@ def test_line_of_an_evaluated_and_of_a_skipped_step() -> None:
     record = replace(record, loss_scale=65536.0, eta_seconds=5025.2)
     assert record.line(10).endswith("val_loss: 2.5000  loss_scale: 65536  eta: 1:23:45  skipped")
     assert "grad_norm: inf" in record.line(10)
-    line = replace(RECORD, expert_load=2.345, unused_experts=3).line(10)
+    record = replace(RECORD, expert_load=2.345, unused_experts=3, lrs={"muon": 2e-2})
+    line = record.line(10)
+    assert "  lr: 3.0e-04 (muon 2.0e-02)  tgs" in line
+    assert record.values()["lr/muon"] == 2e-2
     assert line.endswith("(3.9%)  expert_load: 2.35  unused_experts: 3")
 
 
