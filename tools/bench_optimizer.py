@@ -9,7 +9,7 @@ step take the given ratio of that.
 
     adamw      rows are updated where they are
     homes      rows travel to a home rank for each matrix and back, as `optimizer.name: muon` does
-    gathered   every rank gathers every matrix and multiplies it, a bucket ahead
+    gathered   every rank gathers every matrix and multiplies it, a layer ahead
     exposed    time that ranks waited for transfers: the median of the slowest rank's
 """
 
@@ -28,6 +28,7 @@ import isp.optim.matrices
 from isp.comm import Link, Mesh
 from isp.comm.tag import Purpose, Tag
 from isp.optim import MainGradients, Zero1Optimizer
+from isp.optim.buckets import grouped
 from isp.optim.matrices import MatrixUpdates
 from isp.optim.newton_schulz import Matrix
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
@@ -49,25 +50,28 @@ class Gathered:
     def __init__(self, updates: MatrixUpdates, mesh: Mesh, pace: Callable[[int], None]) -> None:
         self._updates, self._channel, self._pace = updates, mesh[Axis.STAGE], pace
         self.members = updates.members
+        self._layer_flops = sum(bucket.all_flops for bucket in updates.buckets) / LAYERS
 
     def run(self, average: Any, step: Any, meanwhile: Callable[[], None]) -> Iterator[Any]:
-        parts = self._updates._parts
+        tag, parts = Tag(Purpose.MATRIX, tensor="gathered"), self._updates._parts
+        parts = grouped(parts, lambda _: 0, lambda part: part[0].all_flops, self._layer_flops)
 
         def launch(number: int) -> list[Any]:
-            bucket, moments, _ = parts[number]
-            self._updates._stream.pass_through(average, moments)
-            tag = Tag(Purpose.MATRIX, tensor="gathered")
-            return [self._channel.all_gather(grad, tag=tag) for grad in bucket._grads]
+            for _, moments, _ in parts[number]:
+                self._updates._stream.pass_through(average, moments)
+            grads = (grad for bucket, *_ in parts[number] for grad in bucket._grads)
+            return [self._channel.all_gather(grad, tag=tag) for grad in grads]
 
         coming = launch(0)
         meanwhile()
-        for number, (bucket, _, masters) in enumerate(parts):
+        for number, of_layer in enumerate(parts):
             here, coming = coming, launch(number + 1) if number + 1 < len(parts) else []
             for pending in here:
                 pending.wait()
-            self._pace(bucket.all_flops)
-            self._updates._stream.pass_through(step, masters)
-            yield bucket.members
+            for bucket, _, masters in of_layer:
+                self._pace(bucket.all_flops)
+                self._updates._stream.pass_through(step, masters)
+                yield bucket.members
 
 
 def _optimizer(mesh: Mesh, name: str, bucket_bytes: int) -> tuple[MainGradients, Zero1Optimizer]:

@@ -338,17 +338,17 @@ rows each."""
 def grouped(
     items: Iterable[T],
     kind: Callable[[T], Hashable],
-    num_bytes: Callable[[T], int],
-    bucket_bytes: int,
+    size: Callable[[T], float],
+    bucket_size: float,
 ) -> list[list[T]]:
-    """Items of one kind together, until they are `bucket_bytes`: first what is that much, and both
+    """Items of one kind together, until they are `bucket_size`: first what is that much, and both
     this and the rest in the order of the last item of each."""
     opened: dict[Hashable, list[T]] = {}
     closed: list[list[T]] = []
     for item in items:
         key = kind(item)
         members = opened[key] = [*opened.pop(key, ()), item]
-        if sum(map(num_bytes, members)) >= bucket_bytes:
+        if sum(map(size, members)) >= bucket_size:
             closed.append(opened.pop(key))
     return closed + list(opened.values())
 

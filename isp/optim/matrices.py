@@ -4,13 +4,15 @@
 in the zero1 group, and perhaps as others have them. Of each matrix one rank of the stage is the
 home: it receives the rows from a rank that has them, runs Newton-Schulz once, and sends each rank
 back what it has. So a rank sends and receives about its own rows, and no product is computed twice.
-Matrices find their homes in order of buckets, in a bucket the most expensive first, each at the
-rank with the least work so far; every rank computes this for itself.
+The most expensive first, each to the rank with the least work, decides how many matrices of a cost
+a rank has; which ones, is chosen in the same way bucket by bucket, so that ranks are alike far at
+all times. Every rank computes this for itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -33,9 +35,13 @@ from isp.parallel.partition import chunk_range
 from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["MatrixUpdates"]
+__all__ = ["MatrixUpdates", "in_turn"]
 
 Update = Callable[[GroupValues, Rows], None]
+
+_DEPTH = 3
+"""Buckets on their way to homes while one is multiplied, and buckets on their way back. With fewer,
+a rank that has little of a bucket to multiply would wait for those that have much of it."""
 
 
 class _Part(NamedTuple):
@@ -130,12 +136,13 @@ class MatrixBucket:
         self._pending: Pending | None = None
 
     @property
-    def work_bytes(self) -> int:
-        """Bytes that the update of the bucket takes: what travels, matrices, and their products."""
-        travels = (self._sent, self._gathered, self._spread, self._returned)
-        moved = sum(map(_elements, travels)) // 2
+    def work_bytes(self) -> tuple[int, int]:
+        """Bytes that the bucket takes on its way, and those of matrices and their products."""
+        there, back = ((self._sent, self._gathered), (self._spread, self._returned))
+        moved = max(sum(map(_elements, way)) for way in (there, back))
         sizes = [math.prod(matrix.sizes) for matrix in self._matrices]
-        return (moved + sum(sizes) + 4 * max(sizes, default=0)) * self._dtype.itemsize
+        size = self._dtype.itemsize
+        return moved * size, (sum(sizes) + 4 * max(sizes, default=0)) * size
 
     def launch(self) -> None:
         """Set rows of what the matrices are made of on their way to the homes."""
@@ -168,18 +175,18 @@ class MatrixBucket:
             make_orthogonal(xs, self._keys)
 
     def spread(self) -> None:
-        """Set what came of them on its way to those who have their rows."""
+        """Set what came of them on its way to those who have their rows: in place of gradients."""
         blocks = [part.box.view(self._whole[part.at]) for part in self._spread]
         self._pending = self._exchange(blocks, self._spread, self._returned)
-
-    def finish(self) -> None:
-        """Wait for the updates, which take the place of the gradients."""
-        self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
         copy_all(
             (rows.box.view(self._grads[rows.at]), block.box.view(self._whole[block.at]))
             for rows, block in self._own
         )
         self._whole = []
+
+    def finish(self) -> None:
+        """Wait for the updates from elsewhere."""
+        self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
         for ratio, rows in self._scaled.items():
             if ratio != 1 and rows:
                 torch._foreach_mul_(rows, ratio)
@@ -248,8 +255,8 @@ class MatrixBucket:
 class MatrixUpdates:
     """The update of weights by whole matrices, in buckets in their order [Note: Homes].
 
-    While the matrices of one bucket are multiplied, the rows of the next one and what came of the
-    one before travel.
+    While the matrices of one bucket are multiplied, the rows of the next ones and what came of
+    those before travel.
     """
 
     def __init__(
@@ -263,26 +270,28 @@ class MatrixUpdates:
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`bucket_bytes`: of gradients, for each rank of the stage; more where a matrix is larger,
-        so that all ranks have some to multiply. `dtype`: what matrices travel and are multiplied
-        in; None: on CUDA bfloat16, elsewhere that of gradients, and float64 in any case.
+        """`bucket_bytes`: of gradients, for each rank of the stage; more where ranks would multiply
+        less than half of the most expensive matrix each. `dtype`: what matrices travel and are
+        multiplied in; None: on CUDA bfloat16, elsewhere that of gradients, and float64 in any case.
         """
         channel = channels[Axis.STAGE]
         stage = _Stage(channel, channels[Axis.WEIGHT].size, channels[Axis.ZERO1].size)
-        self._stream, self._loads = stream, [0] * channel.size
+        self._stream = stream
         self._parts: list[tuple[MatrixBucket, list[Bucket], list[Bucket]]] = []
         cut = {item: matrices_of(item.name, item.layout, config) for item in shards}
-        sizes = (math.prod(m.sizes) * shards[item].grad.itemsize for item in cut for m in cut[item])
-        each = max((bucket_bytes, *sizes))
-        found = grouped(
-            shards,
-            lambda item: shards[item].grad.dtype,
-            lambda item: math.prod(item.layout.global_shape) * shards[item].grad.itemsize,
-            each * channel.size,
-        )
+        costs = {item: [matrix.cost for matrix in of] for item, of in cut.items()}
+        most = max((cost for of in costs.values() for cost in of), default=0)
+
+        def share(item: ShardedParameter) -> float:
+            """Of a bucket."""
+            num_bytes = math.prod(item.layout.global_shape) * shards[item].grad.itemsize
+            return min(num_bytes / max(1, bucket_bytes), sum(costs[item]) / most * 2)
+
+        found = grouped(shards, lambda item: shards[item].grad.dtype, share, channel.size)
+        homes = iter(_homes([[costs[item] for item in of] for of in found], channel.size))
         for members in found:
-            homes = self._homes([cut[item] for item in members])
-            bucket = MatrixBucket(members, shards, stage, homes, config, dtype)
+            placed = [(i, m, next(homes)) for i, item in enumerate(members) for m in cut[item]]
+            bucket = MatrixBucket(members, shards, stage, placed, config, dtype)
             moments, masters = (
                 stream.add(by_values(_states_of(members, shards, master=master), values))
                 for master in (False, True)
@@ -301,9 +310,10 @@ class MatrixUpdates:
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of the device that an update takes: for two buckets at a time."""
-        sizes = [bucket.work_bytes for bucket, *_ in self._parts]
-        return max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
+        """Bytes of the device that an update takes."""
+        sizes, window = [bucket.work_bytes for bucket in self.buckets], 2 * _DEPTH + 1
+        travel = (sum(moved for moved, _ in sizes[i : i + window]) for i in range(len(sizes)))
+        return max(travel, default=0) + max((own for _, own in sizes), default=0)
 
     def run(
         self, average: Update, step: Update, meanwhile: Callable[[], None]
@@ -312,40 +322,62 @@ class MatrixUpdates:
 
         `meanwhile` is called as the first rows travel.
         """
-        parts = self._parts
-        if parts:
-            self._launch(0, average)
-        meanwhile()
-        for number, (bucket, *_) in enumerate(parts):
-            if number + 1 < len(parts):
-                self._launch(number + 1, average)
+
+        def launch(number: int) -> None:
+            bucket, moments, _ = self._parts[number]
+            self._stream.pass_through(average, moments)
+            bucket.launch()
+
+        def multiply(number: int) -> None:
+            bucket = self._parts[number][0]
             bucket.gather()
             bucket.multiply()
             bucket.spread()
-            if number:
-                yield self._finish(number - 1, step)
-        if parts:
-            yield self._finish(len(parts) - 1, step)
 
-    def _launch(self, number: int, average: Update) -> None:
-        bucket, moments, _ = self._parts[number]
-        self._stream.pass_through(average, moments)
-        bucket.launch()
+        for number in in_turn(len(self._parts), launch, meanwhile, multiply):
+            bucket, _, masters = self._parts[number]
+            bucket.finish()
+            self._stream.pass_through(step, masters)
+            yield bucket.members
 
-    def _finish(self, number: int, step: Update) -> Sequence[ShardedParameter]:
-        bucket, _, masters = self._parts[number]
-        bucket.finish()
-        self._stream.pass_through(step, masters)
-        return bucket.members
 
-    def _homes(self, matrices: Sequence[Sequence[Matrix]]) -> list[tuple[int, Matrix, int]]:
-        """The home of each matrix of each member of a bucket, in order."""
-        every = [(i, matrix) for i, of_one in enumerate(matrices) for matrix in of_one]
-        homes = [0] * len(every)
-        for place in sorted(range(len(every)), key=lambda i: -every[i][1].cost):
-            homes[place] = self._loads.index(min(self._loads))
-            self._loads[homes[place]] += every[place][1].cost
-        return [(i, matrix, home) for (i, matrix), home in zip(every, homes, strict=True)]
+def in_turn(
+    count: int,
+    launch: Callable[[int], None],
+    meanwhile: Callable[[], None],
+    multiply: Callable[[int], None],
+) -> Iterator[int]:
+    """Call these for each of so many buckets when it is its turn; gives those to be finished."""
+    for number in range(-_DEPTH, count + _DEPTH):
+        if number + _DEPTH < count:
+            launch(number + _DEPTH)
+        if number == -1:
+            meanwhile()
+        if 0 <= number < count:
+            multiply(number)
+        if number >= _DEPTH:
+            yield number - _DEPTH
+
+
+def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[int]:
+    """The home of each matrix of each weight of each bucket, by costs [Note: Homes]."""
+    every = [[cost for costs in members for cost in costs] for members in buckets]
+    loads, left = [0] * size, [Counter[int]() for _ in range(size)]
+    for cost in sorted((cost for costs in every for cost in costs), reverse=True):
+        rank = loads.index(min(loads))
+        loads[rank] += cost
+        left[rank][cost] += 1
+    loads = [0] * size
+    for costs in every:
+        homes = [0] * len(costs)
+        for place in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            cost = costs[place]
+            homes[place] = rank = min(
+                (rank for rank in range(size) if left[rank][cost]), key=loads.__getitem__
+            )
+            loads[rank] += cost
+            left[rank][cost] -= 1
+        yield from homes
 
 
 def _states_of(

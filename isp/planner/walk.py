@@ -16,6 +16,7 @@ from itertools import chain
 from isp.comm.host import FROM_HOST, HOST
 from isp.comm.tag import Purpose, Tag, Transfer
 from isp.models.expert_load import experts_of
+from isp.optim.matrices import in_turn
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.planner.case import PlanCase
@@ -317,19 +318,18 @@ class Walk:
     def _update(self) -> None:
         """Rows travel to whole matrices and back beside these, and beside all other updates."""
         buckets = self.dry.optimizer.matrices.buckets if self.costs.of_matrices else []
-        for bucket in buckets[:1]:
-            bucket.launch()
-        self.clock.compute(self.costs.update)
-        for number, bucket in enumerate(buckets):
-            for following in buckets[number + 1 : number + 2]:
-                following.launch()
+
+        def multiply(number: int) -> None:
+            bucket = buckets[number]
             bucket.gather()
             self.clock.compute(self.costs.newton_schulz(bucket.flops))
             bucket.spread()
-            for former in buckets[max(0, number - 1) : number]:
-                former.finish()
-        for bucket in buckets[-1:]:
-            bucket.finish()
+
+        def others() -> None:
+            self.clock.compute(self.costs.update)
+
+        for number in in_turn(len(buckets), lambda i: buckets[i].launch(), others, multiply):
+            buckets[number].finish()
 
     def _end(self) -> None:
         self.dry.reducer.finish()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import torch
 
 from isp.comm import Mesh
 from isp.optim import MainGradients, Zero1Optimizer
+from isp.optim.matrices import _homes
 from isp.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
 from isp.optim.update_rules import group_values
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import Matrices
 from isp.run.forked import RankError
-from isp.settings import MuonConfig, OptimizerConfig, ParamGroupConfig
+from isp.settings import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
 from tests.optim.places import Spec, loss, place
 from tests.optim.plain_muon import orthogonal
 from tests.optim.test_zero1 import STEPS, reference, topology
@@ -87,12 +90,13 @@ def _train(rank: int, case: Any) -> Any:
     optimizer = Zero1Optimizer(
         gradients, mesh, config, max_norm=max_norm, bucket_bytes=64, stream_bytes=256
     )
-    for step in range(STEPS):
+    factors = (1.0,) if optimizer.scaler is None else (math.inf, 1.0)
+    for step, factor in product(range(STEPS), factors):
         gradients.zero()
         gradients.expect_last()
-        loss(items, here, mesh, step + 1).backward()
+        (optimizer.scale_loss(loss(items, here, mesh, step + 1)) * factor).backward()
         gradients.reduce()
-        optimizer.step(config.lr * (step + 1))
+        assert optimizer.step(config.lr * (step + 1)).skipped is (factor != 1)
     return {item.name: item.parameter.detach().double().numpy() for item in items}
 
 
@@ -118,6 +122,18 @@ def test_parity_with_plain_muon() -> None:
                 )
 
 
+def test_ranks_have_alike_much_to_multiply() -> None:
+    """Catches a rank that all wait for, at the end or after some bucket."""
+    layer = [[26], [12, 12, 3], [26], [3, 26]]
+    homes = iter(_homes([layer] * 4, 4))
+    loads = [0] * 4
+    for _ in range(4):
+        for cost in (cost for costs in layer for cost in costs):
+            loads[next(homes)] += cost
+        assert max(loads) - min(loads) < 26
+    assert set(loads) == {108}
+
+
 def _same_bits(rank: int, case: Any) -> bool:
     """Whether both ways give the same bits."""
     one, other = (_train(rank, way) for way in case)
@@ -126,13 +142,17 @@ def _same_bits(rank: int, case: Any) -> bool:
 
 def test_what_changes_no_bit() -> None:
     """Catches masters or momentum on the host that are not brought or not taken back, a matrix
-    whose bits depend on its home or on what else is there, and replicas that drift apart."""
+    whose bits depend on its home or on what else is there, replicas that drift apart, and a skipped
+    step that changes momentum, or a scale of the loss that gets into it."""
     two, bf16, whole = topology(2), torch.bfloat16, torch.float64
     narrow = replace(MUON, moment_dtype="bfloat16")
-    host, both = (replace(config, offload_states=True) for config in (MUON, narrow))
+    scaled = replace(MUON, grad_scaler=GradScalerConfig(use="always", initial_scale=16.0))
+    host, both, half = (replace(x, offload_states=True) for x in (MUON, narrow, scaled))
     cases = {
         "host": ((two, MUON), (two, host)),
         "masters": ((two, MUON, bf16, 1.0), (two, host, bf16, 1.0)),
+        "scaled": ((two, MUON, whole, 1.0), (two, scaled, whole, 1.0)),
+        "half": ((two, scaled, torch.float16, 1.0), (two, half, torch.float16, 1.0)),
         "narrow": ((two, narrow, bf16, 1.0), (two, both, bf16, 1.0)),
         "replicas": ((two, MUON, whole, 0.0), (topology(2, zero1=1), MUON, whole, 0.0)),
     }
