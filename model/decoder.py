@@ -136,13 +136,13 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, D] -> [B, S, D]."""
-        shared = None
-        if self.shared_expert is not None and self.shared_expert_gate is not None:
-            shared = self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
         tokens = x.flatten(0, 1)
         _, weights, numbers = self.gate(tokens)
         y: Tensor = self.experts(tokens, numbers, weights).view_as(x)
-        return y if shared is None else y + shared
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            # behind the experts, so that isp computes it while tokens travel to them
+            y = y + self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
+        return y
 
 
 class Block(nn.Module):

@@ -1,12 +1,16 @@
 """Weights of experts or their tokens: both ways over a modelled link, around the crossing.
 
-    python tools/bench_experts.py [--mbit 20] [--rounds 3]
+    python tools/bench_experts.py [--mbit 20] [--rounds 3] [--shared]
 
 A decoder with experts trains on 4 ranks, float32: with `parallel.expert.size=1` experts are
 gathered, with 4 their tokens travel. All transfers of a rank queue on one link. A time is that of
 the slowest rank, the median of the rounds; a ratio is the median of ratios within a round. The
 part of compute is that of a step over a link without a limit: the rest is transfers, so that they
 decide and not copies on a few cores.
+
+With --shared: tokens travel, and the decoder has a shared expert, whose products sleep: a quarter
+of a trip of the tokens each, 2 forward and 4 backward. It is computed while tokens travel or, as
+the decoder calls it, behind the experts.
 """
 
 from __future__ import annotations
@@ -17,11 +21,14 @@ import time
 from typing import NamedTuple
 
 import torch
+from paced import Paced
+from torch import Tensor
 
 import isp
 from isp.comm import Link
 from isp.config import JobConfig
 from isp.data.config import DataConfig
+from isp.models.follow import CallFollower
 from isp.parallel import ParallelConfig, WeightConfig
 from isp.parallel.config import ExpertConfig
 from isp.planner.experts import PASSES, ExpertLayer, crossing_tokens
@@ -52,7 +59,8 @@ def planned() -> float:
     return crossing_tokens([layer], passes=PASSES - 1 / LAYERS)
 
 
-def _run(way: str) -> ParallelRun:
+def _run(way: str, shared: int = 0) -> ParallelRun:
+    """`shared`: features inside of a shared expert; 0: there is none."""
     size, chunks = WAYS[way]
     sizes = ModelConfig(
         vocab_size=64,
@@ -62,6 +70,7 @@ def _run(way: str) -> ParallelRun:
         intermediate_size=INSIDE,
         num_experts=EXPERTS,
         experts_per_token=USED,
+        shared_expert_intermediate_size=shared,
     )
     torch.manual_seed(0)
     config = JobConfig(
@@ -73,6 +82,45 @@ def _run(way: str) -> ParallelRun:
         training=TrainingConfig(dtype="float32"),
     )
     return isp.parallelize(Decoder(sizes), config)
+
+
+def _limit(run: ParallelRun, bytes_per_second: float) -> None:
+    """Let all transfers of a rank queue on one link of this speed."""
+    link = Link(bytes_per_second, 50e-6)
+    for channel in run.mesh.opened:
+        channel.link = link
+
+
+def _seconds(run: ParallelRun, ids: Tensor) -> float:
+    """The time of a step on the slowest rank."""
+    run.mesh.host.all_reduce(torch.zeros(1)).wait()
+    began = time.perf_counter()
+    run.step(run.loss(ids), lr=0.0)
+    run.train_step.drain()
+    took = torch.tensor([time.perf_counter() - began])
+    return run.mesh.host.all_reduce(took, op="max").wait().item()
+
+
+def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Steps with a shared expert that is computed while tokens travel, and behind the experts."""
+    torch.set_num_threads(1)
+    ids = torch.randint(64, (16, ROW), generator=torch.Generator().manual_seed(rank))
+    trip = ids.numel() * USED * HIDDEN * 4 * (1 - 1 / RANKS) / (options.mbit * 125_000)
+    runs, ahead_of = {"ahead": _run("exchange", INSIDE)}, CallFollower.ahead_of
+    CallFollower.ahead_of = lambda *_: None
+    runs["behind"] = _run("exchange", INSIDE)
+    CallFollower.ahead_of = ahead_of
+    for run in runs.values():
+        for layer in run.train_step.built.linears:
+            if "shared_expert." in layer.name:
+                layer.communicator = Paced(layer.communicator, lambda _: trip / 4)
+        run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
+        _limit(run, options.mbit * 125_000)
+    found: dict[str, list[float]] = {"a trip": [trip], "ahead": [], "behind": []}
+    for _ in range(options.rounds):
+        for way, run in runs.items():
+            found[way].append(_seconds(run, ids))
+    return found
 
 
 def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
@@ -88,18 +136,10 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[Times]]:
         alone: dict[str, float] = {}
         for number in range(options.rounds + 1):
             for way, run in runs.items():
-                speed = options.mbit * 125_000 if number else UNLIMITED
-                link = Link(speed, 50e-6)
-                for channel in run.mesh.opened:
-                    channel.link = link
+                _limit(run, options.mbit * 125_000 if number else UNLIMITED)
                 if not number:
                     run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
-                run.mesh.host.all_reduce(torch.zeros(1)).wait()
-                began = time.perf_counter()
-                run.step(run.loss(ids), lr=0.0)
-                run.train_step.drain()
-                took = torch.tensor([time.perf_counter() - began])
-                took = run.mesh.host.all_reduce(took, op="max").wait().item()
+                took = _seconds(run, ids)
                 if number:
                     seconds[way].append(took)
                 else:
@@ -151,11 +191,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=float, default=20, help="of the link of a rank a second")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shared", action="store_true", help="time a shared expert instead")
     options = parser.parse_args()
     print(
         f"{RANKS} ranks, link of {options.mbit:g} Mbit/s a rank, modelled; {LAYERS} layers, hidden"
         f" {HIDDEN}, {EXPERTS} experts of {INSIDE}, {USED} of a token, float32"
     )
+    if options.shared:
+        found = run_ranks(RANKS, _measure_shared, options, timeout_seconds=3000)[0]
+        pairs = zip(found["ahead"], found["behind"], strict=True)
+        medians = (f"{way} {statistics.median(times) * 1e3:.0f} ms" for way, times in found.items())
+        ratio = statistics.median(a / b for a, b in pairs)
+        print(f"shared expert: {', '.join(medians)}; ahead / behind {ratio:.2f}")
+        return
     _table(run_ranks(RANKS, _measure, options, timeout_seconds=3000)[0])
 
 

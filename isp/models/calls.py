@@ -13,7 +13,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.mixers.recurrence import StateSizes
 
-__all__ = ["AttentionSizes", "BlockOutput", "Call", "ForwardEnd", "Kind", "weights_among"]
+__all__ = [
+    "Ahead",
+    "AttentionSizes",
+    "BlockOutput",
+    "Call",
+    "ForwardEnd",
+    "Kind",
+    "same_rows",
+    "weights_among",
+]
 
 
 class Kind(StrEnum):
@@ -70,6 +79,14 @@ class AttentionSizes(NamedTuple):
         return min(tokens, self.window or tokens, self.chunk or tokens)
 
 
+class Ahead(NamedTuple):
+    """A module that is called behind experts, with their tokens [Note: Computed ahead]."""
+
+    module: str
+    dims: int
+    """Of what it is called with."""
+
+
 class Call(NamedTuple):
     """One call in a forward."""
 
@@ -94,6 +111,8 @@ class Call(NamedTuple):
     """Of a convolution or scan."""
     given: int | None = None
     """Of a linear: the number of the tensor that it was called with."""
+    ahead: Ahead | None = None
+    """Of experts: what may be computed ahead of its call, with theirs."""
 
 
 def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
@@ -102,6 +121,14 @@ def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
         if i > 1 and isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape:
             return i
     return None
+
+
+def same_rows(x: Tensor, tokens: Tensor) -> bool:
+    """Whether x [.., D] is `tokens` [N, D], in the same memory."""
+    rows = x.flatten(0, -2)
+    same = rows.untyped_storage()._cdata == tokens.untyped_storage()._cdata
+    place = (rows.shape, rows.stride(), rows.storage_offset())
+    return same and place == (tokens.shape, tokens.stride(), tokens.storage_offset())
 
 
 class BlockOutput(NamedTuple):

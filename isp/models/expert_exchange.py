@@ -4,7 +4,9 @@
 buffer that it fills, the second waits for it. Backward comes to them in the opposite order: there
 the second launches the gradient's way back and the first waits for it. Autograd runs first what
 was recorded last. So while the experts compute a part of the tokens, forward and backward, the next
-part is on its way.
+part is on its way; and all parts are while something else is computed between `dispatch` and the
+rest of the exchange. In isp mode the rest lies in a graph inside [Note: A graph inside], which a
+recompute makes anew, and what `dispatch` has recorded stays: `Sent.under_way` is where both meet.
 
 [Note: Every rank takes part] A rank that receives no token still has the node through which
 gradients travel: ranks must launch the same transfers in backward, too. That node saves a tensor,
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,7 @@ from isp.models.roles import ParameterRole
 from isp.models.trace import Kind, ModelTrace
 from isp.parallel.partition import chunk_range
 
-__all__ = ["ExpertExchange", "check_spread"]
+__all__ = ["ExpertExchange", "Sent", "check_spread"]
 
 
 def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], size: int) -> None:
@@ -81,6 +83,7 @@ class _Route:
     numbers: Tensor
     """[M, 1], the experts of the received rows, among those of this rank."""
     under_way: list[Pending] = field(default_factory=list)
+    """In the order in which they are waited for."""
 
     def launch(self, rows: Iterable[Tensor], what: str, *, back: bool = False) -> list[Tensor]:
         """Send rows to their experts, or `back`; gives what will be received."""
@@ -97,17 +100,20 @@ class _Route:
             buffers.append(buffer)
         return buffers
 
-    def wait(self, count: int = 1) -> list[Tensor]:
-        """What the first `count` of the transfers under way bring."""
-        first, self.under_way = self.under_way[:count], self.under_way[count:]
-        return [pending.wait() for pending in first]
 
-    def sum_by_token(self, rows: Tensor) -> Tensor:
-        """[R, D] -> [N, D], in the order of experts, as one process adds up."""
-        total = rows[self.of_token[:, 0]]
-        for column in self.of_token.unbind(1)[1:]:
-            total += rows[column]
-        return total
+class Sent(NamedTuple):
+    """Tokens that are on their way to their experts, in parts."""
+
+    parts: list[tuple[Tensor, ...]]
+    """What arrives: tokens [M, D] and weights [M, 1]."""
+    routes: list[_Route]
+    num_tokens: int
+    """Those that were given: without padding."""
+
+    @property
+    def under_way(self) -> list[list[Pending]]:
+        """What is under way of each part."""
+        return [route.under_way for route in self.routes]
 
 
 class ExpertExchange:
@@ -136,19 +142,10 @@ class ExpertExchange:
         """The experts of this rank."""
         return slice(*self.bounds[self.ranks.rank : self.ranks.rank + 2])
 
-    def __call__(
-        self,
-        compute: Compute,
-        tokens: Tensor,
-        numbers: Tensor,
-        weights: Tensor,
-        parameters: Iterable[nn.Parameter],
-    ) -> Tensor:
-        """The sum of what its experts give for each token, [N, D].
+    def dispatch(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Sent:
+        """Send tokens [N, D] to experts, by numbers [N, k] of these and their weights [N, k].
 
-        tokens [N, D], numbers [N, k] of experts and weights [N, k]; `compute` is called with rows
-        that other ranks sent, and their experts numbered among this rank's. `parameters` are what
-        it reads. The host waits once, for the numbers of rows.
+        The host waits once, for the numbers of rows.
         """
         count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.alike.size)
         tokens, numbers, weights = (
@@ -165,20 +162,28 @@ class ExpertExchange:
             _Dispatch.apply(tokens[cut], weights[cut], route)
             for cut, route in zip(cuts, routes, strict=True)
         ]
-        back = []
-        for route, buffers in zip(routes, launched, strict=True):
+        return Sent(launched, routes, count)
+
+    def __call__(self, compute: Compute, sent: Sent, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The sum of what its experts give for each token that was `sent`, [N, D].
+
+        `compute` is called with rows that other ranks sent, and their experts numbered among this
+        rank's. `parameters` are what it reads.
+        """
+        routes, back = sent.routes, []
+        for route, buffers in zip(routes, sent.parts, strict=True):
             x, w = _Arrive.apply(*buffers, route)
             if len(x):
                 y = compute(x, route.numbers, w)
             else:  # [Note: Every rank takes part]
                 y = joined(x * w, *parameters) * torch.ones_like(w)
-            back.append(_Return.apply(y.to(tokens.dtype), route))
+            back.append(_Return.apply(y.to(x.dtype), route))
         sums = [_Combine.apply(rows, route) for rows, route in zip(back, routes, strict=True)]
         out = sums[0] if len(sums) == 1 else torch.cat(sums)
         every = gather_from_sequence_parallel_region(
             out, self.alike, tensor_parallel_output_grad=False
         )
-        return every[:count] if pad[-1] else every
+        return every if len(every) == sent.num_tokens else every[: sent.num_tokens]
 
     def _routes(self, parts: Sequence[Tensor]) -> list[_Route]:
         """The ways of parts of the tokens, whose experts are numbers [N, k]."""
@@ -224,6 +229,19 @@ def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
     return [ranges] * size
 
 
+def _wait(under_way: list[Pending], count: int = 1) -> list[Tensor]:
+    """What the first `count` of the transfers bring."""
+    return [under_way.pop(0).wait() for _ in range(count)]
+
+
+def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
+    """[R, D] -> [N, D], in the order of experts, as one process adds up."""
+    total = rows[of_token[:, 0]]
+    for column in of_token.unbind(1)[1:]:
+        total += rows[column]
+    return total
+
+
 class _Dispatch(Function):
     """forward   tokens [N, D] and weights [N, k] to their experts, under way: [M, D], [M, 1]
     backward  waits for their gradients, and sums those of tokens
@@ -231,16 +249,18 @@ class _Dispatch(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, route: _Route) -> tuple[Tensor, ...]:
-        ctx.route, ctx.shape = route, weights.shape
+        ctx.save_for_backward(route.order, route.of_token)
+        ctx.under_way, ctx.shape = route.under_way, weights.shape
         rows = x[route.token], weights.flatten()[route.order].unsqueeze(1)
         return tuple(route.launch(rows, "dispatch"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.route.wait(2)
-        of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, ctx.route.order, dw[:, 0])
-        return ctx.route.sum_by_token(dx), of_weights.view(ctx.shape), None
+        order, of_token = ctx.saved_tensors
+        dx, dw = _wait(ctx.under_way, 2)
+        of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, order, dw[:, 0])
+        return _sum_by_token(dx, of_token), of_weights.view(ctx.shape), None
 
 
 class _Arrive(Function):
@@ -251,7 +271,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, route: _Route) -> tuple[Tensor, ...]:
         ctx.route = route
-        route.wait(2)
+        _wait(route.under_way, 2)
         return x.view_as(x), weights.view_as(weights)
 
     @staticmethod
@@ -275,7 +295,7 @@ class _Return(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.route.wait(), None
+        return *_wait(ctx.route.under_way), None
 
 
 class _Combine(Function):
@@ -286,8 +306,8 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
         ctx.route = route
-        route.wait()
-        return route.sum_by_token(rows)
+        _wait(route.under_way)
+        return _sum_by_token(rows, route.of_token)
 
     @staticmethod
     @once_differentiable

@@ -25,7 +25,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.autograd import Function, once_differentiable
+from isp.comm import Pending
 from isp.layers.linear import NeedsGrad, needs_grad
+from isp.models.ahead import ComputedAhead
 from isp.models.calls import weights_among
 from isp.models.expert_exchange import ExpertExchange
 from isp.parallel.layout import ParameterLayout
@@ -70,12 +72,15 @@ class SwappedExperts:
         called: Callable[[], object],
         place: Callable[[], ExpertPlace],
         exchange: ExpertExchange | None = None,
+        ahead: ComputedAhead | None = None,
     ) -> None:
-        """`exchange`: the ranks that have other experts; None: all are here, or gathered."""
+        """`exchange`: the ranks that have other experts; None: all are here, or gathered. `ahead`:
+        what is computed while tokens or weights are on their way."""
         own = module.named_parameters(recurse=False)
         self.weights = tuple(ExpertWeight(module, name, n) for n, p in own if p.dim() == 3)
         self.communicator = communicator
         self.name, self.place = name, place
+        self._exchange, self._ahead = exchange, ahead
         self.recorded: dict[int, _Graph] = {}
         """By the recompute whose backward is to come, by number [Note: A graph again]."""
         self.reading: list[Tensor] = []
@@ -155,8 +160,18 @@ class SwappedExperts:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         leaves, spec = tree_flatten((args, kwargs))
+        tokens, under_way = leaves[0], []
+        if self._exchange is not None:
+            place = weights_among(leaves, leaves[1])
+            assert place is not None, "the trace knows"
+            sent = self._exchange.dispatch(tokens, leaves[1], leaves[place])
+            under_way = sent.under_way
+            leaves[0] = leaves[place] = None
+            leaves, spec = tree_flatten(((sent, place, tree_unflatten(leaves, spec)), {}))
+        if self._ahead is not None:
+            self._ahead.compute(tokens)
         places = tuple(i for i, x in enumerate(leaves) if _is_differentiable(x))
-        given = _Given(tuple(leaves), spec, places)
+        given = _Given(tuple(leaves), spec, places, under_way)
         others = [self._call.module.get_parameter(name) for name in self._others]
         tensors = [*(leaves[place] for place in places), *others]
         shards = [weight.weight for weight in self.weights]
@@ -197,10 +212,9 @@ class _Call(nn.Module):
         exchange = self._exchange
         if exchange is None:
             return self._code(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        tokens, numbers = args[:2]
-        place = weights_among(leaves, numbers)
-        assert place is not None, "the trace knows"
+        sent, place, given = args
+        leaves, spec = tree_flatten(given)
+        numbers = leaves[1]
 
         def compute(x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
             leaves[0], leaves[1], leaves[place] = x, local.to(numbers.dtype), weights
@@ -210,8 +224,7 @@ class _Call(nn.Module):
                 out: Tensor = self._code(*args, **kwargs)
             return out
 
-        given = tokens, numbers, leaves[place]
-        return exchange(compute, *given, self.module.parameters())
+        return exchange(compute, sent, self.module.parameters())
 
 
 class _Given(NamedTuple):
@@ -221,6 +234,8 @@ class _Given(NamedTuple):
     spec: TreeSpec
     places: tuple[int, ...]
     """Those of the leaves that may have a gradient."""
+    under_way: list[list[Pending]]
+    """Of the `Sent` among them."""
 
 
 class _Graph(NamedTuple):
@@ -230,6 +245,8 @@ class _Graph(NamedTuple):
     """At each tensor and then each whole weight; None at those without a gradient."""
     ends: GradientEdge | None
     """None if nothing that has a gradient was used: no token went to an expert."""
+    under_way: list[list[Pending]]
+    """What travels to those who `Sent` its tokens."""
 
     def leaves(self) -> bool:
         """Whether there is a way from its end to a parameter that is not by its begins."""
@@ -324,6 +341,7 @@ class _Experts(Function):
         given: _Given = inputs[-1]
         tensors = inputs[: -2 - len(experts.weights)]
         ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
+        ctx.under_way = given.under_way
         ctx.save_for_backward(torch.empty(0))  # who reads it has what was not kept computed again
         with experts.whole(Phase.FORWARD) as full:
             recomputing = experts.communicator.is_recomputing
@@ -338,7 +356,8 @@ class _Experts(Function):
                 ]
                 begins = tuple(get_gradient_edge(x) if x.requires_grad else None for x in begun)
                 y = experts.compute(given, begun[: len(tensors)], begun[len(tensors) :])
-        graph = _Graph(begins, get_gradient_edge(y) if y.requires_grad else None)
+        ends = get_gradient_edge(y) if y.requires_grad else None
+        graph = _Graph(begins, ends, given.under_way)
         experts.check(graph)
         if ctx.place.recomputed:
             experts.recorded[ctx.place.number] = graph
@@ -357,6 +376,8 @@ class _Experts(Function):
         needs = needs_grad(ctx, len(graph.begins))
         with experts.read_by_backward():
             gradients = graph.backward(dy, needs)
+        for first, again in zip(ctx.under_way, graph.under_way, strict=True):
+            first[:] = again  # for who recorded the first [Note: Launch and wait]
         of_weights = range(len(needs) - len(experts.weights), len(needs))
         for weight, i in zip(experts.weights[::-1], of_weights[::-1], strict=True):
             gradients[i] = experts.deliver(weight, gradients[i], needs[i])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isp.layers.rank_layers import RankLayers
 from isp.mixers.call import mix_by
 from isp.models.blocks import BlockRecomputer
-from isp.models.calls import Call, ForwardEnd, Kind
+from isp.models.calls import Ahead, Call, ForwardEnd, Kind
 from isp.models.experts import ExpertPlace
 from isp.models.forward_pass import ForwardPass
 from isp.models.mixers import LocalOf, TracedMixers
@@ -116,6 +116,17 @@ class CallFollower:
         forward_pass = self.under_way("experts")
         recomputed = self.blocks.recomputed.get(forward_pass.name, False)
         return ExpertPlace(forward_pass.passed, recomputed)
+
+    def ahead_of(self, call: Call) -> Ahead | None:
+        """What is computed ahead with experts: not in other tiles, nor where calls are kept."""
+        if call.ahead is None or self.blocks.between_linears:
+            return None
+        within = self.tile_of(call.module) == self.tile_of(call.ahead.module)
+        return call.ahead if within else None
+
+    def tile_of(self, module: str) -> str | None:
+        """The module in tiles that a module is, or lies in, if there is one."""
+        return next((name for name in self.tiled if f"{module}.".startswith(f"{name}.")), None)
 
     def kept(
         self,

@@ -98,6 +98,8 @@ class ForwardPass:
         self.masks = masks
         self.kept = kept or BlockCalls()
         self.instead = instead
+        self.ahead: dict[str, tuple[Tensor, Tensor]] = {}
+        """By module that is computed ahead of its call: the tokens, and what it gave."""
         self._calls = calls
         self._next = 0
 

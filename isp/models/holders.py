@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isp.comm import Channel
 from isp.layers.linear import Moves, Role, moves_for
 from isp.layers.rank_layers import RankLayers
+from isp.models.ahead import ComputedAhead
 from isp.models.calls import Call, Kind
 from isp.models.expert_exchange import ExpertExchange
 from isp.models.experts import ExpertWeight, SwappedExperts
@@ -101,15 +102,15 @@ class WeightHolders:
 
         `head_in_backward`: whether backward reads that of the head.
         """
-        trace, blocks, holders = self.follower.trace, self.follower.blocks, self._gathered
+        follower, holders = self.follower, self._gathered
+        trace, blocks = follower.trace, follower.blocks
         unused = (name.rpartition(".")[0] for name in trace.unused)
         forward_only = {*unused, "" if head_in_backward or trace.head is None else trace.head}
-        points, tiled = self.follower.points, self.follower.tiled
         return tuple(
             DeclaredBlock(
                 name=name,
                 module=self.model.get_submodule(name),
-                uses=tuple(_uses_of(self.model, calls, holders, points, forward_only, tiled)),
+                uses=tuple(_uses_of(self.model, calls, holders, follower, forward_only)),
                 recomputed=blocks.recomputed.get(name, False),
                 input_kept=blocks.input_kept.get(name, True),
             )
@@ -156,7 +157,7 @@ class WeightHolders:
         follower, layers, plan = self.follower, self.layers, self._plan
         own = {None, *follower.blocks.input_kept}
         here = (call for call in follower.trace.calls if call.block in own)
-        for kind, name in dict.fromkeys((call.kind, call.module) for call in here):
+        for (kind, name), call in {(call.kind, call.module): call for call in here}.items():
             if name in self._of or kind.mixes:
                 continue
             module, called = self.model.get_submodule(name), partial(follower.arrive, kind, name)
@@ -169,9 +170,11 @@ class WeightHolders:
                 moves = Moves() if plan is None else moves_for(layers.mode, Role.ROW, layers.tensor)
                 self._of[name] = SwappedTable(module, name, layers, called, moves)
             else:
-                place, exchange = follower.place, self._exchange(name, module)
+                exchange, communicator = self._exchange(name, module), layers.communicator
+                travels = communicator.gathers_weights or exchange is not None
+                ahead = self._computed_ahead(call) if travels else None
                 self._of[name] = SwappedExperts(
-                    module, name, layers.communicator, called, place, exchange
+                    module, name, communicator, called, follower.place, exchange, ahead
                 )
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
@@ -188,6 +191,14 @@ class WeightHolders:
             alike=Channel.solo() if layers.mode.facts.splits_sequence else layers.tensor,
             num_chunks=layers.expert_chunks,
         )
+
+    def _computed_ahead(self, call: Call) -> ComputedAhead | None:
+        """What is computed where these experts are called."""
+        ahead = self.follower.ahead_of(call)
+        if ahead is None:
+            return None
+        module = self.model.get_submodule(ahead.module)
+        return ComputedAhead(module, ahead, self.follower.under_way)
 
     def _give_layouts(self) -> None:
         layouts = {item.parameter: item.layout for item in self.named}
@@ -227,25 +238,40 @@ def _uses_of(
     model: nn.Module,
     calls: Sequence[Call],
     holders: Mapping[str, Holder],
-    points: Mapping[tuple[str, int], nn.Module],
+    follower: CallFollower,
     forward_only: Collection[str],
-    tiled: Collection[str],
 ) -> Iterator[DeclaredUse]:
     """The uses of a part of `model`, which makes these `calls`.
 
-    `holders`: of weights, by module; experts that have none are whole. `points`: what is called
-    where a block mixes tokens, by block and number of the call. `forward_only`: linears whose
-    weights backward does not read. `tiled`: modules that are computed in tiles.
+    `holders`: of weights, by module; experts that have none are whole. `forward_only`: linears
+    whose weights backward does not read.
     """
+
+    def turn(index: int) -> float:
+        """That of experts comes behind what is computed ahead [Note: Computed ahead].
+
+        In tiles all weights are read together.
+        """
+        call = calls[index]
+        own = call.module in holders and follower.tile_of(call.module) is None
+        ahead = follower.ahead_of(call) if own else None
+        inside = () if ahead is None else (c.module.startswith(f"{ahead.module}.") for c in calls)
+        return max((i + 0.5 for i, within in enumerate(inside) if within), default=index)
+
     reached = [i for i, call in enumerate(calls) if _reads_anew(call, holders)]
+    reached.sort(key=turn)
     named, latest = _launch_points(calls, reached), None
     for index in reached:
         call, launch_point = calls[index], named.get(index)
         name, holder = _name(call), holders.get(call.module)
-        at = points[call.module, index] if call.kind.mixes else model.get_submodule(call.module)
+        at = (
+            follower.points[call.module, index]
+            if call.kind.mixes
+            else model.get_submodule(call.module)
+        )
         if isinstance(holder, FusedLinears):
             name = holder.name.removeprefix(f"{call.block}.")
-        outer = next((name for name in tiled if call.module.startswith(f"{name}.")), None)
+        outer = follower.tile_of(call.module)
         for number, weight in enumerate((None,) if holder is None else holder.weights):
             inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
             yield DeclaredUse(

@@ -17,7 +17,15 @@ from isp.attention.call import AttentionOptions
 from isp.mixers.choice import Indexer
 from isp.mixers.convolution import Convolution
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
-from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind, weights_among
+from isp.models.calls import (
+    Ahead,
+    AttentionSizes,
+    BlockOutput,
+    Call,
+    Kind,
+    same_rows,
+    weights_among,
+)
 from isp.models.reads import Reads
 from isp.models.roles import holds_experts, is_linear
 from isp.models.splits import SplitFinder
@@ -50,6 +58,11 @@ class CallRecorder:
         self._given: tuple[Tensor, int] | None = None
         """What the last linear was called with, and how often it had been written into."""
         self._num_given = 0
+        self._routed: tuple[int, Tensor, int] | None = None
+        """If no module was called since: the last call of experts, its tokens, and how often they
+        had been written into."""
+        self._ahead: dict[str, int] = {}
+        """Modules that were called with these tokens then, and the number of that call."""
         self.entered = Counter[str]()
         """How often each block was called."""
         self.called: dict[str, None] = {}
@@ -148,6 +161,11 @@ class CallRecorder:
         more: dict[str, Any],
     ) -> None:
         """A module is called; `block`: its name if it is an entry of a list."""
+        routed, self._routed = self._routed, None
+        if routed is not None and len(given) == 1 and not more and isinstance(given[0], Tensor):
+            number, tokens, version = routed
+            if given[0].dim() > 1 and same_rows(given[0], tokens) and tokens._version == version:
+                self._ahead[name] = number
         if block is not None:
             self._block = block
             self.entered[block] += 1
@@ -164,6 +182,8 @@ class CallRecorder:
             width = 0 if route is None else given[0].shape[1]
             call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
             self._calls.append(call._replace(weighs=bool(weighs)))
+            if route is not None:
+                self._routed = len(self._calls) - 1, given[0], given[0]._version
 
     def _ends(
         self,
@@ -176,6 +196,14 @@ class CallRecorder:
     ) -> None:
         """A module has given `output`."""
         self._open.pop()
+        number = self._ahead.pop(name, None)
+        if (
+            number is not None
+            and isinstance(output, Tensor)
+            and output.shape[:-1] == args[0].shape[:-1]
+        ):
+            ahead = Ahead(name, args[0].dim())
+            self._calls[number] = self._calls[number]._replace(ahead=ahead)
         of_tokens = (isinstance(x, Tensor) and x.dim() == 3 for x in (*args, output))
         if len(args) == 1 and not kwargs and all(of_tokens):
             self.by_token[name] = self.by_token.get(name, 0) + 1
@@ -270,11 +298,11 @@ _NUMBERS = (torch.int32, torch.int64)
 
 @contextmanager
 def experts_passed(model: nn.Module) -> Iterator[None]:
-    """In this context experts hand on what they are given: routes depend on values."""
+    """In this context experts give a copy of their tokens: routes depend on values."""
     with ExitStack() as stack:
         for module in model.modules():
             if holds_experts(module):
-                stack.enter_context(replaced_forward(module, lambda x, *_, **__: x))
+                stack.enter_context(replaced_forward(module, lambda x, *_, **__: x.clone()))
         yield
 
 

@@ -168,6 +168,7 @@ def trace_model(
         for c in every
         if c.module not in whole and (c.kind is not Kind.EXPERTS or c.module in cut)
     )
+    calls = tuple(_with_ahead(calls))
     _check_blocks(model, calls, recorder.entered)
     parameters = dict(model.named_parameters())
     roles = roles_of(model, {call.module for call in calls}, whole, reads.foreign)
@@ -244,6 +245,20 @@ def _by_token(model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder)
             ):
                 found.append(name)
     yield from found
+
+
+def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
+    """The calls; experts' with what is computed ahead only where linears follow in it at once."""
+    times = Counter(call.module for call in calls)
+    for number, call in enumerate(calls, 1):
+        if call.ahead is not None:
+            inside = [c for c in calls if c.module.startswith(f"{call.ahead.module}.")]
+            follow = calls[number : number + len(inside)] == tuple(inside)
+            linears = all(c.kind is Kind.LINEAR and c.block == call.block for c in inside)
+            once = all(times[c.module] == 1 for c in (call, *inside))
+            if not (inside and follow and linears and once):
+                call = call._replace(ahead=None)
+        yield call
 
 
 def _multiplied(

@@ -55,6 +55,9 @@ OF_ITS_OWN = {
     },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": {**_DEEPSEEK, "index_topk": 7, "index_n_heads": 3, "index_head_dim": 8},
+    "glm4_moe": {
+        **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    },
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_moe": EXPERTS,
     "qwen3_next": {**EXPERTS, **HYBRID},

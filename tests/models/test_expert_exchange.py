@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,7 @@ _MODELS = {
     "one only": _all_to_one,
     "experts only": _only_experts_trained,
     "shared": lambda: tiny("qwen2_moe"),
+    "ahead": lambda: tiny("glm4_moe", first_k_dense_replace=0, num_hidden_layers=2),
 }
 _CASES: dict[int, dict[str, tuple[str, JobConfig]]] = {
     2: {
@@ -88,12 +90,15 @@ _CASES: dict[int, dict[str, tuple[str, JobConfig]]] = {
         "frozen, recomputed": ("experts only", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
         "mtp": ("biases", _config(2, 2, 2, mode=Mode.MTP, chunks=2)),
         "fsp": ("shared", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
+        "ahead, mtp": ("ahead", _config(2, 2, 2, mode=Mode.MTP, recompute=0.5)),
+        "ahead, gathered": ("ahead", _config(1, 2, 1, recompute=0.5)),
     },
     4: {
         "both axes": ("three", _config(2, 4, 2, recompute=1.0, chunks=2)),
         "all over": ("one only", _config(1, 4, 4)),
         "heads and context": ("biases", _config(4, 4, 2, context=2, own_reduce_group=True)),
         "replicas": ("shared", _config(1, 2, 2, overlap=False)),
+        "ahead": ("ahead", _config(2, 4, 2, recompute=1.0, chunks=2)),
     },
 }
 
@@ -123,7 +128,7 @@ def test_spread_experts_train_as_in_a_plain_loop() -> None:
 def _in_tiles(rank: int, rows: list[Rows]) -> Trained:
     config = _config(1, 2, 2)
     config = replace(config, model=replace(config.model, mlp_tile_tokens=16))
-    run = isp.parallelize(tiny("qwen2_moe"), config)
+    run = isp.parallelize(tiny("deepseek_v3", first_k_dense_replace=0), config)
     run.mesh.log.collect()
     outcome = run.step(run.loss(*rows[run.dp_rank]))
     asked = [t for t in run.mesh.log.take() if t.tag.tensor == "tiles"]
@@ -139,7 +144,7 @@ def test_ranks_with_more_tokens_than_others_have_as_many_tiles() -> None:
     def loss(model: nn.Module, rows: list[Rows]) -> Tensor:
         return torch.stack([plain_loss(model, row, total=True) for row in rows]).sum() / count
 
-    expected = trained_plainly(tiny("qwen2_moe"), [rows], loss)
+    expected = trained_plainly(tiny("deepseek_v3", first_k_dense_replace=0), [rows], loss)
     for found in run_ranks(2, _in_tiles, rows):
         assert worst(found, expected) < TOLERANCE
 
@@ -186,6 +191,42 @@ def test_a_layer_asks_once_how_many_rows_come(recompute: float) -> None:
             "combine.grad": layers,
             "dispatch.grad": 2 * layers,
         }
+
+
+def _order(rank: int, case: tuple[float, Mode]) -> list[str]:
+    """What the last layer does in a step, in order."""
+    recompute, mode = case
+    model = tiny("glm4_moe", first_k_dense_replace=0)
+    run = isp.parallelize(model, _config(2, 2, 2, mode=mode, recompute=recompute))
+    name, events = "model.layers.2.mlp", list[tuple[float, str]]()
+
+    def computed(_: nn.Module, __: object, y: Tensor) -> None:
+        events.append((time.perf_counter(), "shared expert"))
+        if y.requires_grad:
+            y.register_hook(lambda _: events.append((time.perf_counter(), "back through it")))
+
+    for linear in ("gate_proj", "down_proj"):
+        shared = run.model.get_submodule(f"{name}.shared_experts.{linear}")
+        shared.register_forward_hook(computed)
+    run.mesh.log.collect()
+    run.step(run.loss(*_data()[0].part(run.dp_rank, run.dp_size)))
+    for sent in run.mesh.log.take():
+        if sent.tag.layer == f"{name}.experts":
+            events.append((sent.launched, sent.tag.tensor))
+            events.append((sent.wait_began, f"wait for {sent.tag.tensor}"))
+    return [what for _, what in sorted(events)]
+
+
+@pytest.mark.parametrize("case", [(0.0, Mode.ISP), (1.0, Mode.ISP), (0.0, Mode.MSP)])
+def test_a_shared_expert_is_computed_while_tokens_travel(case: tuple[float, Mode]) -> None:
+    """Catches tokens, or their gradients, that are waited for with a shared expert ahead."""
+    counts, trip = ["counts", "wait for counts"], ["combine", "wait for combine"]
+    sent, came = ["dispatch"] * 2, ["wait for dispatch"] * 2  # tokens, and their weights
+    forward = [*counts, *sent, *["shared expert"] * 2, *came, *trip]
+    back = [*(f"{what}.grad" for what in trip), *(f"{what}.grad" for what in sent)]
+    backward = [*back, *["back through it"] * 2, *(f"{what}.grad" for what in came)]
+    for found in run_ranks(2, _order, case):
+        assert found == [*forward, *(forward if case[0] else ()), *backward], found
 
 
 _REFUSED = [

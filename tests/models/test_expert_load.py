@@ -120,9 +120,6 @@ CASES = {
 
 def _model(kind: str) -> Any:
     sizes: dict[str, Any] = {"num_hidden_layers": 2}
-    if kind == "glm4_moe":
-        sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        sizes |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
     if kind == "ernie4_5_moe":
         sizes |= {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}
     model = tiny(kind, **sizes)
