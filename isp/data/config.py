@@ -133,6 +133,10 @@ class DataConfig:
     """Without `valid_source`: the fraction of the documents of `source` held out for evaluation; of
     a single text, its end."""
 
+    streaming: bool = False
+    """Read text in order, and never as a whole: for sources too large for memory. Files and blocks
+    of documents are shuffled, and checkpoints keep the place in the stream."""
+
     tokenizer: Text = BYTE_TOKENIZER
     """`bytes`, a Hugging Face tokenizer.json, or a folder that holds one."""
 
@@ -199,6 +203,12 @@ class DataConfig:
             raise ValueError(
                 f"data.valid_fraction={self.valid_fraction} and data.valid_source="
                 f"{self.valid_source} both say what is held out: leave one of them out"
+            )
+        if self.streaming and (self.valid_fraction or any(part.epochs for part in self.parts)):
+            raise ValueError(
+                "data.streaming does not know how many documents there are, so nothing can be held"
+                " out of them, or limited to epochs: give data.valid_source in place of"
+                " data.valid_fraction, and leave epochs out"
             )
         if self.eos_token is not None and self.tokenizer == BYTE_TOKENIZER:
             raise ValueError(

@@ -18,6 +18,7 @@ __all__ = [
     "PackedDataset",
     "Sample",
     "check_ids",
+    "cut",
     "positions_of",
     "shuffled",
 ]
@@ -47,7 +48,7 @@ class Dataset(Protocol):
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples after which each has come once."""
+        """Samples after which each has come once; 0: not known, of a stream."""
 
     @property
     def tokens_per_sample(self) -> float:
@@ -125,16 +126,8 @@ class PackedDataset:
         # One token beyond the sample, where there is one, to be the last label.
         pieces = self._read(epoch, start, min(start + self.seq_len + 1, self.num_tokens))
         stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the very end
-        return self._cut(stream, np.cumsum([len(piece) for piece in pieces]))
-
-    def _cut(self, stream: _Int64Array, ends: _Int64Array) -> Sample:
-        """The sample at the head of `stream`, whose documents' pieces end at `ends`."""
-        labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
-        labels[: len(stream) - 1] = stream[1:]
-        ends = ends[ends <= self.seq_len] if self.pack else ends[:0]
-        # A piece that goes on behind the sample ends at S + 1: its last token keeps its label.
-        labels[ends - 1] = IGNORE_INDEX
-        return Sample(stream[: self.seq_len], labels, positions_of(ends, self.seq_len))
+        ends = np.cumsum([len(piece) for piece in pieces])
+        return cut(stream, ends, self.seq_len, self.pack)
 
     def _read(self, epoch: _Epoch, start: int, stop: int) -> list[TokenArray]:
         """Tokens [start, stop) of the stream, split between documents."""
@@ -166,6 +159,16 @@ class PackedDataset:
         # Replaced at once, never changed: a prefetching thread may look at the same time.
         self._recent = (epoch, *self._recent[:1])
         return epoch
+
+
+def cut(stream: _Int64Array, ends: _Int64Array, seq_len: int, pack: bool) -> Sample:
+    """The sample at the head of `stream` [S + 1], whose documents' pieces end at `ends`."""
+    labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
+    labels[: len(stream) - 1] = stream[1:]
+    ends = ends[ends <= seq_len] if pack else ends[:0]
+    # A piece that goes on behind the sample ends at S + 1: its last token keeps its label.
+    labels[ends - 1] = IGNORE_INDEX
+    return Sample(stream[:seq_len], labels, positions_of(ends, seq_len))
 
 
 def positions_of(ends: _Int64Array, length: int) -> _Int64Array:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from isp.data.dataset import Dataset, Sample
 from isp.data.stores import mixed
+from isp.data.stream import StreamDataset
 
 __all__ = ["MixedDataset", "MixedPart"]
 
@@ -83,18 +84,36 @@ class MixedDataset:
 
     def shares(self, num_samples: int) -> str:
         """What the first `num_samples` have of each source, in words."""
-        stage = self._stage(num_samples)
-        counts = [
-            before + self._drawn(stage, source, num_samples - stage.start)
-            for source, before in enumerate(stage.before)
-        ]
-        pairs = list(zip(self.parts, counts, strict=True))
+        pairs = list(zip(self.parts, self._counts(num_samples), strict=True))
         total = sum(count * part.dataset.tokens_per_sample for part, count in pairs)
         return ", ".join(
             f"{part.name} {count * part.dataset.tokens_per_sample / total:.2%} of tokens"
-            f" ({count / part.dataset.samples_per_epoch:.2f} epochs)"
+            + (f" ({count / size:.2f} epochs)" if (size := part.dataset.samples_per_epoch) else "")
             for part, count in pairs
         )
+
+    def tell(self, index: int) -> list[list[int]]:
+        """The places in the streams that it consists of at which sample `index` begins."""
+        pairs = zip(self._streams, self._counts(index), strict=True)
+        return [stream.tell(count) for stream, count in pairs]
+
+    def seek(self, index: int, places: Sequence[Sequence[int]]) -> None:
+        """Let sample `index` begin at `places`, which `tell` gave."""
+        triples = zip(self._streams, self._counts(index), places, strict=True)
+        for stream, count, place in triples:
+            stream.seek(count, place)
+
+    @property
+    def _streams(self) -> list[StreamDataset]:
+        return [part.dataset for part in self.parts if isinstance(part.dataset, StreamDataset)]
+
+    def _counts(self, index: int) -> list[int]:
+        """Of the samples before `index`, those of each source."""
+        stage = self._stage(index)
+        return [
+            before + self._drawn(stage, source, index - stage.start)
+            for source, before in enumerate(stage.before)
+        ]
 
     def _stage(self, index: int) -> _Stage:
         return self._stages[bisect_right([s.start for s in self._stages], index) - 1]

@@ -7,15 +7,22 @@ import numpy as np
 
 from isp.data.config import DataConfig, SourcePart
 from isp.data.dataset import Dataset, PackedDataset
+from isp.data.documents import find_files
 from isp.data.examples import ExampleStore, SourceReader
+from isp.data.indexed import indexed_prefix
 from isp.data.mixture import MixedDataset, MixedPart
 from isp.data.packing import ExampleDataset
 from isp.data.stores import PartStore, TokenStore, held_out, mixed
+from isp.data.stream import StreamDataset
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Datasets", "check_sources", "describe_source", "open_datasets"]
 
 _HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
+
+
+_Opened = tuple[ExampleStore | None, SourceReader]
+"""A source, with its documents unless they are streamed."""
 
 
 class Datasets(NamedTuple):
@@ -33,10 +40,13 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     readers = _readers(config, tokenizer)
-    opened = [(reader.open(), reader) for reader in readers]
-    train, valid = opened[: len(config.parts)], opened[len(config.parts) :]
+    count = len(config.parts)
+    train: list[_Opened] = [
+        (None if config.streaming else reader.open(), reader) for reader in readers[:count]
+    ]
+    valid: list[_Opened] = [(reader.open(), reader) for reader in readers[count:]]
     if config.valid_fraction > 0.0:
-        split = [_split(store, config.valid_fraction, reader) for store, reader in train]
+        split = [_split(store, config.valid_fraction, reader) for store, reader in train if store]
         valid = [(stores[1], reader) for stores, reader in zip(split, readers, strict=True)]
         train = [(stores[0], reader) for stores, reader in zip(split, readers, strict=True)]
     return Datasets(
@@ -99,7 +109,7 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
     given = [("data.source", part.path) for part in config.parts]
     if config.valid_source is not None:
         given += [("data.valid_source", part.path) for part in config.valid_parts]
-    return [
+    readers = [
         SourceReader(
             source,
             tokenizer,
@@ -111,10 +121,18 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
         )
         for key, source in given
     ]
+    for reader in readers[: len(config.parts) * config.streaming]:
+        if not reader.is_text or any(map(indexed_prefix, reader.items)):
+            raise ValueError(
+                f"data.streaming is for text, and data.source={', '.join(reader.items)} holds"
+                " examples, which are packed in advance, or a .bin/.idx pair, which is read from"
+                " its file as it is: leave data.streaming out"
+            )
+    return readers
 
 
 def _mixture(
-    opened: Sequence[tuple[ExampleStore, SourceReader]],
+    opened: Sequence[_Opened],
     parts: Sequence[SourcePart],
     seed: int | None,
     config: DataConfig,
@@ -144,9 +162,23 @@ def _mixture(
 
 
 def _dataset(
-    store: ExampleStore, reader: SourceReader, seed: int, config: DataConfig, tokenizer: Tokenizer
+    store: ExampleStore | None,
+    reader: SourceReader,
+    seed: int,
+    config: DataConfig,
+    tokenizer: Tokenizer,
 ) -> Dataset:
     vocab_size, seq_len, pack = tokenizer.vocab_size, config.seq_len, config.pack
+    if store is None:
+        return StreamDataset(
+            f"data.source={', '.join(reader.items)}",
+            find_files(reader.items),
+            tokenizer,
+            text_key=config.text_key,
+            seq_len=seq_len,
+            pack=pack,
+            seed=seed,
+        )
     if reader.is_text:
         return PackedDataset(
             store.tokens, vocab_size=vocab_size, seq_len=seq_len, pack=pack, seed=seed

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from isp.checkpoint.plain import Plain
 from isp.comm import Channel, Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
@@ -26,6 +27,7 @@ from isp.data.batch import (
 from isp.data.dataset import Dataset
 from isp.data.mixture import MixedDataset
 from isp.data.sources import Datasets, check_sources, open_datasets
+from isp.data.stream import StreamDataset
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
 
@@ -82,17 +84,37 @@ class StepData:
         elif datasets is not None and datasets.valid is not None:
             self._valid = [datasets.valid]
         self._reader: Prefetcher[Tensor] | None = None
+        self._places: dict[int, Plain] = {}
+        self._stream: StreamDataset | MixedDataset | None = None
+        rank, size = self._replica.rank, self._replica.size
+        self._samples = config.data.micro_bsz * self._num_micro_batches * size
         if datasets is not None:
+            if config.data.streaming:
+                assert isinstance(datasets.train, StreamDataset | MixedDataset)
+                self._stream = datasets.train
             sampler = BatchSampler(
                 dataset=datasets.train,
                 micro_bsz=config.data.micro_bsz,
                 micro_num=self._num_micro_batches,
             )
-            rank, size = self._replica.rank, self._replica.size
-            self._reader = Prefetcher(
-                lambda step: stacked(sampler.micro_batches(step, rank, size), device),
-                num_steps=config.training.steps,
-            )
+
+            def read(step: int) -> Tensor:
+                batches = sampler.micro_batches(step, rank, size)
+                if self._stream is not None:
+                    place = self._stream.tell((step + 1) * self._samples)
+                    self._places = {step: self._places.get(step), step + 1: place}
+                return stacked(batches, device)
+
+            self._reader = Prefetcher(read, num_steps=config.training.steps)
+
+    def tell(self, step: int) -> Plain:
+        """Where `step` begins in a stream, on ranks that read it and have read the step before."""
+        return self._places.get(step)
+
+    def seek(self, step: int, place: Any) -> None:
+        """Let `step`, the first that is asked for, begin at the `place` that `tell` gave."""
+        if self._stream is not None and place is not None:
+            self._stream.seek(step * self._samples, place)
 
     def training(self, step: int) -> list[MicroBatch]:
         """The `micro_num` micro-batches of `step`, counted from 0."""

@@ -11,6 +11,7 @@ import torch
 
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed, TrainState
 from isp.checkpoint.agreement import attempt
+from isp.checkpoint.plain import Plain
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.metrics import StepRecord
@@ -26,6 +27,7 @@ __all__ = ["Progress", "RunCheckpoints"]
 logger = logging.getLogger(__name__)
 
 _RECORD = "record"
+_PLACE = "stream"
 
 RETRY_SECONDS = 10
 """From one attempt at the last save to the next."""
@@ -41,6 +43,8 @@ class Progress(NamedTuple):
 
     A checkpoint keeps it: a run that ends before it is in the metrics completes them on resuming.
     """
+    place: Plain = None
+    """Where the next step begins in a stream of data; None without one."""
 
 
 class RunCheckpoints:
@@ -122,6 +126,7 @@ class RunCheckpoints:
                 **own,
                 "skips": self._optimizer.skip_state(),
                 _RECORD: None if done.record is None else done.record.to_json(),
+                **({} if done.place is None else {_PLACE: done.place}),
                 **saved_values(self._config, self._mesh.topology),
             },
             local={"rng": generator_states(self._device)},
@@ -159,7 +164,8 @@ class RunCheckpoints:
         logger.info("resumed from %s", info.describe())
         for change in changes:
             logger.info("  %s", change)
-        return Progress(resumed.step, resumed.tokens, _saved_record(resumed))
+        place = resumed.shared.get(_PLACE)
+        return Progress(resumed.step, resumed.tokens, _saved_record(resumed), place)
 
     def _restore(self, resumed: Resumed) -> None:
         """Take up what was kept beside the tensors; a stranger's may not be what it should be."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from isp.checkpoint import CheckpointError
-from isp.checkpoint.agreement import attempt_first
+from isp.checkpoint.agreement import attempt, attempt_first
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.config.objective import second_model
@@ -148,6 +148,8 @@ class Trainer:
         """
         begun = self._checkpoints.begin(self.start)
         self.step, self.tokens = begun.step, begun.tokens
+        what = "taking up the place in the stream of data"
+        attempt(self.mesh.host, what, lambda: self.data.seek(begun.step, begun.place))
         stopped: str | None = None
         folder, host = self.start.folder, self.mesh.host
         with (
@@ -215,7 +217,7 @@ class Trainer:
         eta_seconds = self._pace.seconds_left(self.step)
         outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
         record = self._record(outcome, lr, loss_scale, eta_seconds, is_last=is_last)
-        done = Progress(self.step, self.tokens, record)
+        done = Progress(self.step, self.tokens, record, self.data.tell(self.step))
         # Before an evaluation: a second signal, or a limit of time, must not cost the steps done.
         if is_last:
             self._save(done, last=True)

@@ -1,0 +1,112 @@
+"""Streams: every document once an epoch, and places from which any number of ranks resume."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isp.config import load_config
+from isp.data import stream
+from isp.data.mixture import MixedDataset
+from isp.data.sources import check_sources, open_datasets
+from isp.data.stream import StreamDataset
+from isp.data.tokenizer import ByteTokenizer
+from isp.metrics import read_metrics
+from tests.data.chat_folder import write_lines
+from tests.train.jobs import numbers, run_folders, run_forked, write_job
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files of 7, 1 and 4 documents, each of other words."""
+    folder.mkdir()
+    return [
+        write_lines(folder / f"{x}.jsonl", [{"text": f"{x}{i}" * (3 + i)} for i in range(count)])
+        for x, count in (("a", 7), ("b", 1), ("c", 4))
+    ]
+
+
+def test_an_epoch_has_every_document_once_and_a_place_begins_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a document lost at the end of a block, file or epoch, or a place that is off."""
+    monkeypatch.setattr(stream, "BLOCK", 3)
+    files = _files(tmp_path / "text")
+
+    def opened(*, seq_len: int = 5, seed: int = 1) -> StreamDataset:
+        return StreamDataset(
+            "text", files, ByteTokenizer(), text_key="text", seq_len=seq_len, pack=True, seed=seed
+        )
+
+    texts = [json.loads(line)["text"] for file in files for line in file.open()]
+    epoch = sum(len(text) + 1 for text in texts)
+    whole, dataset = opened(seq_len=epoch), opened()
+    orders = []
+    for number in range(2):
+        sample = whole.sample(number)
+        pieces = np.split(sample.tokens, np.flatnonzero(sample.tokens == 256) + 1)
+        orders.append([ByteTokenizer().decode(piece[:-1]) for piece in pieces[:-1]])
+        assert sorted(orders[-1]) == sorted(texts)
+        assert np.array_equal(sample.labels[:-1] == -100, sample.tokens[:-1] == 256)
+    assert orders[0] != orders[1] != texts
+    both = np.concatenate([whole.sample(i).tokens for i in range(2)])
+    samples = [dataset.sample(i) for i in range(2 * epoch // 5)]
+    assert np.array_equal(np.concatenate([s.tokens for s in samples]), both[: len(samples) * 5])
+    for index in range(len(samples)):
+        place, other = opened().tell(index), opened()
+        other.seek(index, place)
+        assert np.array_equal(other.sample(index), samples[index]), (index, place)
+        assert other.tell(index + 1) == dataset.tell(index + 1)
+    assert not np.array_equal(opened(seed=2).sample(0), samples[0])
+
+
+def test_a_run_resumes_on_other_ranks_from_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches batches that depend on ranks, and a run that begins the stream anew."""
+    job = write_job(tmp_path)
+    for name in ("x", "y"):
+        _files(tmp_path / name)
+    mixture = f"[{{path: {tmp_path}/x, weight: 2, name: x}}, {{path: {tmp_path}/y, name: y}}]"
+    words = [f"--data.source={mixture}", "--data.streaming", "--data.seq_len=16"]
+    words += ["--training.global_batch_size=4", "--training.dtype=float64"]
+    one = ["--parallel.tensor.size=1", "--parallel.weight.size=1"]
+    run_forked(job, *words, "--job.name=whole", *one, "--training.steps=6", num_ranks=1)
+    run_forked(job, *words, "--checkpoint.interval=2", "--training.steps=4", num_ranks=2)
+    sought, seek = tmp_path / "sought", StreamDataset.seek
+
+    def noted(self: StreamDataset, index: int, place: Sequence[int]) -> None:
+        with sought.open("a") as file:
+            file.write(f"{list(place)}\n")
+        seek(self, index, place)
+
+    monkeypatch.setattr(StreamDataset, "seek", noted)
+    run_forked(job, *words, *one, "--training.steps=6", num_ranks=2)
+    monkeypatch.undo()
+    (whole,), (parts,) = run_folders(job, "whole"), run_folders(job)
+    assert len(read_metrics(parts / "metrics.jsonl")) == 6
+    for there, here in zip(numbers(whole), numbers(parts), strict=True):
+        assert here == pytest.approx(there, rel=1e-9)
+    config = load_config(job, words).data
+    train = open_datasets(config, seed=0).train
+    assert isinstance(train, MixedDataset)
+    manifest = json.loads((parts / "checkpoint/step_4/manifest.json").read_text())
+    places = train.tell(16)
+    assert json.loads(manifest["content"])["shared"]["stream"] == places
+    assert {f"{place}" for place in places} <= {*sought.read_text().split("\n")}
+
+
+def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
+    """Catches conversations read as text, and held-out text that is trained on."""
+    job = write_job(tmp_path)
+    lines = write_lines(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"}])
+    config = load_config(job, [f"--data.source={lines}", "--data.streaming"]).data
+    with pytest.raises(ValueError, match=r"data.streaming is for text, and .*chat.jsonl holds"):
+        check_sources(config, ByteTokenizer())
+    with pytest.raises(ValueError, match=r"give data.valid_source in place of data.valid_fraction"):
+        load_config(job, ["--data.streaming", "--data.valid_fraction=0.1"])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    config = load_config(job, [f"--data.source={tmp_path}/empty.jsonl", "--data.streaming"]).data
+    with pytest.raises(ValueError, match=r"empty.jsonl holds no documents"):
+        open_datasets(config, seed=0).train.sample(0)
