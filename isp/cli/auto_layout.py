@@ -121,7 +121,7 @@ def _check(found: Found, fitting: Sequence[Candidate], given: set[str]) -> None:
     from isp.planner.report import remedy_of
 
     if not found.fitting:
-        raise ValueError(f"--parallel auto: {remedy_of(found).replace('--world', '--nproc')}")
+        raise ValueError(f"--parallel auto: {remedy_of(found)}")
     if not fitting:
         keys = ", ".join(f"--{key}" for key in sorted(given) if key.startswith(_CHOSEN))
         raise ValueError(

@@ -184,15 +184,15 @@ def remedy_of(found: Found) -> str:
     if states >= room:
         return (
             f"nothing fits: weights, gradients and optimizer alone take {size_of(states)} of a"
-            f" rank: use --world {-(-states * found.world_size // room)} or more"
+            f" rank: use {-(-states * found.world_size // room)} ranks or more"
         )
     # A hundredth less, as buffers and the largest gradient of a weight do not shrink with tokens.
     fitting = int(0.99 * tokens * (room - states) / (total - states))
     return (
         f"nothing fits: a sequence takes {size_of(total - states)} of a rank, beside"
         f" {size_of(states)} of weights, gradients and optimizer: use --data.seq_len of about"
-        f" {fitting // 1024 * 1024 or fitting} or less, or more ranks (--world), over which"
-        f" parallel.tensor.size shares it"
+        f" {fitting // 1024 * 1024 or fitting} or less, or more ranks and a larger"
+        f" parallel.tensor.size"
     )
 
 

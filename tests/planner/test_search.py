@@ -113,7 +113,7 @@ def test_what_would_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -
     Path(machine).write_text(replace(load_fabric("h100x8_ib400"), device=small).to_yaml())
     large = [*words, "--fabric", machine, "--data.seq_len", "1024"]
     assert main(["layouts", file, *large, "--world", "1"]) == 1
-    (ranks,) = re.findall(r"use --world (\d+) or more", capsys.readouterr().out)
+    (ranks,) = re.findall(r"use (\d+) ranks or more", capsys.readouterr().out)
     assert main(["layouts", file, *large, "--world", ranks]) == 0
 
 
