@@ -169,48 +169,48 @@ _HEAD = """# Architectures
 
 Written by `python tools/check_architectures.py --write`; a test checks that a sample is up to date.
 
-A model of transformers is traced, not known by name, so this is a list of what was tried: the
-default configuration of each causal type of transformers, shrunk with a layer of every kind, and in
-brackets others, with the text parts of models that see among them. {supported} are supported,
-{rest} are refused with the reason before any process starts, and {untried} have no small model to
-try.
+ISP traces a model of transformers and does not know models by name, so this is a list of what was
+tried: the default configuration of each causal model type, shrunk, with a layer of every kind.
+Entries in brackets are further configurations, or the text part of a vision-language model.
+{supported} are supported. {rest} are refused before any process starts; the table says why.
+{untried} have no small model to try.
 
-What is supported gives the loss, every gradient and the weights after a step of AdamW of the
-unmodified model within 1e-9, in float64. All were compared with tensor x weight groups of 2 x 2 and
-4 x 1, and with 2 context ranks where these are possible, packed, and apart with all
-blocks recomputed; those that convolve or scan with 3 ranks, by heads and by state, too. A part,
-one or more for each mechanism, is in the test suite with groups of 1, 2 and 4 in every combination.
-Of packed rows the unmodified model is given each document by itself. Dropout, which isp does not
-have, is 0. `python tools/check_architectures.py NAME` compares a type in every layout,
-and `isp check FOLDER` any model.
+**Supported** means that the loss, every gradient and the weights after a step of AdamW match those
+of the unmodified model within 1e-9 in float64. Every entry was compared with tensor x weight groups
+of 2 x 2 and 4 x 1, with 2 context ranks where possible, packed, and with all blocks recomputed.
+Models with convolutions or scans were also compared on 3 ranks, by heads and by state. The test
+suite has one or more models for each mechanism, in all combinations of groups of 1, 2 and 4. For
+packed sequences, the unmodified model gets one document at a time. Dropout is 0, because ISP does
+not support it. `python tools/check_architectures.py NAME` compares an entry in every layout, and
+`isp check FOLDER` compares any model.
 
-{split} have a tensor-parallel plan (`base_model_tp_plan`) that mtp, msp and fsp follow, with
-tensor groups that divide their heads; what the plan leaves alone stays whole on every rank, and so
-do experts unless `parallel.expert.size` is the tensor size. Convolutions and scans mix all tokens
-on every rank in mtp, and are split over ranks as in isp in msp and fsp. Of the others the last
-column says why not. Code that takes a mean or a norm without weights of all features between a
-column and its row has the right shapes and is wrong: `isp check` finds it, nothing else does.
+**mtp, msp and fsp** need a tensor-parallel plan (`base_model_tp_plan`), which {split} entries have;
+for the others, the last column says what is missing. The tensor size must divide the heads. What
+the plan does not shard is whole on every rank, as are experts, unless `parallel.expert.size` equals
+the tensor size. In mtp, every rank computes convolutions and scans for all tokens; msp and fsp
+split them over ranks, as isp does. If a model's code takes a mean or a norm without weights over
+all features between a column and a row linear, the shapes fit but the result is wrong. Only
+`isp check` finds this.
 
-With `parallel.expert.size` 2 of 4 and 4 of 4, and 2 in mtp, msp and fsp, 51 of 52 types with
-experts were exact (gradients within 5e-13); longcat_flash is refused, as its tokens also go to
-experts without weights. Mixtral, Qwen3-MoE, GLM4-MoE, OLMoE, gpt-oss, DeepSeek-V2 and V3 were
-compared in 15 layouts on up to 8 ranks, heads x context and all four pipeline schedules among them
-(11 where they have no plan; gradients within 4e-15), by
+**Experts.** 51 of 52 types with experts were compared with `parallel.expert.size` 2 and 4 on 4
+ranks, and 2 in mtp, msp and fsp: gradients match within 5e-13. longcat_flash is refused, because
+some of its experts have no weights. Mixtral, Qwen3-MoE, GLM4-MoE, OLMoE, gpt-oss, DeepSeek-V2 and
+V3 were compared in 15 layouts on up to 8 ranks, including heads x context and all four pipeline
+schedules (11 layouts without a plan). Gradients match within 4e-15:
 `python tools/check_architectures.py --layouts "2x4 ep2 1F1B 2,1x8 ep4,2x2x4 ep2,.." NAME`.
 
-Layers may attend, convolve and scan (linear attention, state spaces), in any number and order, by
-the functions that transformers' own modules call. Modules with other code have forwards that call
-these (`own_attention.py`, `own_mixers.py`; `isp.register_mixer` for further ones). Whatever else
-mixes tokens would need those of other ranks: a probe finds it, and it is refused by name. Chunked
-attention is not split over context ranks. Of Mamba's
-`dt_proj`, whose weight is multiplied outside of its linear, the weight is gathered there, and the
-bias is whole on every rank.
+**Layers** may use attention, convolutions and scans (linear attention, state spaces), in any number
+and order, if they call the functions that transformers' own modules call. For modules with other
+code, ISP has forwards that call these functions (`own_attention.py`, `own_mixers.py`); add yours
+with `isp.register_mixer`. A probe finds any other code that mixes tokens, and the model is refused
+by name. Chunked attention is not split over context ranks. The weight of Mamba's `dt_proj` is
+multiplied outside of its linear, so it is gathered there, and its bias is whole on every rank.
 
-Sparse attention chooses the keys of a token by an indexer: those of DeepSeek-V3.2 and the models
-made like it, and MiniMax-M3's. Its small keys are gathered, a token chooses in its own document,
-and what it chose is gathered with its query. A choice has no gradient: an indexer's weights stay as
-they are, as in the unmodified model. In isp mode; text is generated on one rank, or on more with
-`--parallel.tensor.mode=isp`.
+**Sparse attention** is supported for the indexers of DeepSeek-V3.2, of the models derived from it,
+and of MiniMax-M3, in isp mode. The indexer's small keys are gathered, each token chooses keys in
+its own document, and the chosen keys are gathered with its query. The choice has no gradient, so an
+indexer's weights do not change, as in the unmodified model. Text is generated on one rank, or on
+several with `--parallel.tensor.mode=isp`.
 
 | type | class | kinds of layers | isp | mtp, msp, fsp |
 |---|---|---|---|---|"""
