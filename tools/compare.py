@@ -1,20 +1,28 @@
-"""An unmodified Llama of transformers: a step of ISP and of `fully_shard`, over a real link.
+"""A step of an unmodified Llama by ISP, `fully_shard` and DeepSpeed, over a real link.
 
     python tools/compare.py --link 1gbit [--ranks 2] [--rounds 10]      # root: network namespaces
 
 Every rank is in a network namespace of its own and sends over veth and `tc tbf` at the given speed.
-Weights are sharded over all ranks, each rank has sequences of its own, in float32. The losses of
-all contestants are compared; then each does a step in turn. The slowest rank counts; shown are
-medians over the rounds, and the median of ratios within a round to the best row of `fully_shard`.
+Weights are sharded over all ranks, in float32. Each rank has sequences of its own; "sequences
+shared" shards each of the same sequences over all ranks. DeepSpeed takes part if it is installed.
+The losses of all are compared; then each does a step in turn, and "compute alone" is one without
+communication, in which a rank updates its share of the weights. The slowest rank counts. Shown are
+medians over the rounds: the step, what it takes beyond compute alone in the same round (exposed),
+and its ratio to the fastest row of `fully_shard` in the same round. With `--memory`, also the peak
+memory of a process that trains in this way alone, beyond what it takes when all is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +36,32 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isp
 from isp.config import JobConfig
 from isp.data.config import DataConfig
-from isp.parallel import ParallelConfig, WeightConfig
+from isp.parallel import ParallelConfig, TensorConfig, WeightConfig
 from isp.settings import OptimizerConfig, TrainingConfig
 from model.config import ModelConfig
 
 VOCAB, LR = 2048, 1e-4
+ALONE, STAY, SHARED = "compute alone", ", weights stay", "sequences shared"
 Step = Callable[[Tensor], float]
+
+
+def ways() -> dict[str, dict[str, Any]]:
+    """The contestants, by name, and what they are made with."""
+    found: dict[str, dict[str, Any]] = {
+        "fully_shard, default": {"ahead": 0, "reshard": True},
+        "fully_shard, 1 block ahead": {"ahead": 1, "reshard": True},
+        "fully_shard, 2 blocks ahead": {"ahead": 2, "reshard": True},
+        "isp": {"reshard": True},
+        f"isp, {SHARED}": {"reshard": True, "shared": True},
+        f"fully_shard{STAY}": {"ahead": 1, "reshard": False},
+        f"isp{STAY}": {"reshard": False},
+    }
+    if importlib.util.find_spec("deepspeed"):
+        found |= {
+            "DeepSpeed ZeRO-3": {"shared": False},
+            f"DeepSpeed Ulysses + ZeRO-3, {SHARED}": {"shared": True},
+        }
+    return found
 
 
 class Comparison:
@@ -43,28 +71,40 @@ class Comparison:
         self.rank, self.world, self.options, self.wires = rank, world, options, wires
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         torch.set_num_threads(1)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        self.began = _status("VmRSS")
 
     def run(self) -> None:
-        ways = {
-            "fully_shard, as it comes": self._fully_shard(ahead=0, reshard=True),
-            "fully_shard, 1 block ahead": self._fully_shard(ahead=1, reshard=True),
-            "fully_shard, 2 blocks ahead": self._fully_shard(ahead=2, reshard=True),
-            "isp": self._isp(reshard=True),
-            "fully_shard, weights stay": self._fully_shard(ahead=1, reshard=False),
-            "isp, weights stay": self._isp(reshard=False),
-        }
-        generator = torch.Generator().manual_seed(self.rank)
-        shape = self.options.sequences, self.options.tokens
-        ids = torch.randint(VOCAB, shape, generator=generator)
+        shape = self.world, self.options.sequences, self.options.tokens
+        ids = torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(0))
+        if self.options.only:
+            self._measure_memory(self._ways()[self.options.only](), ids)
+            return
+        alone, ways = self._alone(), {name: way() for name, way in self._ways().items()}
         losses = {name: [step(ids) for _ in range(3)] for name, step in ways.items()}
-        first = next(iter(losses.values()))
+        first = torch.tensor(next(iter(losses.values())))
         for name, found in losses.items():
-            assert torch.allclose(torch.tensor(found), torch.tensor(first), rtol=1e-5), (
-                name,
-                found,
-            )
+            assert torch.allclose(torch.tensor(found), first, rtol=1e-5), (name, losses)
+        if self.rank == 0:
+            worst = max((torch.tensor(found) / first - 1).abs().max() for found in losses.values())
+            print(f"losses of three steps: {first.tolist()}, apart by {worst:.0e} at most")
         for speed in self.options.speeds:
-            self._measure(speed, ways, ids)
+            self._measure(speed, {ALONE: alone, **ways}, ids)
+
+    def _ways(self) -> dict[str, Callable[[], Step]]:
+        makers = {"fully_shard": self._fully_shard, "isp": self._isp, "DeepSpeed": self._deepspeed}
+        return {
+            name: partial(makers[name.split()[0].strip(",")], **keys)
+            for name, keys in ways().items()
+        }
+
+    def _measure_memory(self, step: Step, ids: Tensor) -> None:
+        for _ in range(3):
+            step(ids)
+        peak = torch.tensor([_status("VmHWM") - self.began])
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        if self.rank == 0:
+            Path(self.options.note).write_text(f"{peak.item() / 1024:.0f}")
 
     def _measure(self, speed: str, ways: dict[str, Step], ids: Tensor) -> None:
         self.wires.limit(self.rank, float(speed.removesuffix("gbit")) * 125e6)
@@ -81,17 +121,20 @@ class Comparison:
         self.wires.unlimit(self.rank)
         if self.rank:
             return
-        print(f"\n{speed} a rank{'':<24}{'step':>8}  of fully_shard's best")
-        of_peer = {n: statistics.median(s) for n, s in seconds.items() if n.startswith("fully")}
+        print(f"\n{speed} a rank{'':<33}{'step':>7}{'exposed':>12}  {'of best':>7}  memory")
+        medians = {name: statistics.median(took) for name, took in seconds.items()}
         for stay in (False, True):
-            own = [name for name in ways if ("stay" in name) is stay]
-            best = min((n for n in own if n in of_peer), key=of_peer.__getitem__)
+            own = [name for name in ways if (STAY in name) is stay]
+            best = min((n for n in own if n.startswith("fully")), key=medians.__getitem__)
             for name in own:
-                pairs = zip(seconds[name], seconds[best], strict=True)
-                ratio = statistics.median(a / b for a, b in pairs)
-                print(f"{name:<30}{statistics.median(seconds[name]) * 1e3:>8.0f} ms{ratio:>8.2f}")
+                late, ratio = (
+                    statistics.median(act(a, b) for a, b in zip(seconds[name], seconds[to]))  # noqa: B905
+                    for act, to in ((float.__sub__, ALONE), (float.__truediv__, best))
+                )
+                cells = f"{medians[name] * 1e3:>8.0f} ms{late * 1e3:>9.0f} ms{ratio:>9.2f}"
+                print(f"{name:<42}{cells}  {self.options.memory.get(name, '')}")
 
-    def _model(self) -> LlamaForCausalLM:
+    def _model(self, attention: str = "sdpa") -> LlamaForCausalLM:
         torch.manual_seed(0)
         hidden = self.options.hidden
         return LlamaForCausalLM(
@@ -104,8 +147,23 @@ class Comparison:
                 num_key_value_heads=4,
                 max_position_embeddings=self.options.tokens,
                 use_cache=False,
+                attn_implementation=attention,
             )
         )
+
+    def _alone(self) -> Step:
+        model = self._model()
+        weights = [*model.parameters()][self.rank :: self.world]
+        optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0, fused=True)
+
+        def step(ids: Tensor) -> float:
+            loss = self._loss_sum(model, ids[self.rank]) / ids[self.rank][:, 1:].numel()
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            return loss.item()
+
+        return step
 
     def _fully_shard(self, *, ahead: int, reshard: bool) -> Step:
         model: Any = self._model()
@@ -117,31 +175,92 @@ class Comparison:
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-        positions = torch.arange(self.options.tokens).unsqueeze(0)
 
         def step(ids: Tensor) -> float:
-            logits = model(input_ids=ids, position_ids=positions).logits[:, :-1]
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss = self._loss_sum(model, ids[self.rank]) / ids[self.rank][:, 1:].numel()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            total = loss.detach()
-            dist.all_reduce(total)
-            return total.item() / self.world
+            return self._mean(loss)
 
         return step
 
-    def _isp(self, *, reshard: bool) -> Step:
+    def _deepspeed(self, *, shared: bool) -> Step:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        deepspeed.init_distributed("gloo")
+        ALL_ATTENTION_FUNCTIONS.register("ulysses", ALL_ATTENTION_FUNCTIONS["sdpa"])
+        model = self._model("ulysses" if shared else "sdpa")
+        groups = None
+        if shared:
+            groups = UlyssesSPAttentionHF.register_with_transformers(
+                model,
+                core_attn_implementation="ulysses",
+                sequence_parallel_size=self.world,
+                micro_batch_size=self.world * self.options.sequences,
+            )
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3, "overlap_comm": True, "round_robin_gradients": False},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=groups)[
+            0
+        ]
+
+        def step(ids: Tensor) -> float:
+            whole = ids.flatten(0, 1) if shared else ids[self.rank]
+            loss = self._loss_sum(engine, whole, shared=shared)
+            loss = loss * (self.world if shared else 1) / whole[:, 1:].numel()
+            engine.backward(loss)
+            engine.step()
+            return self._mean(loss)
+
+        return step
+
+    def _loss_sum(self, model: Any, ids: Tensor, *, shared: bool = False) -> Tensor:
+        """The sum of losses of `ids` [B, S], or of this rank's part of S."""
+        labels = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        if shared:
+            ids, positions, labels = (
+                x.chunk(self.world, 1)[self.rank].contiguous() for x in (ids, positions, labels)
+            )
+        logits = model(input_ids=ids, position_ids=positions).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def _mean(self, loss: Tensor) -> float:
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / self.world
+
+    def _isp(self, *, reshard: bool, shared: bool = False) -> Step:
+        tensor = TensorConfig(size=self.world if shared else 1)
         weight = WeightConfig(size=self.world, reshard_after_forward=reshard)
         config = JobConfig(
             model=ModelConfig(),
             data=DataConfig(source="python-stdlib"),
-            parallel=ParallelConfig(weight=weight),
+            parallel=ParallelConfig(tensor=tensor, weight=weight),
             training=TrainingConfig(dtype="float32", max_norm=0.0),
             optimizer=OptimizerConfig(lr=LR, weight_decay=0.0, beta2=0.999),
         )
         run = isp.parallelize(self._model(), config)
-        return lambda ids: run.step(run.loss(ids)).loss
+
+        def step(ids: Tensor) -> float:
+            return run.step(run.loss(ids.flatten(0, 1) if shared else ids[self.rank])).loss
+
+        return step
+
+
+def _status(field: str) -> int:
+    """A number of KiB in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def main() -> None:
@@ -153,13 +272,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--memory", action="store_true", dest="memory_too", help="measure it first")
     options = parser.parse_args()
     print(
         f"Llama of transformers, hidden {options.hidden}, {options.layers} layers, {options.ranks}"
         f" ranks of one thread, {options.sequences} x {options.tokens} tokens a rank, float32"
     )
     speeds, options.link = options.link, "real"
-    options.speeds = speeds
+    options.speeds, options.memory = speeds, {}
+    with tempfile.NamedTemporaryFile("r") as note:
+        options.note = note.name
+        for name in ways() if options.memory_too else ():
+            options.only = name
+            run_ranks(options.ranks, options, bench=Comparison)  # type: ignore[arg-type]
+            options.memory[name] = f"{Path(note.name).read_text()} MiB"
+    options.only = None
     run_ranks(options.ranks, options, bench=Comparison)  # type: ignore[arg-type]
 
 
