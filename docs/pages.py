@@ -1,8 +1,9 @@
-"""The pages of the documentation's site: the READMEs, and a reference made from the code."""
+"""The pages of the documentation's site: the READMEs, and references made from the code."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import re
 from collections.abc import Iterator
@@ -47,6 +48,43 @@ def page(source: str) -> str:
     return _LINK.sub(link, (ROOT / source).read_text(encoding="utf-8"))
 
 
+def api() -> str:
+    """The public names of `isp` with their signatures and docstrings, from the code."""
+    import isp
+    from isp.attention.call import attention
+    from isp.train.check_model import CheckResult
+    from isp.train.parallel_run import ParallelRun
+
+    parts = [
+        "# Public API",
+        "`import isp` gives these names. In shapes, B is batch, S sequence, D hidden size, H heads,"
+        " d head size, V vocabulary; `/p` means sharded over p ranks.",
+    ]
+    named = {name: getattr(isp, name) for name in isp.__all__} | {"attention": attention}
+    results = {"ParallelRun": ParallelRun, "CheckResult": CheckResult}
+    functions = sorted(name for name, item in named.items() if not isinstance(item, type))
+    for name in [*functions, *results, *sorted(named.keys() - functions)]:
+        item = named.get(name) or results[name]
+        title = name if name in results else f"isp.{name}"
+        parts += [f"## {title}", _described(title, item)]
+        for member in dir(item) if isinstance(item, type) else ():
+            value = inspect.getattr_static(item, member)
+            code = value.fget if isinstance(value, property) else value
+            own = inspect.isfunction(code) and code.__module__.startswith("isp.")
+            if own and not member.startswith("_") and inspect.getdoc(code):
+                parts += [f"### {name}.{member}", _described(member, code)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _described(title: str, item: Any) -> str:
+    """The typed signature of a function or a class, and its docstring."""
+    try:
+        signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(item)))
+    except ValueError:
+        signature = "(...)"
+    return f"```python\n{title}{signature}\n```\n\n{inspect.getdoc(item) or ''}"
+
+
 def reference() -> str:
     """All commands with their options, and all keys of a configuration, from the code."""
     from isp.cli.program import _build_parser
@@ -81,7 +119,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Give mkdocs the pages, which are made anew each time."""
     from mkdocs.structure.files import File
 
-    pages = {to: page(source) for source, to in PAGES.items()} | {"reference.md": reference()}
+    pages = {to: page(source) for source, to in PAGES.items()}
+    pages |= {"reference.md": reference(), "api.md": api()}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
         for picture in re.findall(r"!\[[^\]]*\]\(([\w/.]+)\)", text):

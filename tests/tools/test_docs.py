@@ -8,6 +8,7 @@ import runpy
 import pytest
 import yaml
 
+import isp
 from isp.config import JobConfig
 from tests.train.jobs import ROOT
 
@@ -22,7 +23,7 @@ def test_links_of_a_page_stay_on_the_site(source: str) -> None:
         assert target in SITE["PAGES"].values(), target
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     pages = [page for entry in nav for page in entry.values()]
-    assert sorted(pages) == sorted([*SITE["PAGES"].values(), "reference.md"])
+    assert sorted(pages) == sorted([*SITE["PAGES"].values(), "reference.md", "api.md"])
 
 
 def test_the_reference_has_all_commands_and_sections() -> None:
@@ -32,3 +33,17 @@ def test_the_reference_has_all_commands_and_sections() -> None:
     assert {"isp train", "isp data prepare", *JobConfig.__dataclass_fields__} <= set(titles)
     assert "usage: isp layouts" in text
     assert "reshard_after_forward: true or false" in text
+
+
+def test_the_api_has_all_public_names_with_types() -> None:
+    """Catches a public name without a signature or a docstring on its page."""
+    text = SITE["api"]()
+    sections = re.split(r"^## (?=isp\.)", text, flags=re.MULTILINE)[1:]
+    found = {section.partition("\n")[0]: section for section in sections}
+    assert set(found) == {f"isp.{name}" for name in [*isp.__all__, "attention"]}
+    for name, section in found.items():
+        signature, _, description = section.partition("```python\n")[2].partition("\n```\n")
+        assert signature.startswith(f"{name}("), name
+        assert description.strip(), name
+    assert "parallelize(model: nn.Module, config: JobConfig | str | Path" in text
+    assert "### ParallelRun.log_probs" in text
