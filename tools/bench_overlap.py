@@ -384,7 +384,8 @@ def run_ranks(world: int, options: argparse.Namespace, *, bench: type[Bench] = B
                 process.kill()
 
 
-def main() -> None:
+def options_parser() -> argparse.ArgumentParser:
+    """What the tool takes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -402,7 +403,11 @@ def main() -> None:
     parser.add_argument("--paced", type=float, metavar="GFLOPS", default=0.0)
     parser.add_argument("--trace", metavar="TEXT", help="timelines of the rows with TEXT in them")
     parser.add_argument("--quick", action="store_true", help="tiny, to see whether it runs")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = options_parser().parse_args()
     if options.quick:
         options.ratios, options.rounds, options.tries = [0.5], 2, 1
         options.hidden, options.layers, options.vocab = 32, 2, 64

@@ -1,0 +1,118 @@
+"""A picture of a step with its transfers, by `fully_shard` and by ISP, over the same modelled link.
+
+    PYTHONPATH=. python tools/overlap_picture.py docs/overlap.png
+
+The step, the link and the pacing are those of `bench_overlap.py --paced 40` with 2 ranks, where all
+transfers take as long as compute alone. Shown is rank 0, of the step of median length.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from bench_overlap import Bench, options_parser, run_ranks
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from isp.comm import TimedTransfer
+from isp.report.style import FONT, Color, Look, Picture, add_bar, key, to_png
+
+ROUNDS = 5
+ROWS = {
+    "fully_shard, default": "fully_shard, default settings",
+    "fully_shard, async prefetch, reduce deferred": "fully_shard, explicit prefetch, best settings",
+    "ours, per layer, wo": "ISP",
+}
+FORWARD, BACKWARD, WAIT = Look("#dcdcdc"), Look("#b4b4b4"), Look(Color.VERMILLION)
+KINDS = {"all_gather": Look(Color.SKY), "reduce_scatter": Look(Color.GREEN, "///")}
+NAMES = {"all_gather": "all-gather of weights", "reduce_scatter": "reduce-scatter of gradients"}
+
+
+class Step(NamedTuple):
+    """A step of one row; seconds since it began."""
+
+    forward: float
+    end: float
+    transfers: list[TimedTransfer]
+    began: float
+
+
+class Drawing(Bench):
+    """Takes steps of three rows, and draws one of each on the first rank."""
+
+    def run(self) -> None:
+        rows = {row.name: row for row in self.rows if row.name in ROWS}
+        self.rows = [self.alone, *rows.values()]
+        self._check()
+        self._timed(rows["ours, per layer, wo"])
+        moves = self.log.take()
+        alone = sorted(self._timed(self.alone).step for _ in range(ROUNDS))[ROUNDS // 2]
+        self._calibrate([t for t in moves if t.kind in KINDS], alone)
+        steps: dict[str, list[Step]] = {name: [] for name in ROWS}
+        for _ in range(ROUNDS):
+            for name, taken in steps.items():
+                self._undisturbed(rows[name])
+                began, forward, end, transfers = self.traces[name]
+                taken.append(Step(forward - began, end - began, transfers, began))
+        if self.rank == 0:
+            medians = [sorted(taken, key=lambda s: s.end)[ROUNDS // 2] for taken in steps.values()]
+            draw(dict(zip(ROWS.values(), medians, strict=True)), alone, self.options.trace)
+
+
+def draw(steps: dict[str, Step], alone: float, path: str) -> None:
+    """A panel for each of `steps`, on one axis of time."""
+
+    def figure() -> Figure:
+        made = Figure(figsize=(15, 6.6), layout="constrained")
+        panels = made.subplots(len(steps), sharex=True)
+        for axes, (name, step) in zip(panels, steps.items(), strict=True):
+            _panel(axes, name, step, alone)
+        panels[-1].set_xlabel("ms since the step began")
+        panels[-1].set_xlim(0, max(step.end for step in steps.values()) * 1e3)
+        looks = {"forward": FORWARD, "backward": BACKWARD, "compute waits": WAIT}
+        looks |= {NAMES[kind]: look for kind, look in KINDS.items()}
+        handles = [key(name, look) for name, look in looks.items()]
+        made.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+        return made
+
+    picture = Picture(name="overlap", caption="", alt="", draw=figure)
+    to_png(picture, Path(path))
+
+
+def _panel(axes: Axes, name: str, step: Step, alone: float) -> None:
+    axes.set_yticks([0, 1], ["compute", "link"])
+    axes.set_ylim(1.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.axvline(alone * 1e3, color=Color.BLACK, linestyle="--", linewidth=1.5)
+    blocked = sum(t.exposed for t in step.transfers)
+    text = f"{name}: {step.end / alone:.2f} x compute alone, blocked for {blocked * 1e3:.0f} ms"
+    axes.set_title(text, loc="left", fontsize=FONT + 1)
+    spans = (0.0, step.forward, FORWARD), (step.forward, step.end, BACKWARD)
+    for begin, end, look in spans:
+        _bar(axes, 0, begin, end, look)
+    free = 0.0
+    moved = [t for t in step.transfers if t.kind in KINDS]
+    for t in sorted(moved, key=lambda t: t.ended):
+        began = max(t.launched - step.began, free)
+        free = t.ended - step.began
+        _bar(axes, 1, began, free, KINDS[t.kind])
+        if t.exposed > 1e-3:
+            waited = t.wait_began - step.began
+            _bar(axes, 0, waited, waited + t.exposed, WAIT)
+
+
+def _bar(axes: Axes, lane: int, begin: float, end: float, look: Look) -> None:
+    add_bar(axes, begin * 1e3, end * 1e3, top=lane - 0.38, height=0.76, look=look, hover="")
+
+
+def main() -> None:
+    options = options_parser().parse_args(["--paced", "40", "--tries", "1"])
+    options.trace = sys.argv[1]
+    run_ranks(2, options, bench=Drawing)
+
+
+if __name__ == "__main__":
+    main()
