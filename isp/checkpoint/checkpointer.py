@@ -282,10 +282,7 @@ class Checkpointer:
         attempt(self._channel, what, lambda: self._read(*tasks[0]))
         attempt(self._channel, what, decode)
         if optimizer is not None:
-            loaded = optimizer.state_dict()
-            if not weights_only:
-                loaded["step"] = manifest.num_updates
-            optimizer.load_state_dict(loaded)
+            optimizer.states_changed(None if weights_only else manifest.num_updates)
         return Resumed(
             step=manifest.step,
             tokens=manifest.tokens,

@@ -26,7 +26,7 @@ from isp.comm import Channel, Channels, Pending
 from isp.comm.tag import Purpose, Tag
 from isp.optim.buckets import copy_all, grouped
 from isp.optim.newton_schulz import Matrix, make_orthogonal, matrices_of
-from isp.optim.states import MASTER, Bucket, Resting, StateStream, by_values
+from isp.optim.states import Bucket, Resting, StateStream, by_values
 from isp.optim.update_rules import GroupValues, Rows
 from isp.parallel import Axis
 from isp.parallel.boxes import Box, boxes_of
@@ -68,10 +68,6 @@ class _Stage(NamedTuple):
         replica, index = divmod(rank, self.weight)
         return index if layout.sharded else 0, replica % self.zero1
 
-    def places(self, layout: ParameterLayout) -> Iterator[tuple[int, int]]:
-        """All of them."""
-        return product(range(layout.parts), range(self.zero1))
-
     def ranks(self, layout: ParameterLayout, place: tuple[int, int]) -> list[int]:
         """Those that have the rows of a place."""
         replicas = range(place[1], self.channel.size // self.weight, self.zero1)
@@ -112,15 +108,13 @@ class MatrixBucket:
             dtype = torch.bfloat16 if grad.is_cuda else grad.dtype
         self._dtype = grad.dtype if grad.dtype == torch.float64 else dtype
         self._sent: list[_Part] = []
-        """Rows that go to a home: those that others send, too, are left out."""
+        """Rows that go to a home, perhaps this rank: those that others send, too, are left out."""
         self._returned: list[_Part] = []
         """Rows that come back."""
         self._gathered: list[_Part] = []
         """Blocks of matrices at home here that come."""
         self._spread: list[_Part] = []
         """Blocks of them that go to all who have their rows."""
-        self._own: list[tuple[_Part, _Part]] = []
-        """Rows here of matrices at home here, and as blocks of these."""
         self._matrices: list[Matrix] = []
         """Those at home here."""
         self._scaled: dict[float, list[Tensor]] = {}
@@ -138,8 +132,8 @@ class MatrixBucket:
     @property
     def work_bytes(self) -> tuple[int, int]:
         """Bytes that the bucket takes on its way, and those of matrices and their products."""
-        there, back = ((self._sent, self._gathered), (self._spread, self._returned))
-        moved = max(sum(map(_elements, way)) for way in (there, back))
+        there, back = self._sent + self._gathered, self._spread + self._returned
+        moved = max(sum(math.prod(part.box.sizes) for part in way) for way in (there, back))
         sizes = [math.prod(matrix.sizes) for matrix in self._matrices]
         size = self._dtype.itemsize
         return moved * size, (sum(sizes) + 4 * max(sizes, default=0)) * size
@@ -161,10 +155,6 @@ class MatrixBucket:
         """Wait for the rows of the matrices at home here."""
         self._whole = [self._new(matrix.sizes) for matrix in self._matrices]
         self._arrive([part.box.view(self._whole[part.at]) for part in self._gathered])
-        copy_all(
-            (block.box.view(self._whole[block.at]), rows.box.view(self._grads[rows.at]))
-            for rows, block in self._own
-        )
 
     def multiply(self) -> None:
         """Make the matrices at home here orthogonal."""
@@ -175,17 +165,13 @@ class MatrixBucket:
             make_orthogonal(xs, self._keys)
 
     def spread(self) -> None:
-        """Set what came of them on its way to those who have their rows: in place of gradients."""
+        """Set what came of them on its way to those who have their rows."""
         blocks = [part.box.view(self._whole[part.at]) for part in self._spread]
         self._pending = self._exchange(blocks, self._spread, self._returned)
-        copy_all(
-            (rows.box.view(self._grads[rows.at]), block.box.view(self._whole[block.at]))
-            for rows, block in self._own
-        )
         self._whole = []
 
     def finish(self) -> None:
-        """Wait for the updates from elsewhere."""
+        """Wait for the updates, which take the place of the gradients."""
         self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
         for ratio, rows in self._scaled.items():
             if ratio != 1 and rows:
@@ -194,7 +180,7 @@ class MatrixBucket:
     def _add(self, number: int, layout: ParameterLayout, matrix: Matrix, home: int) -> None:
         """Note what this rank has to do with a matrix of a member."""
         stage, rank = self._stage, self._stage.channel.rank
-        at, here = len(self._matrices), stage.place(layout, rank)
+        here = stage.place(layout, rank)
         own = [
             block
             for box in self._boxes(layout, here)
@@ -202,43 +188,35 @@ class MatrixBucket:
         ]
         rows = self._scaled.setdefault(matrix.ratio(self._keys), [])
         rows += (block.view(self._grads[number]) for block in own)
+        parts = [_Part(home, number, block) for block in own]
+        self._returned += parts
+        if stage.sender(stage.ranks(layout, here), home) == rank:
+            self._sent += parts
         if home != rank:
-            self._returned += (_Part(home, number, block) for block in own)
-            if stage.sender(stage.ranks(layout, here), home) == rank:
-                self._sent += (_Part(home, number, block) for block in own)
             return
+        at = len(self._matrices)
         self._matrices.append(matrix)
-        for place in stage.places(layout):
+        for place in product(range(layout.parts), range(stage.zero1)):
             ranks = stage.ranks(layout, place)
-            sender = stage.sender(ranks, home)
             for box in self._boxes(layout, place):
                 block = box.inside(matrix.offsets, matrix.sizes)
                 if block is None:
                     continue
                 offsets = (a - b for a, b in zip(block.offsets, matrix.offsets, strict=True))
                 inner = block._replace(local_offsets=tuple(offsets))
-                if sender != home:
-                    self._gathered.append(_Part(sender, at, inner))
-                else:
-                    self._own.append((_Part(home, number, block), _Part(home, at, inner)))
-                self._spread += (_Part(other, at, inner) for other in ranks if other != home)
+                self._gathered.append(_Part(stage.sender(ranks, home), at, inner))
+                self._spread += (_Part(other, at, inner) for other in ranks)
 
     def _exchange(
         self, views: Sequence[Tensor], there: Sequence[_Part], here: Sequence[_Part]
     ) -> Pending:
         """Send `views`, the parts that go to `there`; what comes is that of `here`."""
-        size = self._stage.channel.size
-        sent, received = self._new((_elements(there),)), self._new((_elements(here),))
+        out, into = (_by_rank(parts, self._stage.channel.size) for parts in (there, here))
+        sent, received = self._new((sum(out),)), self._new((sum(into),))
         pieces = sent.split([view.numel() for view in views]) if views else ()
         copy_all((piece.view(x.shape), x) for piece, x in zip(pieces, views, strict=True))
-        if size == 1:
-            return Pending.ready(received)
         return self._stage.channel.all_to_all_into(
-            received,
-            sent,
-            out_rows=_by_rank(here, size),
-            in_rows=_by_rank(there, size),
-            tag=self._tag,
+            received, sent, out_rows=into, in_rows=out, tag=self._tag
         )
 
     def _arrive(self, views: Sequence[Tensor]) -> None:
@@ -293,7 +271,7 @@ class MatrixUpdates:
             placed = [(i, m, next(homes)) for i, item in enumerate(members) for m in cut[item]]
             bucket = MatrixBucket(members, shards, stage, placed, config, dtype)
             moments, masters = (
-                stream.add(by_values(_states_of(members, shards, master=master), values))
+                stream.add(by_values({x: shards[x].only(master=master) for x in members}, values))
                 for master in (False, True)
             )
             self._parts.append((bucket, moments, masters))
@@ -378,22 +356,6 @@ def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[in
             loads[rank] += cost
             left[rank][cost] -= 1
         yield from homes
-
-
-def _states_of(
-    members: Iterable[ShardedParameter], shards: Mapping[ShardedParameter, Resting], *, master: bool
-) -> dict[ShardedParameter, Resting]:
-    """Rows of this rank with their master weights, or with all other states."""
-
-    def some(shard: Resting) -> Resting:
-        states = {k: x for k, x in shard.states.items() if (k == MASTER) is master}
-        return replace(shard, states=states)
-
-    return {item: some(shards[item]) for item in members}
-
-
-def _elements(parts: Iterable[_Part]) -> int:
-    return sum(math.prod(part.box.sizes) for part in parts)
 
 
 def _by_rank(parts: Iterable[_Part], size: int) -> list[int]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -129,6 +129,11 @@ class Resting:
         """Bytes of the states, at work."""
         number = len({MASTER, *self.states})
         return self.weights.numel() * self.grad.element_size() * number
+
+    def only(self, *, master: bool) -> Resting:
+        """Itself with its master weights alone, or with all other states."""
+        states = {name: x for name, x in self.states.items() if (name == MASTER) is master}
+        return replace(self, states=states)
 
     def pieces(self, limit_bytes: int) -> Iterator[Resting]:
         """Itself, or rows of it of up to `limit_bytes` at work, as far as they can be cut."""

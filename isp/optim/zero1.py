@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
 from isp.optim.matrices import MatrixUpdates
 from isp.optim.publisher import Publisher
-from isp.optim.shard_state import OptimizerState, ShardState, as_plain, require_same_place
 from isp.optim.states import (
     MASTER,
     STREAM_BYTES,
@@ -45,6 +44,24 @@ class StepResult(NamedTuple):
     """The global norm of the gradients, without the loss scale and before clipping."""
     skipped: bool
     """Whether the norm was not finite, or the batch empty: nothing has changed then."""
+
+
+class ShardState(TypedDict):
+    """The state of a parameter on this rank."""
+
+    rows: list[int]
+    """(start, stop) of dim 0 of the local shard."""
+    tensors: dict[str, Tensor]
+    """The states of the update rule by name, and the `master` weights."""
+
+
+class OptimizerState(TypedDict):
+    """Plain numbers, lists and tensors; the tensors are the optimizer's own, not copies."""
+
+    step: int
+    """Updates made so far; skipped steps do not count."""
+    parameters: dict[str, ShardState]
+    """By the parameter's name, also where this rank has none of its rows."""
 
 
 class Zero1Optimizer:
@@ -257,34 +274,25 @@ class Zero1Optimizer:
         return {
             "step": self._num_updates,
             "parameters": {
-                item.name: ShardState(
-                    rows=[shard.rows.start, shard.rows.stop],
-                    layout=as_plain(item.layout),
-                    tensors={**shard.states, MASTER: shard.master},
-                )
+                item.name: {
+                    "rows": [shard.rows.start, shard.rows.stop],
+                    "tensors": {**shard.states, MASTER: shard.master},
+                }
                 for item, shard in self._shards.items()
             },
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state: OptimizerState) -> None:
-        """Take up a state of the same layout, and publish its weights: a collective over ZERO1.
+    def states_changed(self, num_updates: int | None = None) -> None:
+        """The tensors of `state_dict` were written: weights follow them; a collective over ZERO1.
 
-        Raises ValueError, before anything is changed, if names, rows, layouts or states are not
-        this optimizer's own; bringing them into another layout is the checkpoint's work.
+        `num_updates`: those made so far; None: as many as before.
         """
-        saved, own = state["parameters"], self.state_dict()["parameters"]
-        if odd := saved.keys() ^ own.keys():
-            raise ValueError(f"the state is not of these parameters: {', '.join(sorted(odd))}")
-        for name in own:
-            require_same_place(name, saved[name], own[name])
         self._publisher.wait()
-        for name, mine in own.items():
-            for kind, tensor in mine["tensors"].items():
-                tensor.copy_(saved[name]["tensors"][kind])
         for shard in self._shards.values():
             shard.weights.copy_(shard.master)
-        self._num_updates = state["step"]
+        if num_updates is not None:
+            self._num_updates = num_updates
         self.publish()
         self._publisher.wait()
 

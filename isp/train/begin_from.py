@@ -71,7 +71,7 @@ def load_folder(state: TrainState, model: ModelConfig) -> None:
             for matrix in _matrices(piece, shard.global_shape):
                 _fill(matrix, name, folder)
     if state.optimizer is not None:
-        state.optimizer.load_state_dict(state.optimizer.state_dict())
+        state.optimizer.states_changed()
 
 
 def _opened(model: ModelConfig) -> _Folder:

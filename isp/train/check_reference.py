@@ -30,6 +30,7 @@ __all__ = [
     "make_reference",
     "make_rows",
     "modules_of",
+    "orthogonal",
 ]
 
 
@@ -178,22 +179,27 @@ def _updated(
 def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) -> Tensor:
     """What the first step of Muon takes from a weight at a rate of 1.
 
-    Each matrix alone, by the formula of `torch.optim.Muon`, which rounds to bfloat16.
+    Each matrix alone; `torch.optim.Muon` would round it to bfloat16.
     """
-    a, b, c = keys.ns_coefficients
     found, update = torch.empty_like(gradient), (1 - keys.momentum) * gradient
     if keys.nesterov:
         update = keys.momentum * update + (1 - keys.momentum) * gradient
     for matrix in matrices:
         pairs = zip(matrix.offsets, matrix.sizes, strict=True)
         place = tuple(slice(start, start + size) for start, size in pairs)
-        x = update[place].reshape(matrix.sizes[-2:])
-        x = x / max(x.square().sum().sqrt().item(), keys.eps)
-        for _ in range(keys.ns_steps):
-            gram = x @ x.T
-            x = a * x + (b * gram + c * gram @ gram) @ x
+        x = orthogonal(update[place].reshape(matrix.sizes[-2:]), keys)
         found[place] = matrix.ratio(keys) * x.view(matrix.sizes)
     return found
+
+
+def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
+    """The formula of `torch.optim.Muon` for one matrix [A, B], in its own dtype."""
+    a, b, c = keys.ns_coefficients
+    x = u / max(u.square().sum().sqrt().item(), keys.eps)
+    for _ in range(keys.ns_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
 
 
 def modules_of(chunks: Iterable[TracedChunk]) -> dict[str, nn.Module]:

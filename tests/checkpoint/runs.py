@@ -165,8 +165,7 @@ def clear(run: Run) -> None:
             tensor.zero_()
     for item in run.state.parameters:
         item.parameter.zero_()
-    state["step"] = 0
-    run.optimizer.load_state_dict(state)
+    run.optimizer.states_changed(0)
 
 
 def whole_value(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
@@ -187,8 +186,7 @@ def fill(run: Run) -> None:
             local = layout.shard(whole_value(name, kind, layout.global_shape))
             tensor.copy_(local[start:stop])
         parameter.copy_(layout.shard(whole_value(name, "master", layout.global_shape)))
-    state["step"] = 7
-    run.optimizer.load_state_dict(state)
+    run.optimizer.states_changed(7)
 
 
 def expect(run: Run, through: torch.dtype | None = None) -> int:

@@ -8,20 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isp.settings import MuonConfig, OptimizerConfig
+from isp.settings import OptimizerConfig
+from isp.train.check_reference import orthogonal
 
-__all__ = ["PlainMuon", "orthogonal"]
-
-
-def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
-    """The formula of `torch.optim.Muon` for one matrix."""
-    a, b, c = keys.ns_coefficients
-    x = u.T if u.shape[0] > u.shape[1] else u
-    x = x / max(x.square().sum().sqrt().item(), keys.eps)
-    for _ in range(keys.ns_steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if u.shape[0] > u.shape[1] else x
+__all__ = ["PlainMuon"]
 
 
 class PlainMuon(torch.optim.Optimizer):

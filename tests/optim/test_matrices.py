@@ -21,8 +21,8 @@ from isp.parallel import Axis, Mode
 from isp.parallel.layout import Matrices
 from isp.run.forked import RankError
 from isp.settings import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
+from isp.train.check_reference import orthogonal
 from tests.optim.places import Spec, loss, place
-from tests.optim.plain_muon import orthogonal
 from tests.optim.test_zero1 import STEPS, reference, topology
 from tests.ranks import run_each
 from tests.train.jobs import numbers, run_folders, run_forked, write_job

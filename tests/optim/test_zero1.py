@@ -267,27 +267,6 @@ def solo(specs: list[Spec], **options: Any) -> tuple[list, MainGradients, Zero1O
     return items, gradients, Zero1Optimizer(gradients, mesh, CONFIG, **options)
 
 
-def test_a_state_of_something_else_is_refused():
-    """Catches a state that is loaded into the wrong rows."""
-    _, _, optimizer = solo(SPECS[:2])
-    before = [t.clone() for t in _tensors(optimizer)]
-    with pytest.raises(ValueError, match="not of these parameters: few, uneven"):
-        optimizer.load_state_dict(solo([SPECS[0], SPECS[2]])[2].state_dict())
-    state = solo(SPECS[:2])[2].state_dict()
-    state["parameters"]["uneven"]["rows"] = [0, 3]
-    with pytest.raises(ValueError, match=r"uneven is for rows \[0, 3\].*needs rows \[0, 5\]"):
-        optimizer.load_state_dict(state)
-    state = solo(SPECS[:2])[2].state_dict()
-    state["parameters"]["uneven"]["tensors"]["exp_avg"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"uneven is .*exp_avg': \(3, 3\).*needs .*: \(5, 3\)"):
-        optimizer.load_state_dict(state)
-    state = solo(SPECS[:2])[2].state_dict()
-    del state["parameters"]["uneven"]["tensors"]["exp_avg_sq"]  # as lion's
-    with pytest.raises(ValueError, match=r"needs .*exp_avg_sq"):
-        optimizer.load_state_dict(state)
-    assert all(torch.equal(a, b) for a, b in zip(before, _tensors(optimizer), strict=True))
-
-
 def test_every_number_of_a_large_gradient_counts():
     """Catches a norm of the first piece alone."""
     items, gradients, optimizer = solo([Spec("large", (257, 257), dim=0)])
