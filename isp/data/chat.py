@@ -26,6 +26,10 @@ _WAY_OUT = (
     " template, and name the copy with data.chat_template (--chat-template)"
 )
 
+Messages = Sequence[Mapping[str, Any]]
+Tools = list[dict[str, Any]] | None
+Variables = Mapping[str, Any] | None
+
 
 class Example(NamedTuple):
     """Tokens, and of each its label: itself where it is trained, else -100.
@@ -64,12 +68,7 @@ class ChatTemplate:
         self._template(None)
 
     def example(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
     ) -> Example:
         """A conversation of `role` and `content`; `where` names its place in messages.
 
@@ -89,12 +88,7 @@ class ChatTemplate:
         return Example(encoding.tokens, labels.astype(np.int32))
 
     def tokens(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
     ) -> TokenArray:
         """The tokens of a conversation; raises as `example` does."""
         with _refused_at(where):
@@ -102,12 +96,7 @@ class ChatTemplate:
         return self._tokenizer.encode(text)
 
     def prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
     ) -> str:
         """A conversation as text, with the generation prompt at its end: the assistant is next.
 
@@ -121,7 +110,7 @@ class ChatTemplate:
                 )
             return chat.render(add_generation_prompt=True).text
 
-    def unfinished(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    def unfinished(self, messages: Messages, where: str) -> str:
         """A conversation as text up to the last words of its last message, which may go on.
 
         Raises ValueError as `example` does, and where these words are not in the text.
@@ -164,12 +153,7 @@ class ChatTemplate:
                 begins = True
         return found
 
-    def _chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
-    ) -> Conversation:
+    def _chat(self, messages: Messages, tools: Tools, variables: Variables) -> Conversation:
         _check_messages(messages)
         if tools is not None and not (
             isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
@@ -196,7 +180,7 @@ class ChatTemplate:
             self._train_on is TrainOn.LAST,
         )
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> str:
+    def _template(self, tools: Tools) -> str:
         if self._given is not None:
             return self._given
         try:

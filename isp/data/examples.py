@@ -16,7 +16,7 @@ from isp.data.config import Format, TrainOn
 from isp.data.dataset import IGNORE_INDEX, check_ids
 from isp.data.documents import JsonLine, find_files, has_records, read_documents, read_records
 from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
-from isp.data.preferences import beside, is_text, read_completion, read_pair
+from isp.data.preferences import beside, is_text, read_answers
 from isp.data.remote import localised
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 LABEL_DTYPE = np.dtype(np.int32)
+_ANSWERS = {Format.PREFERENCES: ("chosen", "rejected"), Format.COMPLETIONS: ("completion",)}
 
 
 class ExampleStore(NamedTuple):
@@ -56,14 +57,13 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
             continue
         for path in find_files(item, key=key):
             found.setdefault(file_format(path, asked, text_key), str(path))
-    if Format.TEXT in found and len(found) > 1:
-        listed = ", ".join(f"{path} ({form})" for form, path in found.items())
-        raise ValueError(
-            f"{key} mixes text with examples that have labels: {listed}: give one kind"
-        )
-    if Format.PREFERENCES in found and len(found) > 1:
-        listed = ", ".join(f"{path} ({form})" for form, path in found.items())
-        raise ValueError(f"{key} mixes pairs of preferences with other examples: {listed}")
+    for form, mixed in (
+        (Format.TEXT, "text with examples that have labels"),
+        (Format.PREFERENCES, "pairs of preferences with other examples"),
+    ):
+        if form in found and len(found) > 1:
+            listed = ", ".join(f"{path} ({form})" for form, path in found.items())
+            raise ValueError(f"{key} mixes {mixed}: {listed}: give one kind")
     order = (Format.TEXT, Format.MESSAGES, Format.COMPLETIONS, Format.TOKENS, Format.PREFERENCES)
     return next(form for form in order if form in found)
 
@@ -135,10 +135,14 @@ class SourceReader:
         for item in self.items:
             if (prefix := indexed_prefix(item)) is not None:
                 check_pair(prefix)
-                continue
-            for path in find_files(item, key=self._key):
-                if has_records(path):
-                    next(self.read(path), None)
+        for path in filter(has_records, self.files):
+            next(self.read(path), None)
+
+    @property
+    def files(self) -> list[Path]:
+        """All files but those of pairs."""
+        items = [item for item in self.items if indexed_prefix(item) is None]
+        return find_files(items, key=self._key)
 
     def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:
         """The examples of each line, or of a text, and how many bytes it took of the file.
@@ -155,29 +159,20 @@ class SourceReader:
             if form is Format.MESSAGES:
                 assert self._template is not None
                 yield _conversation(line, self._template), line.num_bytes
-            elif form is Format.PREFERENCES:
-                yield read_pair(line, self._tokenizer, self._template), line.num_bytes
-            elif form is Format.COMPLETIONS:
-                yield read_completion(line, self._tokenizer, self._template), line.num_bytes
+            elif form in _ANSWERS:
+                examples = read_answers(line, _ANSWERS[form], self._tokenizer, self._template)
+                yield examples, line.num_bytes
             else:
                 yield _documents(line, vocab_size=self._tokenizer.vocab_size), line.num_bytes
 
     def _has_turns(self) -> bool:
         """Whether the first example of a file has messages, not text or tokens."""
-        paths = (
-            path
-            for item in self.items
-            if indexed_prefix(item) is None
-            for path in find_files(item, key=self._key)
-        )
-        for path in paths:
+        for path in filter(has_records, self.files):
             form = file_format(path, self._asked, self._text_key)
-            first = next(read_records(path), None) if has_records(path) else None
-            if form is Format.MESSAGES or (
-                form in (Format.PREFERENCES, Format.COMPLETIONS)
-                and first is not None
-                and not is_text(first.record)
-            ):
+            if form is Format.MESSAGES:
+                return True
+            first = next(read_records(path), None)
+            if form in _ANSWERS and first is not None and not is_text(first.record):
                 return True
         return False
 

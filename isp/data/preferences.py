@@ -12,7 +12,7 @@ from isp.data.dataset import IGNORE_INDEX
 from isp.data.documents import JsonLine
 from isp.data.tokenizer import Tokenizer
 
-__all__ = ["beside", "is_text", "read_completion", "read_pair"]
+__all__ = ["beside", "is_text", "read_answers"]
 
 
 def is_text(record: dict[str, Any]) -> bool:
@@ -28,31 +28,15 @@ def beside(record: dict[str, Any]) -> dict[str, Any]:
     return {"tools": tools, "variables": record.get("chat_template_kwargs")}
 
 
-def read_completion(
-    line: JsonLine, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> list[Example]:
-    """The example of a line with `prompt` and `completion`; labels are those of the completion.
-
-    Both are texts, ended by eos, or lists of messages. Raises ValueError naming the line.
-    Source: the prompt-completion format of TRL.
-    """
-    return _answers(line, ("completion",), tokenizer, template)
-
-
-def read_pair(line: JsonLine, tokenizer: Tokenizer, template: ChatTemplate | None) -> list[Example]:
-    """The chosen example, then the rejected one; labels are the tokens of the answer.
-
-    `chosen` and `rejected` are texts, which end with eos, or lists of messages, and `prompt` what
-    comes before both; without it, that is what both begin with. Raises ValueError naming the line.
-    Source: the preference format of TRL.
-    """
-    return _answers(line, ("chosen", "rejected"), tokenizer, template)
-
-
-def _answers(
+def read_answers(
     line: JsonLine, keys: tuple[str, ...], tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> list[Example]:
-    """The examples of the answers `keys` to one prompt."""
+    """The examples of the answers under `keys` to one prompt; labels are the answer's tokens.
+
+    Answers are texts, which end with eos, or lists of messages, and `prompt` what comes before
+    them; of two, without it, that is what both begin with. Raises ValueError naming the line.
+    Source: the prompt-completion and preference formats of TRL.
+    """
     record, where = line.record, line.where
     answers: list[Any] = [record.get(key) for key in keys]
     kind = str if is_text(record) else list

@@ -7,7 +7,6 @@ import numpy as np
 
 from isp.data.config import DataConfig, SourcePart
 from isp.data.dataset import Dataset, PackedDataset
-from isp.data.documents import find_files
 from isp.data.examples import ExampleStore, SourceReader
 from isp.data.indexed import indexed_prefix
 from isp.data.mixture import MixedDataset, MixedPart
@@ -172,7 +171,7 @@ def _dataset(
     if store is None:
         return StreamDataset(
             f"data.source={', '.join(reader.items)}",
-            find_files(reader.items),
+            reader.files,
             tokenizer,
             text_key=config.text_key,
             seq_len=seq_len,
