@@ -1,7 +1,8 @@
 """Adapters of PEFT on stacks of experts (`target_parameters`): W + B A of each, as PEFT has it.
 
 PEFT puts W + B A in the place of W around a call, which a rank does not have. Here the factors go
-with the call, and are added where the experts read their whole weights.
+with the call, and are added where the experts read their whole weights. Every rank has the factors
+of all experts; where these are spread it reads those of its own, and gradients are summed.
 
 E experts
 """

@@ -51,8 +51,6 @@ def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], size: 
     if config.get("zero_expert_num"):
         raise ValueError(f"{key}: tokens of {name} go to experts without weights, too: use 1")
     for call in trace.calls:
-        if call.kind is Kind.EXPERTS and call.module.endswith(".base_layer"):
-            raise ValueError(f"{key} does not go with PEFT's target_parameters of experts: use 1")
         if call.kind is Kind.EXPERTS and not call.weighs:
             raise ValueError(
                 f"{key}: {call.module} is called without weights [N, k] beside the experts'"

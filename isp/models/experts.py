@@ -214,17 +214,21 @@ class _Call(nn.Module):
             return self._code(*args, **kwargs)
         sent, place, given = args
         leaves, spec = tree_flatten(given)
-        numbers = leaves[1]
+        numbers, factors = leaves[1], given[1].get("factors", {})
 
         def compute(x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
             leaves[0], leaves[1], leaves[place] = x, local.to(numbers.dtype), weights
             args, kwargs = tree_unflatten(leaves, spec)
+            if factors:  # of adapters
+                own_of = {n: tuple(x[exchange.own] for x in f) for n, f in factors.items()}
+                kwargs["factors"] = own_of
             own = {name: getattr(self.module, name)[exchange.own] for name in self._vectors}
             with _reparametrize_module(self.module, own):
                 out: Tensor = self._code(*args, **kwargs)
             return out
 
-        return exchange(compute, sent, self.module.parameters())
+        read = [*self.module.parameters(), *(x for pair in factors.values() for x in pair)]
+        return exchange(compute, sent, read)
 
 
 class _Given(NamedTuple):
