@@ -25,18 +25,18 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         "--layouts",
         default="all",
         metavar="LIST",
-        help="such as 2x4,2x2x4,mtp2: sizes of the tensor and the weight group in isp mode, or of"
-        " head, context and weight group, another mode and its size; behind any of them a"
-        " pipeline's schedule, size and chunks on a rank, as '2x2 1F1B 2' or '1x1 ZBVZeroBubble"
-        " 2x2' (default: all, with 1, 2 and 4 of each, that the model can be split in, and some"
-        " with a context group)",
+        help="layouts such as 2x4,2x2x4,mtp2. 2x4 is tensor x weight in isp mode, 2x2x4 head x"
+        " context x weight, mtp2 another mode and its tensor size. A pipeline follows as schedule,"
+        " stages and chunks per rank: '2x2 1F1B 2', '1x1 ZBVZeroBubble 2x2' (default: all that fit"
+        " the model with sizes 1, 2 and 4, and some with a context group)",
     )
     parser.epilog = (
-        "The model is shrunk to a small one of the same structure with random weights. It trains"
-        " one step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
+        "The check uses a small model with the same structure and random weights. It trains one"
+        " step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
         " CONFIG may also be a Hugging Face folder; only its config.json is read. These overrides"
-        " apply to every layout: --model.checkpoint and those below it, model.mlp_tile_tokens and"
-        " model.loss_chunk_tokens (both shrunk with the model), parallel.weight, optimizer."
+        " apply to every layout: model.checkpoint and the keys that begin with it,"
+        " model.mlp_tile_tokens and model.loss_chunk_tokens (both shrunk with the model),"
+        " parallel.weight, optimizer."
     )
     return _run
 

@@ -50,7 +50,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
     """Add the checkpoint, and the folder it becomes."""
     _add_path(parser)
     parser.add_argument(
-        "--hf", required=True, metavar="FOLDER", help="write it there: an empty folder, or none yet"
+        "--hf", required=True, metavar="FOLDER", help="where to write it: a new or an empty folder"
     )
     _add_dtype(parser, None, "training.dtype of the run")
     return _run_export
@@ -79,9 +79,9 @@ def _run_export(args: argparse.Namespace) -> int:
 
 def add_import(parser: argparse.ArgumentParser) -> Run:
     """Add the folder, and the checkpoints it becomes one of."""
-    parser.add_argument("path", metavar="FOLDER", help="one of Hugging Face, with safetensors")
+    parser.add_argument("path", metavar="FOLDER", help="a Hugging Face folder with safetensors")
     parser.add_argument(
-        "--into", required=True, metavar="PATH", help="an empty folder of checkpoints, or none yet"
+        "--into", required=True, metavar="PATH", help="where to write it: a new or an empty folder"
     )
     _add_dtype(parser, "bfloat16", "bfloat16")
     return _run_import

@@ -16,7 +16,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="files, folders, globs, URLs",
+        help="files, folders, globs or URLs",
     )
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
@@ -27,7 +27,12 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
 
 def add_inspect_data(parser: argparse.ArgumentParser) -> Run:
     """Add the source, and how it is read and packed."""
-    parser.add_argument("inputs", nargs="+", metavar="SOURCE", help="as data.source takes them")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="SOURCE",
+        help="files, folders, globs, URLs, hub names, as in data.source",
+    )
     parser.add_argument("--seq-len", type=int, default=2048, help="data.seq_len (default: 2048)")
     _add_reading(parser)
     return _run_inspect
@@ -40,25 +45,25 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--eos-token",
         metavar="TOKEN",
-        help="the token that ends a document; without it, the one the tokenizer declares",
+        help="the token that ends a document (default: the tokenizer's)",
     )
     parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
     parser.add_argument(
         "--format",
         choices=("auto", "text", "messages", "tokens", "completions"),
         default="auto",
-        help="what .jsonl lines hold; auto (default): as the keys of a file's first line say",
+        help="what .jsonl lines contain; auto (default): decide by the keys of a file's first line",
     )
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="Jinja file that renders messages, in place of the tokenizer's own template",
+        help="Jinja file that renders messages (default: the tokenizer's template)",
     )
     parser.add_argument(
         "--train-on",
         choices=("assistant", "last", "all"),
         default="assistant",
-        help="the tokens of messages with a loss, as data.train_on (default: assistant)",
+        help="the messages that the loss is computed on, as in data.train_on (default: assistant)",
     )
 
 

@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="text, in the forms of data.source (default: what the run has held out)",
+        help="text, as in data.source (default: the run's held-out text)",
     )
     parser.add_argument(
         "--lengths",
@@ -50,8 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where evaluation.json, or tasks.json, is written (default: RUN/evaluation; of others,"
-        " nowhere)",
+        help="where to write evaluation.json, or tasks.json (default: RUN/evaluation; nowhere if"
+        " there is no run)",
     )
     add_html(parser)
     add_task_options(parser)

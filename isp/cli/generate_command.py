@@ -22,18 +22,24 @@ __all__ = ["add_options"]
 
 _OPTIONS: tuple[tuple[str, str, Callable[[str], object], float | None, str], ...] = (
     ("chat-template", "FILE", str, None, "a Jinja file to use instead of the model's, with --chat"),
-    ("max-new-tokens", "N", positive, 128, "tokens to write for each prompt, at most"),
+    ("max-new-tokens", "N", positive, 128, "most tokens to generate for each prompt"),
     (
         "temperature",
         "T",
         float,
         0.0,
-        "divides the logits before a token is drawn; 0: always the likeliest token, which is what"
-        " transformers does without do_sample",
+        "divide the logits by T and sample; 0: take the likeliest token, as transformers does"
+        " without do_sample",
     ),
-    ("top-k", "K", not_negative, 0, "draw among the K likeliest tokens; 0: all"),
-    ("top-p", "P", float, 1.0, "draw among the fewest tokens whose probabilities sum up to P"),
-    ("seed", "N", not_negative, 0, "of the draws: the same tokens on any number of ranks"),
+    ("top-k", "K", not_negative, 0, "sample from the K likeliest tokens; 0: from all"),
+    ("top-p", "P", float, 1.0, "sample from the fewest tokens whose probabilities sum to P"),
+    (
+        "seed",
+        "N",
+        not_negative,
+        0,
+        "seed of sampling: gives the same tokens on any number of ranks",
+    ),
 )
 
 
@@ -45,8 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         action="append",
         required=True,
         metavar="TEXT|FILE",
-        help="text to continue, or a file with it; repeat it for a batch of prompts. A .jsonl file"
-        " with lines of `messages` contains conversations, which the assistant continues",
+        help="text to continue, or a file that contains it; can be repeated. In a .jsonl file"
+        " with lines of `messages`, the assistant continues each conversation",
     )
     parser.add_argument(
         "--chat",

@@ -27,13 +27,13 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
         "tasks of lm-evaluation-harness, instead of text and passkeys"
     )
     group.add_argument(
-        "--tasks", type=lambda text: text.split(","), metavar="NAME,NAME,...", help="their names"
+        "--tasks", type=lambda text: text.split(","), metavar="NAME,NAME,...", help="tasks to run"
     )
     for name, metavar, kind, meaning in (
-        ("include-path", "FOLDER", str, "of their YAML files (default: those of the harness)"),
-        ("num-fewshot", "N", not_negative, "examples before each question (default: as they say)"),
-        ("limit", "N", positive, "questions of each task, at most (default: all)"),
-        ("max-length", "N", positive, "tokens to read (default: the trained length)"),
+        ("include-path", "FOLDER", str, "YAML files of the tasks (default: the harness's)"),
+        ("num-fewshot", "N", not_negative, "examples before each question (default: the task's)"),
+        ("limit", "N", positive, "most questions of each task (default: all)"),
+        ("max-length", "N", positive, "most tokens of a request (default: the training length)"),
     ):
         add_option(group, name, metavar, kind, meaning)
     group.add_argument(

@@ -25,12 +25,12 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         "--world",
         type=positive,
         metavar="N",
-        help="ranks to plan for (default: the fewest that the layout fits)",
+        help="ranks to plan for (default: as many as the layout needs)",
     )
     parser.add_argument(
         "--max-seq-len",
         action="store_true",
-        help="find the longest data.seq_len that fits, with each way to save memory",
+        help="find the longest data.seq_len that fits, with each setting that saves memory",
     )
     parser.add_argument(
         "--memory", type=gib, metavar="GIB", help="memory of a device (default: the fabric's)"

@@ -23,7 +23,7 @@ def add_layouts(parser: argparse.ArgumentParser) -> Run:
         "--batch",
         type=positive,
         metavar="N",
-        help="sequences of a step over all ranks (default: those of the configuration)",
+        help="sequences per step over all ranks (default: the configuration's)",
     )
     parser.add_argument(
         "--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)"

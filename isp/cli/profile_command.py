@@ -30,10 +30,14 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--modes",
         metavar="LIST",
-        help=f"modes to compare (default: {modes}; of a folder's model, isp)",
+        help=f"modes to compare (default: {modes}; with model.hf: isp)",
     )
     parser.add_argument(
-        "--warmup", type=not_negative, default=2, metavar="N", help="steps before those measured"
+        "--warmup",
+        type=not_negative,
+        default=2,
+        metavar="N",
+        help="steps before the measured ones (default: 2)",
     )
     parser.add_argument(
         "--steps", type=positive, default=5, metavar="N", help="measured steps (default: 5)"

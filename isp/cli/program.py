@@ -90,7 +90,7 @@ def _parse(words: _Words) -> argparse.Namespace:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="isp",
-        description="Trains long-context language models on many ranks.",
+        description="Train long-context language models on many ranks.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"isp {__version__}")
@@ -237,7 +237,7 @@ def _config(args: argparse.Namespace) -> int:
 def _add_report(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("folder", metavar="RUN_FOLDER", help="such as outputs/<job>/latest")
     parser.add_argument(
-        "--output", metavar="FOLDER", help="where to write it; default: RUN_FOLDER/report"
+        "--output", metavar="FOLDER", help="where to write the page (default: RUN_FOLDER/report)"
     )
     return _report
 
@@ -274,7 +274,10 @@ class _Command(NamedTuple):
             parser.usage = f"{usage} [--section.key value ...]"
 
 
-_GROUPS = {"data": "work on data", "checkpoint": "inspect, verify, export and import checkpoints"}
+_GROUPS = {
+    "data": "prepare and inspect data",
+    "checkpoint": "inspect, verify, export and import checkpoints",
+}
 _CHECK = "verify that layouts match the plain model: loss, every gradient, an update"
 _COMMANDS = (
     _Command("train", "train a model as configured in a YAML file", _add_train, "file"),
@@ -282,15 +285,17 @@ _COMMANDS = (
     _Command("prefetch", "print when each weight is gathered and freed", _add_prefetch, "file"),
     _Command("profile", "measure what communication costs in each mode", add_profile, "file"),
     _Command("check", _CHECK, add_check, "file"),
-    _Command("generate", "continue prompts: text from a trained model", add_generate, "keys"),
-    _Command("evaluate", "measure loss by position, and passkeys", add_evaluate, "keys"),
+    _Command("generate", "generate text with a trained model", add_generate, "keys"),
+    _Command("evaluate", "measure loss by position, passkeys, or tasks", add_evaluate, "keys"),
     _Command("plan", "show the memory of a layout, and the longest sequences", add_plan, "file"),
     _Command("layouts", "rank the layouts that fit by predicted step time", add_layouts, "file"),
     _Command("calibrate", "measure this machine for isp layouts", add_calibrate),
     _Command("topology", "print the groups of ranks", add_topology),
     _Command("report", "create an HTML page and pictures of a run", _add_report),
     _Command("data prepare", "turn text or chats into the .bin/.idx format", add_prepare),
-    _Command("data inspect", "show what a run would see of a source", add_inspect_data),
+    _Command(
+        "data inspect", "show the documents, lengths and labels of a source", add_inspect_data
+    ),
     _Command("checkpoint inspect", "show what checkpoints contain", add_inspect),
     _Command("checkpoint verify", "compare checkpoints with their checksums", add_verify),
     _Command("checkpoint export", "write a checkpoint as a Hugging Face folder", add_export),

@@ -14,9 +14,9 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     from isp.parallel.config import Mode
 
     sizes = {
-        "--world": "ranks in all",
+        "--world": "number of ranks",
         "--tensor": "ranks that share one sequence",
-        "--context": "isp: those of them that attend with the same heads",
+        "--context": "isp: ranks of a tensor group that attend with the same heads",
         "--pipeline": "pipeline stages",
         "--weight": "isp: ranks that share one copy of the weights",
         "--expert": "ranks of a weight group (isp) or tensor group that share a layer's experts",
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--context-first",
         action="store_true",
-        help="make ranks with the same heads neighbours, not those with other heads",
+        help="make ranks with the same heads neighbours, not ranks with different heads",
     )
     parser.add_argument(
         "--zero1",
@@ -39,13 +39,16 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         help="ranks that share optimizer states; -1: all",
     )
     parser.add_argument(
-        "--mode", choices=[mode.value for mode in Mode], default=Mode.ISP.value, help="default: isp"
+        "--mode",
+        choices=[mode.value for mode in Mode],
+        default=Mode.ISP.value,
+        help="mode (default: isp)",
     )
     parser.add_argument(
         "--shape",
         type=_shape,
         metavar="OUTxIN",
-        help="draw how a weight of this shape is cut, rank by rank",
+        help="draw how a weight of this shape is sharded, rank by rank",
     )
     return _run
 
