@@ -46,7 +46,7 @@ def test_some_layouts_train_as_plain_muon() -> None:
     assert_as_plain_torch(SOME, MUON, STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_layout_trains_as_plain_muon(world: int) -> None:
