@@ -1,7 +1,7 @@
 """The datasets of a run, opened as its configuration says."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -167,30 +167,19 @@ def _dataset(
     config: DataConfig,
     tokenizer: Tokenizer,
 ) -> Dataset:
-    vocab_size, seq_len, pack = tokenizer.vocab_size, config.seq_len, config.pack
+    cut: Any = {"seq_len": config.seq_len, "pack": config.pack, "seed": seed}
     if store is None:
-        return StreamDataset(
-            f"data.source={', '.join(reader.items)}",
-            reader.files,
-            tokenizer,
-            text_key=config.text_key,
-            seq_len=seq_len,
-            pack=pack,
-            seed=seed,
-        )
+        name = f"data.source={', '.join(reader.items)}"
+        return StreamDataset(name, reader.files, tokenizer, text_key=config.text_key, **cut)
     if reader.is_text:
-        return PackedDataset(
-            store.tokens, vocab_size=vocab_size, seq_len=seq_len, pack=pack, seed=seed
-        )
+        return PackedDataset(store.tokens, vocab_size=tokenizer.vocab_size, **cut)
     return ExampleDataset(
         store,
-        vocab_size=vocab_size,
+        vocab_size=tokenizer.vocab_size,
         pad_id=tokenizer.eos_id,
-        seq_len=seq_len,
-        pack=pack,
-        seed=seed,
         excess_length=config.excess_length_strategy,
         group=2 if reader.is_pairs else 1,
+        **cut,
     )
 
 
