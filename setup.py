@@ -26,6 +26,7 @@ setup(
     description="A runtime and trainer for long-context language models on PyTorch",
     license="Apache-2.0",
     python_requires=">=3.11",
+    classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)],
     packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
     package_data={
         "isp": ["py.typed"],

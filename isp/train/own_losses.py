@@ -50,16 +50,17 @@ class OwnLosses:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """The log-probability of each label, the log-sum-exp and `entropy` if asked, each [B, S].
+        """The log-probability of each label, the log-sum-exp and, if asked, `entropy`, each [B, S].
 
-        Of place t of a row that is log p(labels[t]) by the tokens before it, of logits divided by
-        `temperature`; 0, without a gradient, at the first token of a document and where a label is
-        -100. The same on all ranks of a sequence, in the caller's order, float32 at least; logits
-        never exist as a whole. `input_ids`, `labels` and `position_ids` are as in `loss`; None: the
-        tokens. Rows may be of any length; what `attention_mask` [B, S] leaves out, on whichever
-        side, is neither seen nor scored. Compute any scalar of it and give that to `backward`;
-        several may be alive until then. Under `torch.no_grad()` nothing is kept. Raises ValueError
-        for shapes that do not fit and, with gradients, for pipeline stages: see `forward_backward`.
+        At position t, the log-probability of labels[t] given the tokens before it, for logits
+        divided by `temperature`. It is 0, without a gradient, at the first token of a document and
+        where a label is -100. Results are the same on all ranks of a sequence, in your order,
+        float32 at least; logits never exist as a whole. Arguments are as in `loss`; `labels` None:
+        the tokens. Sequences may have any length. Tokens that `attention_mask` [B, S] masks, at
+        either end, are neither attended to nor scored. Compute a scalar from the results and pass
+        it to `backward`; several results may be alive until then. Under `torch.no_grad()` nothing
+        is kept. Raises ValueError for shapes that do not fit and, with gradients, for pipeline
+        stages: use `forward_backward`.
         """
         rows = input_ids, labels, position_ids, attention_mask
         question = self._asking.scores(*rows, temperature=temperature, entropy=entropy)
@@ -100,14 +101,14 @@ class OwnLosses:
         attention_mask: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor | TopTokens:
-        """Logits / `temperature`, for a loss such as `log_probs` are, float32 at least.
+        """Logits divided by `temperature`, with gradients as in `log_probs`, float32 at least.
 
-        Aligned as transformers': those of place t are of the token at t + 1. Of the tokens `pick`
-        [B, S, k], -> [B, S, k]; or the `top_k` largest of the whole vocabulary, with their tokens;
-        or all, [B, S, V], in several copies on every rank of a sequence. Of a model that classifies
-        tokens the same of its labels; of one that classifies sequences [B, labels], where
-        transformers takes them: at the last token of a row that is not the configuration's
-        `pad_token_id`. Raises as `log_probs` does.
+        As in transformers, those at position t predict the token at t + 1. The result has the
+        logits of the tokens `pick` [B, S, k], as [B, S, k]; or the `top_k` largest of the
+        vocabulary, with their tokens; or all, [B, S, V], in several copies on every rank of a
+        sequence. For a token classifier, V is the number of labels. For a sequence classifier the
+        result is [B, labels], taken at the last token that is not the configuration's
+        `pad_token_id`, as in transformers. Raises as `log_probs` does.
         """
         question = self._asking.logits(
             input_ids, pick, position_ids, attention_mask, top_k=top_k, temperature=temperature
@@ -122,11 +123,11 @@ class OwnLosses:
         *,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """What the head is given, [B, S, D], for heads of the caller's own, float32 at least.
+        """The input of the head, [B, S, D], for heads of your own, float32 at least.
 
-        Whole and the same on all ranks of a sequence, to make a loss of as of `log_probs`. Such a
-        head is the caller's to keep alike on all ranks: its gradients are those of the rows of a
-        data rank. Raises as `log_probs` does, and for a model without a linear at its end.
+        It is whole and the same on all ranks of a sequence; compute a loss from it as from
+        `log_probs`. Keep your head the same on all ranks: its gradients are those of one data
+        rank's sequences. Raises as `log_probs` does, and for a model that does not end in a linear.
         """
         question = self._asking.hidden(input_ids, position_ids, attention_mask)
         found: Tensor = self._answer("hidden", question)
@@ -161,17 +162,16 @@ class OwnLosses:
         entropy: bool = False,
         last: bool = False,
     ) -> Tensor:
-        """Forward and backward of micro-batches, in a pipeline if there is one; losses, float64.
+        """Forward and backward of micro-batches, in a pipeline if there is one; their losses.
 
-        Each of `batches` has `input_ids`, maybe `labels`, `position_ids` and `attention_mask`, as
-        `log_probs` takes them, and whatever else `loss_function(scores, batch)` reads: that makes
-        a scalar of what `log_probs` gives of the micro-batch (`logits`, if the model classifies).
-        All ranks of a sequence are given the same, on all stages; it is called in the order of the
-        micro-batches, by the ranks of the last stage alone, while others compute: it may call no
-        collective that others join. What needs a forward of another model goes into `batches`
-        before. The scalars' gradients add up until `step`, as those of `backward`; under
-        `torch.no_grad()` there are none. -> [micro-batches], the same on all ranks that share
-        them. `last`: see `backward`. Raises ValueError for what does not fit.
+        Each of `batches` has `input_ids`, optionally `labels`, `position_ids` and `attention_mask`
+        as in `log_probs`, and whatever `loss_function(scores, batch)` reads. That function returns
+        a scalar, computed from the results of `log_probs` for the micro-batch (of `logits`, for a
+        classifier). Pass the same to all ranks of a sequence, on all stages. Only ranks of the last
+        stage call it, in order, while others compute, so it must not call collectives; put what
+        needs another model's forward into `batches`. Gradients add up until `step`, as in
+        `backward`; under `torch.no_grad()` there are none. -> [micro-batches], float64, the same on
+        all ranks that share them. `last`: see `backward`. Raises ValueError for what does not fit.
         """
         pipeline = self.config.parallel.pipeline
         if not batches:
@@ -199,28 +199,28 @@ class OwnLosses:
         return self._asking.logits(batch["input_ids"], None, *rest, temperature=temperature)
 
     def backward(self, loss: Tensor, *, last: bool = False) -> None:
-        """The backward pass of a scalar that the caller made of `log_probs`, `logits`, `hidden`.
+        """Backward of a scalar computed from `log_probs`, `logits` or `hidden`.
 
-        Any number of times before a `step`: gradients add up, those of data ranks, too; the ranks
-        of a sequence compute the same scalar, which counts once. Nothing is divided by anything:
-        see `count`. `last`: none comes behind it before the step, so gradients are reduced while it
-        runs. What fails drops the gradients since the last step. Raises RuntimeError where the loss
-        is made of nothing that waits for a backward.
+        It can be called several times before a `step`: gradients add up, over data ranks too, and
+        are not divided by anything (see `count`). All ranks of a sequence must compute the same
+        scalar, which counts once. `last=True` says that no other backward follows before the step,
+        so gradients are reduced while it runs. A failure drops the gradients since the last step.
+        Raises RuntimeError if the loss does not depend on a result that waits for a backward.
         """
         self._check(trains=True)
         self._pending = None
         self._graphs.backward(loss, last=last)
 
     def count(self, mask: Tensor) -> Tensor:
-        """The sum of `mask`, the same on the ranks of a sequence, over data ranks; [], float64."""
+        """The sum of `mask` over data ranks, float64; all ranks of a sequence pass the same."""
         total = mask.to(self.device).sum(dtype=torch.float64)
         return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
 
     def grad_norm(self) -> float:
         """The global norm of the gradients of `backward`, as `step` will report it.
 
-        The last call before a `step` or `zero_grad`: gradients are summed over the ranks by it.
-        Raises RuntimeError where there was no `backward`; `step(loss)` reports it itself.
+        It sums gradients over ranks, so it must be the last call before `step` or `zero_grad`.
+        Raises RuntimeError if there was no `backward`; `step(loss)` reports the norm itself.
         """
         self._check(trains=True)
         return self._graphs.grad_norm()

@@ -37,7 +37,7 @@ __all__ = ["ParallelRun"]
 
 
 class ParallelRun(OwnLosses):
-    """A model under way: its loss, its steps, its weights.
+    """A model in training: its loss, its steps, its weights.
 
         run = isp.parallelize(model, "config.yaml")
         for input_ids, labels in data:  # e.g. by DistributedSampler(.., run.dp_size, run.dp_rank)
@@ -45,9 +45,9 @@ class ParallelRun(OwnLosses):
             run.step(loss)
         run.save_pretrained(folder)
 
-    The ranks of a tensor group are given the same rows, the data ranks each their own. Between
-    steps nothing is under way: parameters (this rank's shards) may be read, and what is written
-    into them, on all ranks that have them, counts.
+    Give all ranks of a tensor group the same sequences, and each data rank its own. Between steps
+    no transfer is in flight: you may read parameters (this rank's shards) and write them, if all
+    ranks that hold a parameter write the same.
     """
 
     def __init__(
@@ -86,23 +86,23 @@ class ParallelRun(OwnLosses):
 
     @property
     def dp_rank(self) -> int:
-        """The data rank, of `dp_size`; those of one rank share their rows."""
+        """The data rank, from 0 to `dp_size` - 1; its ranks get the same sequences."""
         return self.mesh[Axis.DATA].rank
 
     @property
     def dp_size(self) -> int:
-        """Data ranks, each with rows of its own."""
+        """The number of data ranks, each with its own sequences."""
         return self.mesh[Axis.DATA].size
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """What `parallelize` was given; None: `optimizer` of the configuration says the update."""
+        """The optimizer passed to `parallelize`; None: the configuration's update rule is used."""
         updates = self.train_step.optimizer.torch_updates
         return None if updates is None else updates.optimizer
 
     @property
     def num_steps(self) -> int:
-        """Steps so far, skipped ones and those before `load` too."""
+        """Steps so far, including skipped ones and those before `load`."""
         return self._done.steps
 
     def loss(
@@ -111,16 +111,16 @@ class ParallelRun(OwnLosses):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """The mean loss over the labels of all ranks, to be given to `step`; [].
+        """The mean loss over the labels of all ranks, a scalar to pass to `step`.
 
-        `input_ids`, `labels` and `position_ids` [B, S] are whole rows. As in transformers, `labels`
-        are the tokens themselves, -100 where there is nothing to predict, and are shifted here;
-        None: every token but the first of each document. Documents that are packed in a row begin
-        where `position_ids` restart. The host waits for none of them that are in its own memory, so
-        page-locked ones are not to be filled again before the step is over. Its gradient
-        is this rank's part; without gradients it is an evaluation. Raises ValueError for shapes
-        that do not fit, RuntimeError for weights that since `parallelize` were frozen, thawed,
-        replaced or converted; so does its backward outside of `step`.
+        `input_ids`, `labels` and `position_ids` [B, S] are whole sequences. As in transformers,
+        `labels` are the tokens themselves, -100 where no loss is computed, and are shifted here;
+        None: all tokens but the first of each document. Packed documents begin where
+        `position_ids` restart. The host does not wait for inputs in its own memory to be copied:
+        do not refill page-locked ones before the step is over. The gradient is this rank's part;
+        under `torch.no_grad()` this evaluates. Raises ValueError for shapes that do not fit, and
+        RuntimeError if weights were frozen, unfrozen, replaced or converted since `parallelize`;
+        so does its backward outside of `step`.
         """
         self._graphs.refuse("loss")
         self._asking.check_predicts("loss")
@@ -140,20 +140,20 @@ class ParallelRun(OwnLosses):
         return loss
 
     def train(self, mode: bool = True) -> Self:
-        """Modules in the mode of training (dropout is on) or not, as `nn.Module.train`."""
+        """Set training mode (dropout on) or evaluation mode, as `nn.Module.train`."""
         self.model.train(mode)
         return self
 
     def eval(self) -> Self:
-        """As `train(False)`."""
+        """The same as `train(False)`."""
         return self.train(False)
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """In this context LoRA adapters of PEFT add nothing: the reference of the trained model.
+        """A context without the LoRA adapters of PEFT: the reference of the trained model.
 
-        What is computed has to be under `torch.no_grad()`, else it raises RuntimeError. Raises
-        ValueError for a model without adapters, or with others than plain LoRA.
+        Use it under `torch.no_grad()`, else it raises RuntimeError. Raises ValueError for a model
+        without adapters, or with others than plain LoRA.
         """
         with turned_off(self.model):
             before, self._adapters_are_off = self._adapters_are_off, True
@@ -163,13 +163,13 @@ class ParallelRun(OwnLosses):
                 self._adapters_are_off = before
 
     def to(self, device: str | torch.device) -> Self:
-        """Weights, main gradients and optimizer states leave the device for "cpu", or come back.
+        """Move weights, main gradients and optimizer states to "cpu", or back to the device.
 
-        For a phase of others, such as generation; on a rank that computes on the CPU nothing is
-        moved. Until they are back nothing may be computed, saved or read, which raises RuntimeError
-        here, and parameters have no memory. The memory that it takes of the host stays reserved.
-        Raises ValueError for another device, MemoryError if the host has too little memory, and
-        RuntimeError between `backward` and the step.
+        Use it to free the device for another phase, such as generation. On CPU ranks nothing
+        moves. Until they are back, computing, saving or reading raises RuntimeError, and
+        parameters have no memory. The host memory stays reserved. Raises ValueError for another
+        device, MemoryError if the host has too little memory, and RuntimeError between `backward`
+        and the step.
         """
         target = torch.device(device)
         home = target.type == self.device.type and target.index in (None, self.device.index)
@@ -189,16 +189,16 @@ class ParallelRun(OwnLosses):
         self._off_device.leave()
 
     def zero_grad(self) -> None:
-        """Drop what waits for a backward, and the gradients since the last step."""
+        """Drop results that wait for a backward, and the gradients since the last step."""
         self._graphs.drop()
 
     def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
-        """Reduction, clipping and update, after the backward of `loss`; `lr` None: `optimizer.lr`.
+        """Backward of `loss`, reduction, clipping and update; `lr` None: `optimizer.lr`.
 
-        Without a loss, behind `backward`; the outcome's loss is the sum of what that was given,
-        over data ranks. Raises RuntimeError for any loss but the one that the last call of `loss`
-        gave, as it is, and where there was no `backward`; ValueError for a rate beside an optimizer
-        of the caller's own.
+        Without a loss, it ends the step of `backward`, and the outcome's loss is the sum of the
+        losses passed there, over data ranks. Raises RuntimeError for a loss that is not the result
+        of the last call of `loss`, and if there was no `backward`; ValueError for `lr` with an
+        optimizer of your own.
         """
         if lr is not None and self.optimizer is not None:
             raise ValueError(
@@ -229,9 +229,9 @@ class ParallelRun(OwnLosses):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as transformers does, so that `from_pretrained` loads them.
 
-        All ranks call it; rank 0 writes, block by block, in the dtype of training. Adapters
-        of PEFT are written as PEFT writes them, alone. Raises CheckpointError on all ranks if rank
-        0 cannot write.
+        All ranks call it; rank 0 writes, block by block, in the training dtype. PEFT adapters are
+        written as PEFT does, without the base model. Raises CheckpointError on all ranks if rank 0
+        cannot write.
         """
         self._check(trains=False)
         self.weights.save_pretrained(Path(folder))
@@ -243,13 +243,13 @@ class ParallelRun(OwnLosses):
         to_rank: int | None = None,
         merge_adapters: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights as `save_pretrained` writes them, for an engine of inference.
+        """Yield names and whole weights as `save_pretrained` writes them, e.g. for inference.
 
-        All ranks call it, and iterate to the end. Tensors are on the device, in `dtype` if they are
-        floating-point (None: that of training), the iterator's caller's own, and on all ranks or
-        `to_rank` alone; of the model a block is whole at a time. Of a model of PEFT names are its
-        own, adapters apart; `merge_adapters`: those of the model below, with the adapters in its
-        weights, as `merge_and_unload` gives them. Raises ValueError for a rank that is none.
+        All ranks must call it and iterate to the end. Tensors are on the device, belong to the
+        caller, and have `dtype` if they are floating-point (None: the training dtype). They are
+        yielded on all ranks, or on `to_rank` alone. One block is whole at a time. With PEFT, names
+        are PEFT's and adapters are separate; `merge_adapters` merges them into the base model's
+        weights, as `merge_and_unload` does. Raises ValueError for a rank that does not exist.
         """
         world = self.mesh.topology.world_size
         if to_rank is not None and not 0 <= to_rank < world:
@@ -261,24 +261,24 @@ class ParallelRun(OwnLosses):
     def save(
         self, folder: str | Path, extra: Mapping[str, Plain] | None = None, *, keep: int = 0
     ) -> None:
-        """Write a checkpoint `step_<num_steps>` into `folder`, each rank its part; all call it.
+        """Write a checkpoint `step_<num_steps>` into `folder`; all ranks call it.
 
-        Weights, states of the optimizer, random states, and `extra`: plain values (rank 0's) and
-        tensors, in lists and dicts by strings. Its name is given when all is written, so what was
-        there before stays good until then; `keep`: only as many of the newest, 0: all. What
-        `backward` has found since the last step is not saved. Raises CheckpointError on all ranks
-        if any cannot write.
+        It contains weights, optimizer states, random states, and `extra`: plain values (rank 0's)
+        and tensors, in lists and dicts with string keys. It is published by one rename, so a
+        failure leaves earlier checkpoints intact. `keep` is the number of checkpoints to keep, 0:
+        all. Gradients since the last step are not saved. Raises CheckpointError on all ranks if
+        any rank cannot write.
         """
         self._check(trains=False)
         self._checkpoints.save(Path(folder), self._done, dict(extra or {}), keep=keep)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Plain]:
-        """Load a checkpoint of `save` or `isp train`, of any layout; its `extra`. All call it.
+        """Load a checkpoint of `save` or `isp train`, of any layout; returns its `extra`.
 
-        `path` is a checkpoint, or a folder of them: then the newest good one. Random states are
-        loaded where the layout is the same. `weights_only`: neither these nor the optimizer's
-        states and count of steps. Raises ValueError for another model or update rule, and
-        CheckpointError if there is no good one.
+        All ranks call it. `path` is a checkpoint, or a folder of them: then the newest good one.
+        Random states are loaded if the layout is the same. `weights_only` leaves out random states,
+        optimizer states and the step count. Raises ValueError for another model or update rule,
+        and CheckpointError if there is no good checkpoint.
         """
         self._check(trains=False)
         self._pending = None

@@ -37,24 +37,22 @@ def parallelize(
     *,
     optimizer: MakeOptimizer | None = None,
 ) -> ParallelRun:
-    """Spread `model` over the ranks, in place; its modules and the names of parameters stay.
+    """Shard `model` over the ranks, in place; modules and parameter names do not change.
 
-    A causal language model of transformers (adapters of PEFT put on or not), one that classifies
-    tokens, or sequences by their last token, or a module of
-    `nn.Linear`, `nn.Embedding` and norms that is called with tokens and positions and calls
-    `isp.attention`. `config` is a configuration or its file; of it count `parallel`, `training`,
-    `optimizer`, `comm`, and of `model` how to compute (`checkpoint`, `checkpoint_offload`,
-    `checkpoint_segment`, `loss_chunk_tokens`, `attention_backend`); other sections of the file are
-    not read. Ranks are torchrun's. A model on the meta device gets the weights that it would begin
-    with, by `training.seed`, each rank its part alone. Weights that are frozen
-    (`requires_grad=False`) stay so; a model whose weights all are, such as a reference beside the
-    trained one, gives `loss` and `log_probs` without gradients.
+    `model` is a causal language model, token classifier or sequence classifier of transformers,
+    with or without PEFT adapters, or a module of `nn.Linear`, `nn.Embedding` and norms that is
+    called with tokens and positions and calls `isp.attention`. `config` is a configuration or the
+    path of its file. Used are `parallel`, `training`, `optimizer`, `comm`, and the keys of `model`
+    that say how to compute (`checkpoint`, `checkpoint_offload`, `checkpoint_segment`,
+    `loss_chunk_tokens`, `attention_backend`). The ranks are those that torchrun started. A model
+    on the meta device gets the initial weights that `training.seed` determines; each rank creates
+    its shard only. Frozen weights (`requires_grad=False`) stay frozen. If all are, as in a
+    reference model, `loss` and `log_probs` have no gradients.
 
-    `optimizer` takes the place of the update rule in `config`: it is called with names and the
-    parameters of this rank, those rows of the float32 master weights that it updates, first a few
-    times with small ones, and gives an optimizer of torch that treats each element by itself;
-    `run.optimizer` is it. Raises ValueError, before any
-    process group starts, for a model or sizes that are not supported.
+    `optimizer` replaces the update rule of `config`. It is called with names and this rank's rows
+    of the float32 master weights (first a few times with small tensors), and returns an optimizer
+    of torch that treats each element by itself; `run.optimizer` is that optimizer. Raises
+    ValueError, before any process group starts, for a model or sizes that are not supported.
     """
     if not isinstance(config, JobConfig):
         config = loop_config(config)
