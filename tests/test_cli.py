@@ -51,7 +51,7 @@ def test_help_keys_prints_the_reference(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["config", "--help-keys", "optimiser"])
     assert ended.value.code == 2
-    assert "optimiser is no section: use one of job, " in capsys.readouterr().err
+    assert "optimiser is not a section: use one of job, " in capsys.readouterr().err
 
 
 def test_overrides_may_stand_before_the_file(job, capsys):

@@ -99,7 +99,7 @@ def test_faults_are_reported_in_a_line(
         ((str(tmp_path), "--prompt", "x"), "is not a checkpoint"),
         ((str(llama), "--prompt", ""), "the prompt '' is empty"),
         ((str(llama), "--prompt", "x"), "token 258 of the prompt, and the model has 258"),
-        ((str(checkpoint), "--prompt", str(no_text)), "no_text is a file that is no text"),
+        ((str(checkpoint), "--prompt", str(no_text)), "no_text is not a text file"),
         ((str(checkpoint), "--prompt", "x", f"--tokenizer={wide}"), "has 259 entries"),
         ((str(gpt2), "--prompt", "x", f"--tokenizer={wide}"), "and the model 258"),
         ((str(checkpoint), "--prompt", "x", "--top-p", "2"), "--top-p 2.0"),

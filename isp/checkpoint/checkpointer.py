@@ -95,7 +95,10 @@ class Checkpointer:
             # Ranks that all end for one reason still finish it; one that is gone is not awaited.
             self._flight.join(_LAST_SECONDS)
             if not self._flight.over:
-                logger.warning("the save of step %d does not end: it is left", self._flight.step)
+                logger.warning(
+                    "the save of step %d does not finish: training ends without it",
+                    self._flight.step,
+                )
 
     # -- saving ------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ def _text_of(prompt: str) -> str:
     try:
         return Path(prompt).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt {prompt} is a file that is no text: {error}") from None
+        raise ValueError(f"--prompt {prompt} is not a text file: {error}") from None
 
 
 def _generate(

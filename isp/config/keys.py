@@ -98,7 +98,7 @@ class KeyTable:
         chosen = [path for path in self.sections if path[: len(prefix)] == prefix]
         if not chosen:
             known = ", ".join(".".join(path) for path in self.sections if path)
-            raise ValueError(f"{name} is no section: use one of {known}")
+            raise ValueError(f"{name} is not a section: use one of {known}")
         return "\n\n".join(self._section_text(path) for path in chosen if path)
 
     def _section_text(self, path: KeyPath) -> str:

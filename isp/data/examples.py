@@ -72,7 +72,7 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
     """What the lines of a file hold: as asked, else as the keys of its first line say."""
     if asked is not Format.AUTO:
         if not has_records(path) and asked is not Format.TEXT:
-            raise ValueError(f"data.format={asked}: {path} is no .jsonl file, and no table")
+            raise ValueError(f"data.format={asked}: {path} is neither a .jsonl file nor a table")
         return asked
     if not has_records(path):
         return Format.TEXT

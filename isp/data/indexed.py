@@ -79,7 +79,7 @@ def check_pair(prefix: Path) -> None:
             beside = f"{other} is there, but" if other.exists() else f"{other} and"
             raise FileNotFoundError(f"{beside} {path} is missing: {_WAY_OUT}")
         if not path.is_file():
-            raise ValueError(f"{path} is no regular file, which it must be: {_WAY_OUT}")
+            raise ValueError(f"{path} must be a regular file: {_WAY_OUT}")
 
 
 def remove_pair(prefix: Path) -> None:

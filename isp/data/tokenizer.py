@@ -166,7 +166,7 @@ def _tokenizer_file(path: Path) -> Path:
             "tokenizer.json or of a folder that holds one"
         )
     if not path.is_dir() and not path.is_file():
-        raise ValueError(f"data.tokenizer={path} is no regular file, but a pipe or a device")
+        raise ValueError(f"data.tokenizer={path} is not a regular file but a pipe or a device")
     return path / "tokenizer.json" if path.is_dir() else path
 
 

@@ -32,7 +32,9 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"--temperature {self.temperature} must be 0 (the likeliest) or more")
+            raise ValueError(
+                f"--temperature {self.temperature} must be 0 (the likeliest token) or more"
+            )
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k} must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:

@@ -284,7 +284,9 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]
     """Raise ValueError for blocks that the sequence cannot be split in."""
     mixing = [call for call in calls if call.kind.mixes]
     if not mixing:
-        raise ValueError(f"{type(model).__name__} mixes tokens by nothing that isp can see: {_HOW}")
+        raise ValueError(
+            f"{type(model).__name__} has no call that mixes tokens and that isp can trace: {_HOW}"
+        )
     for call in mixing:
         if call.block is None:
             raise ValueError(

@@ -217,7 +217,9 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
             f" freeze what is not trained by requires_grad_(False) before isp.parallelize"
         )
     if len(held) > len(parameters):
-        raise ValueError("optimizer=..: it has parameters that it was not given: use those alone")
+        raise ValueError(
+            "optimizer=..: it has parameters that were not passed to it: use only those that were"
+        )
     return {
         name: {
             "weight": parameter.detach(),

@@ -268,7 +268,7 @@ def load_fabric(name: str | Path) -> Fabric:
         path = FOLDER / f"{name}.yaml"
         if not path.exists():
             raise ConfigError(
-                f"--fabric {name}: no such file, and none of those that come with isp:"
+                f"--fabric {name}: neither a file nor a fabric that comes with isp:"
                 f" {', '.join(known_fabrics())}; `isp calibrate` measures this machine"
             )
     try:

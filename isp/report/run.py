@@ -65,7 +65,9 @@ def run_page(folder: RunFolder) -> Page:
     """
     records = read_metrics(folder.metrics_file)
     if not records:
-        raise ValueError(f"{folder.metrics_file} holds no step yet: let the run do one first")
+        raise ValueError(
+            f"{folder.metrics_file} contains no step yet: let the run finish a step first"
+        )
     config = load_config(folder.config_file)
     environment, average = _environment(folder), means(records)
     ranks = "1 rank" if environment.world_size == 1 else f"{environment.world_size} ranks"

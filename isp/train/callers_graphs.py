@@ -289,13 +289,13 @@ class CallersGraphs:
     def grad_norm(self) -> float:
         """As `ParallelRun.grad_norm`."""
         if not self._begun:
-            raise RuntimeError("run.grad_norm() comes between run.backward(loss) and run.step()")
+            raise RuntimeError("call run.grad_norm() between run.backward(loss) and run.step()")
         return self._step.grad_norm()
 
     def update(self, lr: float) -> StepOutcome:
         """As `ParallelRun.step` without a loss."""
         if not self._begun:
-            raise RuntimeError("step() without a loss comes behind run.backward(loss)")
+            raise RuntimeError("call run.backward(loss) before step() without a loss")
         totals = torch.stack((self._loss, self._count))
         data = self._mesh[Axis.DATA]
         self.drop()
@@ -326,7 +326,7 @@ class CallersGraphs:
     def _arrive(self, graph: _Graph, gradient: Tensor) -> None:
         if self._arrived is None:
             raise RuntimeError(
-                "a loss made of results of the run went backward by itself: call run.backward(loss)"
+                "a loss of the run's results was given to loss.backward(): call run.backward(loss)"
             )
         if graph.weights != self._weights or graph.number in self._went:
             raise RuntimeError(

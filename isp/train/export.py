@@ -107,7 +107,7 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
     """The configuration of the run that saved a checkpoint."""
     kept = info.manifest.shared.get("config")
     if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
-        raise ValueError(f"{info.path} does not say which model it is of")
+        raise ValueError(f"{info.path} does not record its model")
     known = {
         "model.hf": lambda found: found is None or isinstance(found, str),
         "model.init_from": lambda found: found is None or isinstance(found, str),

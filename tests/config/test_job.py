@@ -248,5 +248,5 @@ def test_the_reference_names_every_key_and_what_it_means():
         "  mode: mtp or msp or fsp or isp; default: isp\n"
         "      mtp, msp, fsp or isp."
     )
-    with pytest.raises(ValueError, match=r"^tensor is no section: use one of job, model, "):
+    with pytest.raises(ValueError, match=r"^tensor is not a section: use one of job, model, "):
         KeyTable.of(JobConfig).reference("tensor")

@@ -380,7 +380,7 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
         "of the weight, of which a rank has a part": (model, of.Adafactor),
         "without a closure": (model, of.LBFGS),
         "leaves out temperature": (model, lambda own: of.SGD(own[1:], lr=0.1)),
-        "was not given": (model, lambda own: of.SGD([*own, torch.ones(1)], lr=0.1)),
+        "were not passed to it": (model, lambda own: of.SGD([*own, torch.ones(1)], lr=0.1)),
     }
     for said, (of_case, make) in refused.items():
 

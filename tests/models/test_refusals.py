@@ -242,7 +242,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "scalar": (_Scalar, "scale is a scalar, of which no rank has a row: give it shape [1]"),
     "called twice": (_CalledTwice, "blocks.0 (OwnBlock) is called 2 times in a forward"),
     "large values": (lambda: _with_block(_LargeValues), "values of 8 features and keys of 4"),
-    "no attention": (_NoAttention, "_NoAttention mixes tokens by nothing that isp can see"),
+    "no attention": (
+        _NoAttention,
+        "_NoAttention has no call that mixes tokens and that isp can trace",
+    ),
     "other call": (
         lambda: nn.Sequential(nn.Linear(4, 4)),
         "Sequential could not be traced: TypeError: ",

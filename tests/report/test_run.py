@@ -201,7 +201,7 @@ def test_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no such folder" in refusal(capsys, str(tmp_path / "absent"))
     assert "holds neither metrics.jsonl nor profile.json" in refusal(capsys, str(tmp_path))
     empty = make_run(tmp_path / "run", [])
-    assert "holds no step yet" in refusal(capsys, str(empty.path))
+    assert "contains no step yet" in refusal(capsys, str(empty.path))
     empty.metrics_file.write_text("{}\n")
     assert "line 1 is not a record" in refusal(capsys, str(empty.path))
     empty.metrics_file.write_text(RECORD.to_json() + "\n")
