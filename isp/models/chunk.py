@@ -57,8 +57,6 @@ class TracedChunk:
         If the trace has a head, losses are computed `loss_chunk_tokens` tokens at a time, 0: all.
         `gives_scores`: gradients of `scores` may be asked for.
         """
-        self.left_out = frozenset[str]()
-        """Blocks that hand on what they are given."""
         self._stage: Stage | None = None
         """None: the whole model."""
         self._gives_scores = gives_scores
@@ -116,7 +114,7 @@ class TracedChunk:
         memory: where the documents of the sequence of all ranks begin, B being 1; None if it is not
         packed.
         """
-        stage, instead = self._stage, Instead(self.left_out, calls=self._ends)
+        stage, instead = self._stage, Instead(calls=self._ends)
         if stage is not None:
             outside = self._outside - stage.parts
             instead = Instead(

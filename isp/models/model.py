@@ -115,6 +115,7 @@ class TracedModel:
     def computed(self, **keys: Any) -> TracedModel:
         """The same model, computed as these `keys` of its making say; what is known is shared."""
         other = copy.copy(self)
+        vars(other).pop("_tensor_plan", None)
         assert keys.keys() <= vars(other).keys(), keys
         vars(other).update(keys)
         other._check_recomputation()
@@ -379,7 +380,6 @@ class TracedModel:
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.host.connect(model)
-
         local = local_of(layers, self.attention_backend, attention)
         sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
         if layers.cache is not None and any(s.chunk or s.relative for s in sizes):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from isp.models.build import shape_only
+from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
-from isp.parallel import Mode, ParallelConfig
+from isp.models.stages import stages_of
+from isp.parallel import ParallelConfig
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
+from isp.settings.recomputation import Recomputation
 from isp.weights.declare import as_chunks, weight_names
 from isp.weights.grid import grid
 from isp.weights.parameter import by_whole
 from isp.weights.plan import Plan, plan
-from isp.weights.trace import Action, Chunks
+from isp.weights.trace import Action, Block, Chunks, inputs_kept, recomputed_blocks
 
-__all__ = ["RankPlan", "RankShape", "rank_plans", "rank_shape", "schedule_text"]
+__all__ = ["RankPlan", "RankShape", "marked", "rank_plans", "rank_shapes", "schedule_text"]
 
 
 class RankShape(NamedTuple):
@@ -32,41 +36,48 @@ class RankShape(NamedTuple):
     """Of each trained parameter by itself, by its name in the model."""
 
 
-def rank_shape(
-    model: TracedModel,
-    mode: Mode,
-    order: PipelineOrder,
-    rank: int,
-    *,
-    embed_split_hidden: bool = False,
-    experts_stay: bool = False,
-) -> RankShape:
-    """The shape of the `rank`-th rank of a pipeline; built on the meta device."""
-    stages, split = order.stages_of(rank), embed_split_hidden
-    built = shape_only(
-        model,
-        mode,
-        stages,
-        order.num_stages,
-        embed_split_hidden=split,
-        experts_stay=experts_stay,
+def rank_shapes(
+    model: TracedModel, whole: TracedChunk, order: PipelineOrder
+) -> tuple[RankShape, ...]:
+    """The shape of each rank of a pipeline.
+
+    `whole`: all of the model on one rank, without memory, recomputed in whatever way.
+    """
+    stages = stages_of(model.shape, model.trace, order.num_stages)
+    chunks = [whole] if len(stages) == 1 else [*map(whole.of_stage, stages)]
+    return tuple(
+        _rank_shape(model, [chunks[number] for number in order.stages_of(rank)])
+        for rank in range(order.config.size)
     )
-    declared = tuple(chunk.weight_blocks() for chunk in built)
-    items = [item for chunk in built for item in by_whole(chunk.shards())]
+
+
+def _rank_shape(model: TracedModel, own: list[TracedChunk]) -> RankShape:
+    declared = tuple(chunk.weight_blocks() for chunk in own)
+    shards = [item for chunk in own for item in chunk.shards()]
+    items = [item for chunk in own for item in by_whole(chunk.shards())]
     names = {id(item.parameter): item.name for item in items} | weight_names(declared)
     tied = (id(item.parameter) for item in items if item.name == model.tied_weight)
     return RankShape(
-        as_chunks(declared),
+        marked(as_chunks(declared), model.trace.blocks, model.recomputation),
         {names[id(item.parameter)]: item.layout for item in items},
         next((names[parameter] for parameter in tied), None),
         frozenset(names[id(p.parameter)] for p in items if not p.parameter.requires_grad),
-        {
-            item.name: item.layout
-            for chunk in built
-            for item in chunk.shards()
-            if item.parameter.requires_grad
-        },
+        {item.name: item.layout for item in shards if item.parameter.requires_grad},
     )
+
+
+def marked(chunks: Chunks, blocks: Sequence[str], how: Recomputation) -> Chunks:
+    """The chunks of a model of these `blocks`, recomputed as `how` says."""
+    recomputed = dict(zip(blocks, recomputed_blocks(len(blocks), how.checkpoint), strict=True))
+
+    def of_chunk(chunk: tuple[Block, ...]) -> Iterator[Block]:
+        own = tuple(recomputed[block.name] for block in chunk if block.name in recomputed)
+        marks = zip(own, inputs_kept(own, how.segment), strict=True)
+        for block in chunk:
+            again, kept = next(marks) if block.name in recomputed else (False, True)
+            yield block._replace(recomputed=again, input_kept=kept)
+
+    return tuple(tuple(of_chunk(chunk)) for chunk in chunks)
 
 
 class RankPlan(NamedTuple):
@@ -104,8 +115,9 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
         )
     found = []
     stay = 1 < parallel.expert.size == parallel.weight.size
-    for rank in range(parallel.pipeline.size):
-        chunks = rank_shape(model, mode, order, rank, experts_stay=stay).chunks
+    (whole,) = shape_only(model, mode, experts_stay=stay)
+    for rank, shape in enumerate(rank_shapes(model, whole, order)):
+        chunks = shape.chunks
         actions = order.actions(rank, micro_num)
         title = f"stage {' and '.join(map(str, order.stages_of(rank)))}"
         steps = plan(chunks, actions, parallel.weight.prefetch)

@@ -10,20 +10,21 @@ the stages, one after the other, with the whole model on a few tokens before ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isp.models.calls import ForwardEnd
+from isp.models.calls import BlockOutput, ForwardEnd
 from isp.models.probe import Forward, local_calls, without_weights
 from isp.models.roles import ParameterRole
 from isp.models.trace import BEHIND, ModelTrace
 from isp.pipeline import split_layers
 
-__all__ = ["Stage", "check_stages", "stages_of", "tied_weight"]
+__all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
 
 
 class Stage(NamedTuple):
@@ -108,6 +109,35 @@ def _readers(model: nn.Module, trace: ModelTrace) -> dict[str, set[str]]:
         for parameter in model.get_submodule(block).parameters():
             found[names[parameter]].add(block)
     return {name: places or {trace.blocks[0]} for name, places in found.items()}
+
+
+def with_blocks(
+    shape: nn.Module, trace: ModelTrace, blocks: Collection[str]
+) -> tuple[nn.Module, ModelTrace]:
+    """A model without memory, and its trace, whose other blocks hand on what they are given."""
+    others = {name: trace.outputs.get(name) for name in trace.blocks if name not in blocks}
+    empty: dict[int, Any] = {id(p): p for p in shape.parameters()}
+    for name, form in others.items():
+        block = shape.get_submodule(name)
+        empty[id(block)] = instead = copy.copy(block)  # code around it may ask what it is
+        vars(instead).update(_modules={}, _parameters={}, _buffers={})
+        instead.forward = _handing_on(form)
+    inside = tuple(f"{name}." for name in others)
+    return copy.deepcopy(shape, empty), trace._replace(
+        calls=tuple(call for call in trace.calls if call.block not in others),
+        roles={n: role for n, role in trace.roles.items() if not n.startswith(inside)},
+        read_at={n: places - others.keys() for n, places in trace.read_at.items()},
+        unused=tuple(n for n in trace.unused if not n.startswith(inside)),
+        by_token=tuple(n for n in trace.by_token if not n.startswith(inside)),
+    )
+
+
+def _handing_on(form: BlockOutput | None) -> Callable[..., Any]:
+    def handed_on(*args: Any, **kwargs: Any) -> Any:  # a function, of which copies have the same
+        x = next(iter((*args, *kwargs.values())))
+        return x if form is None else form.around(x)
+
+    return handed_on
 
 
 # -- a comparison before ranks start -----------------------------------------------------------

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, NamedTuple, TypeVar
 
 from isp.comm.tag import Purpose, Transfer
+from isp.models.calls import Kind
 from isp.parallel import SequenceScan
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
@@ -88,6 +89,8 @@ def _once_a_step(case: PlanCase, rank: int) -> list[Transfer]:
 
 def scans(case: PlanCase) -> str:
     """How scans over several ranks are split, in words; "" if there are none."""
+    if not any(call.kind is Kind.SCAN for call in case.language_model.trace.calls):
+        return ""
     sent = traffic(case, 0).by_purpose
     ways = {SequenceScan.HEADS: Purpose.SCAN_HEADS, SequenceScan.STATE: Purpose.STATES}
     found = " and ".join(way for way, purpose in ways.items() if purpose in sent)

@@ -1,7 +1,7 @@
 """The model's declarations of itself, cut for any layout: parameters, and blocks in order.
 
-A pipeline rank's part is built once a mode and way of recomputing, as one rank would have it and
-without memory; a layout only cuts it anew. So the plan knows no shapes or names of its own that
+A model is built once a mode, as one rank would have it and without memory; a layout only cuts it
+anew. So the plan knows no shapes or names of its own that
 could differ from those of a run.
 """
 
@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 from isp.config.models import language_model
+from isp.models.build import shape_only
+from isp.models.chunk import TracedChunk
 from isp.models.roles import ParameterRole
-from isp.models.schedule import RankShape, rank_shape
-from isp.parallel import Axis, Mode
+from isp.models.schedule import RankShape, marked, rank_shapes
+from isp.parallel import Axis, Mode, PipelineConfig
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Coordinates, PlanCase
 from isp.settings.section import KeyRole, defaults_of
@@ -35,6 +37,7 @@ __all__ = [
     "shape_of",
     "trained_parameters",
     "updated_parameters",
+    "whole_shape",
 ]
 
 
@@ -44,30 +47,40 @@ def bare(model: ModelConfig) -> ModelConfig:
     return replace(model, **defaults_of(ModelConfig, KeyRole.METHOD))
 
 
+@lru_cache(maxsize=32)
+def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) -> TracedChunk:
+    """All of the model on one rank, which every pipeline cuts."""
+    (whole,) = shape_only(
+        language_model(model, dtype), mode, embed_split_hidden=split, experts_stay=stay
+    )
+    return whole
+
+
 @lru_cache(maxsize=1024)
-def _shape(
-    model: ModelConfig,
-    dtype: str,
-    mode: Mode,
-    embed_split_hidden: bool,
-    order: PipelineOrder,
-    rank: int,
-    experts_stay: bool,
-) -> RankShape:
-    return rank_shape(
-        language_model(model, dtype),
-        mode,
-        order,
-        rank,
-        embed_split_hidden=embed_split_hidden,
-        experts_stay=experts_stay,
+def _shapes(
+    model: ModelConfig, dtype: str, mode: Mode, split: bool, order: PipelineOrder, stay: bool
+) -> tuple[RankShape, ...]:
+    """Of the ranks of a pipeline; ways of recomputing share all but the marks of blocks."""
+    plain = replace(bare(model), mlp_tile_tokens=model.mlp_tile_tokens)
+    traced = language_model(plain, dtype)
+    if model == plain:
+        return rank_shapes(traced, _whole(plain, dtype, mode, split, stay), order)
+    return tuple(
+        shape._replace(chunks=marked(shape.chunks, traced.trace.blocks, model.recomputation))
+        for shape in _shapes(plain, dtype, mode, split, order, stay)
     )
 
 
 def shape_of(case: PlanCase, rank: int) -> RankShape:
     """The part of the model that the `rank`-th rank of a pipeline has."""
     split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
-    return _shape(case.model, case.dtype, case.mode, split, case.order, rank, stay)
+    return _shapes(case.model, case.dtype, case.mode, split, case.order, stay)[rank]
+
+
+def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: bool) -> RankShape:
+    """All of a model."""
+    order = PipelineOrder(PipelineConfig())
+    return _shapes(model, dtype, mode, False, order, experts_stay)[0]
 
 
 def all_blocks(case: PlanCase) -> list[Block]:
@@ -133,7 +146,7 @@ def _local_parameters(
     `spread`: ranks that have different experts; `apart`: trained ones, each by itself.
     """
     found, of_experts = [], _spread(model, dtype, spread)
-    shape = _shape(model, dtype, mode, embed_split_hidden, order, rank, spread == parts > 1)
+    shape = _shapes(model, dtype, mode, embed_split_hidden, order, spread == parts > 1)[rank]
     for name, layout in (shape.trained if apart else shape.layouts).items():
         groups = of_experts.get(name, 1)
         if groups > 1 or layout.reduce_over is Axis.WEIGHT_DATA:

@@ -155,8 +155,6 @@ class EventRecorder:
         self._ahead = 0
         """The block that what is kept belongs to: the next from a block's last use on."""
         self._launched = 0
-        self._next: dict[int, int] = {}
-        """The block that is run behind each."""
         self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
         """Blocks and uses that forward has come to."""
@@ -184,10 +182,9 @@ class EventRecorder:
         self._offloaded: Counter[int] = Counter()
         """Bytes in the host's memory, by block."""
 
-    def follow(self, blocks: Sequence[DeclaredBlock], run: Sequence[int]) -> None:
-        """Note when a use of `blocks` is reached, of which those at `run` are."""
-        self._next = dict(zip(run, [*run[1:], len(blocks)], strict=True))
-        for b, block in ((b, blocks[b]) for b in run):
+    def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
+        """Note when a use of `blocks`, all that are run, is reached."""
+        for b, block in enumerate(blocks):
             block.module.register_forward_pre_hook(partial(self._enters, b))
             block.module.register_forward_hook(partial(self._leaves, b))
             called: set[int] = set()
@@ -333,7 +330,7 @@ class EventRecorder:
         if self.phase is not Phase.FORWARD or not y.requires_grad:
             return  # within a layer that computes its own gradient it requires none
         block, _ = self._places[id(module)]
-        self._ahead = self._next[block] if id(module) in self._lasts else block
+        self._ahead = block + (id(module) in self._lasts)
         y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:

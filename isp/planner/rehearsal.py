@@ -34,10 +34,12 @@ from isp.config.models import language_model
 from isp.layers.head import num_chunks
 from isp.layers.linear import linears_of
 from isp.models.chunk import TracedChunk
-from isp.parallel import Axis, ContextExchange, SequenceScan, Topology
+from isp.models.model import TracedModel
+from isp.models.stages import with_blocks
+from isp.parallel import Axis, ContextExchange, Mode, SequenceScan, Topology
 from isp.parallel.context import Windows
 from isp.planner.case import Coordinates, PlanCase
-from isp.planner.declared import BlockKind, bare, kind_of, kinds_of
+from isp.planner.declared import BlockKind, bare, kind_of, kinds_of, whole_shape
 from isp.planner.dry import (
     META,
     DryAttention,
@@ -189,7 +191,7 @@ def _rehearsed(
     """What the first of two like layers keeps beyond the second is shared."""
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     facts, tensor = mode.facts, part.channel(Axis.TENSOR, recorder)
-    own_model = language_model(model, dtype)
+    own_model = _of_first_and_last(model, dtype, mode, part.experts_stay)
     layers = DryLayers(
         recorder=recorder,
         like_cuda=not on_cpu,
@@ -216,9 +218,7 @@ def _rehearsed(
     (declared,) = as_chunks((blocks,))
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
-    run_blocks = _first_and_last(kinds)
-    whole.left_out = frozenset(b.name for i, b in enumerate(blocks) if i not in run_blocks)
-    recorder.follow(blocks, run_blocks)
+    recorder.follow(blocks)
     own = tokens // tensor.size if facts.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
@@ -254,15 +254,27 @@ def _rehearsed(
                 recorder.note(over_logits)  # its gradient, too
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
-    pairs = ((kinds.index(kinds[b]), b) for b in run_blocks)
+    pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total
-    own_kinds = ((b, kinds[b]) for b in run_blocks if kinds[b][0] == recomputed)
+    own_kinds = ((b, kind) for b, kind in enumerate(kinds) if kind[0] == recomputed)
     by_kind = {kind: recorder.record(b, saved[b]) for b, kind in own_kinds}
     # Of whole logits the loss's backward makes the gradient.
     after = logits * max(4, output.itemsize) if headless else 0
     in_loss = made.most + rest + after
     return Rehearsal(by_kind, shared, saved[-1].total + rest, in_loss, whole.splits_logits)
+
+
+@lru_cache(maxsize=64)
+def _of_first_and_last(model: ModelConfig, dtype: str, mode: Mode, stay: bool) -> TracedModel:
+    """The model with the blocks that are run, so that nobody makes the others for nothing."""
+    shape = whole_shape(model, dtype, mode, experts_stay=stay)
+    shapes = {name: layout.global_shape for name, layout in shape.layouts.items()}
+    (blocks,) = shape.chunks
+    run = _first_and_last([kind_of(block, shapes) for block in blocks])
+    traced = language_model(model, dtype)
+    own, found = with_blocks(traced.shape, traced.trace, {blocks[b].name for b in run})
+    return traced.computed(_shape=own, trace=found)
 
 
 def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
