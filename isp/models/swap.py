@@ -251,7 +251,7 @@ def _layout(
             return layers.expert_layout(shape)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
     owner, _, local = name.rpartition(".")
-    if layers.expert.size > 1 and holds_experts(model.get_submodule(owner)):
+    if layers.experts_stay and holds_experts(model.get_submodule(owner)):
         if trace.roles[name] is ParameterRole.EXPERT:
             return layers.expert_layout(shape)
         return layers.replicated_layout(shape, sees_part=True)

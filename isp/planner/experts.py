@@ -103,6 +103,7 @@ class ExpertTraffic(NamedTuple):
         planned = "gathered"
         if spread > 1:
             planned = f"tokens travel between {spread} ranks, and {gather} gather the same ones"
+            planned += "\nall experts are taken to get equally many tokens"
         exchanged = f"exchanging its {self.tokens:,} tokens {self.exchanged / 2**30:,.2f} GiB"
         if not self.gathers:
             return f"{found}{planned}\n{exchanged} of a rank a micro-batch"
