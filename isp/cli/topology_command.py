@@ -57,7 +57,6 @@ def _run(args: argparse.Namespace) -> int:
     """Print the groups of a layout."""
     from isp.parallel.config import (
         DevicePlacementConfig,
-        ExpertConfig,
         Mode,
         ParallelConfig,
         PipelineConfig,
@@ -66,6 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         WeightConfig,
         Zero1Config,
     )
+    from isp.parallel.experts import ExpertConfig
     from isp.parallel.picture import describe_cuts
     from isp.parallel.topology import Topology
 

@@ -61,10 +61,12 @@ class ConvertedFiles(DequantisedFiles):
         if source.converter is None:
             return super().read(_only(source), layout)
         if layout is not None and _has_tensor_of_each_row(source, layout):
-            ((start, stop),) = layout.intervals()
-            if start == stop:
-                return torch.empty(layout.local_shape)
-            part = self._made(name, super().read, slice(start, stop))
+            found = [
+                self._made(name, super(ConvertedFiles, self).read, slice(start, stop))
+                for start, stop in layout.intervals()
+                if start < stop
+            ]
+            part = torch.cat(found) if found else torch.empty(layout.local_shape)
             if tuple(part.shape) == layout.local_shape:
                 return part
         made = self._made(name, super().read)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from isp.autograd import Function, joined, once_differentiable
 from isp.comm import Channel, Pending
@@ -36,26 +37,72 @@ from isp.comm.mappings import (
 from isp.comm.tag import Purpose, Tag
 from isp.models.roles import ParameterRole
 from isp.models.trace import Kind, ModelTrace
+from isp.parallel.experts import ExpertConfig
 from isp.parallel.partition import chunk_range
 
-__all__ = ["ExpertExchange", "Sent", "check_spread"]
+__all__ = ["Compute", "ExpertExchange", "ExpertSubset", "Sent", "check_spread", "sum_by_token"]
 
 
-def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], size: int) -> None:
-    """Raise ValueError if `size` ranks of a model cannot send each other tokens of experts."""
-    if size == 1:
+def check_spread(
+    name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig, tiles: int
+) -> None:
+    """Raise ValueError if a model's experts cannot be called with some of the tokens alone.
+
+    That is where ranks send each other tokens, and where experts are gathered in groups. `tiles`:
+    of how many tokens, 0: none; the weights of such a module are there for all of them.
+    """
+    if of.size == 1 and of.max_gathered_bytes is None:
         return
-    key = f"parallel.expert.size={size}"
+    key, way = f"parallel.expert.size={of.size}", "use 1"
+    if of.size == 1:
+        key, way = f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes}", "leave it out"
+    if tiles and of.max_gathered_bytes is not None:
+        raise ValueError(
+            f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} does not go with"
+            f" model.mlp_tile_tokens={tiles}, for which all experts are there at once: use 0"
+        )
     if not trace.elements(ParameterRole.EXPERT):
-        raise ValueError(f"{key} needs experts that isp cuts, and {name} has none: use 1")
+        raise ValueError(f"{key} needs experts that isp cuts, and {name} has none: {way}")
     if config.get("zero_expert_num"):
-        raise ValueError(f"{key}: tokens of {name} go to experts without weights, too: use 1")
+        raise ValueError(f"{key}: tokens of {name} go to experts without weights, too: {way}")
     for call in trace.calls:
+        if of.max_gathered_bytes is not None and call.module.endswith(".base_layer"):
+            raise ValueError(
+                f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} does not go with"
+                f" PEFT's target_parameters of experts: leave it out"
+            )
         if call.kind is Kind.EXPERTS and not call.weighs:
             raise ValueError(
                 f"{key}: {call.module} is called without weights [N, k] beside the experts'"
-                f" numbers, so that tokens cannot travel: use 1"
+                f" numbers, so that it cannot be called with the tokens of some of them: {way}"
             )
+
+
+class ExpertSubset(nn.Module):
+    """Calls the code of a module's class, and none of its hooks, for some of its experts."""
+
+    def __init__(self, module: nn.Module, num_experts: int, own: slice) -> None:
+        """`own`: those of its `num_experts` whose weights it is given."""
+        super().__init__()
+        self.module, self._code, self._own = module, module.forward, own
+        self._vectors = [
+            name
+            for name, p in module.named_parameters(recurse=False)
+            if p.dim() < 3 and len(p) == num_experts
+        ]
+        """Parameters that have a row for each expert."""
+        self._counts = [
+            key
+            for key, value in vars(module).items()
+            if type(value) is int and value == num_experts and "expert" in key
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for key in self._counts:
+            setattr(self.module, key, self._own.stop - self._own.start)  # as its weights have
+        own = {name: getattr(self.module, name)[self._own] for name in self._vectors}
+        with _reparametrize_module(self.module, own):
+            return self._code(*args, **kwargs)
 
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -162,16 +209,18 @@ class ExpertExchange:
         ]
         return Sent(launched, routes, count)
 
-    def __call__(self, compute: Compute, sent: Sent, parameters: Iterable[nn.Parameter]) -> Tensor:
+    def __call__(
+        self, compute: Compute, sent: Sent, parameters: Iterable[nn.Parameter] | None
+    ) -> Tensor:
         """The sum of what its experts give for each token that was `sent`, [N, D].
 
         `compute` is called with rows that other ranks sent, and their experts numbered among this
-        rank's. `parameters` are what it reads.
+        rank's. `parameters` are what it reads; None: it is called without rows, too.
         """
         routes, back = sent.routes, []
         for route, buffers in zip(routes, sent.parts, strict=True):
             x, w = _Arrive.apply(*buffers, route)
-            if len(x):
+            if parameters is None or len(x):
                 y = compute(x, route.numbers, w)
             else:  # [Note: Every rank takes part]
                 y = joined(x * w, *parameters) * torch.ones_like(w)
@@ -232,7 +281,7 @@ def _wait(under_way: list[Pending], count: int = 1) -> list[Tensor]:
     return [under_way.pop(0).wait() for _ in range(count)]
 
 
-def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
+def sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
     """[R, D] -> [N, D], in the order of experts, as one process adds up."""
     total = rows[of_token[:, 0]]
     for column in of_token.unbind(1)[1:]:
@@ -258,7 +307,7 @@ class _Dispatch(Function):
         order, of_token = ctx.saved_tensors
         dx, dw = _wait(ctx.under_way, 2)
         of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, order, dw[:, 0])
-        return _sum_by_token(dx, of_token), of_weights.view(ctx.shape), None
+        return sum_by_token(dx, of_token), of_weights.view(ctx.shape), None
 
 
 class _Arrive(Function):
@@ -305,7 +354,7 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
         ctx.route = route
         _wait(route.under_way)
-        return _sum_by_token(rows, route.of_token)
+        return sum_by_token(rows, route.of_token)
 
     @staticmethod
     @once_differentiable

@@ -15,13 +15,13 @@ E experts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.autograd import Function, once_differentiable
@@ -29,12 +29,17 @@ from isp.comm import Pending
 from isp.layers.linear import NeedsGrad, needs_grad
 from isp.models.ahead import ComputedAhead
 from isp.models.calls import weights_among
-from isp.models.expert_exchange import ExpertExchange
+from isp.models.expert_exchange import ExpertExchange, ExpertSubset
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["ExpertWeight", "SwappedExperts"]
+__all__ = [
+    "CalledExperts",
+    "ExpertPlace",
+    "ExpertWeight",
+    "SwappedExperts",
+]
 
 
 class ExpertWeight:
@@ -61,46 +66,44 @@ class ExpertPlace(NamedTuple):
     """Whether the block is."""
 
 
-class SwappedExperts:
-    """A module that holds experts; `called` is called with each, `place` gives where it comes."""
+class CalledExperts:
+    """Calls the code of a module that holds experts; `place` gives where in its block."""
 
     def __init__(
         self,
         module: nn.Module,
         name: str,
         communicator: WPCommunicator,
-        called: Callable[[], object],
         place: Callable[[], ExpertPlace],
-        exchange: ExpertExchange | None = None,
-        ahead: ComputedAhead | None = None,
+        call: Callable[[nn.Module], nn.Module],
     ) -> None:
-        """`exchange`: the ranks that have other experts; None: all are here, or gathered. `ahead`:
-        what is computed while tokens or weights are on their way."""
+        """`call`: makes what calls the code, as a module that has `module` by this name."""
         own = module.named_parameters(recurse=False)
         self.weights = tuple(ExpertWeight(module, name, n) for n, p in own if p.dim() == 3)
         self.communicator = communicator
         self.name, self.place = name, place
-        self._exchange, self._ahead = exchange, ahead
+        self._exchange: ExpertExchange | None = None
+        self._ahead: ComputedAhead | None = None
         self.recorded: dict[int, _Graph] = {}
         """By the recompute whose backward is to come, by number [Note: A graph again]."""
-        self.reading: list[Tensor] = []
+        self.reading: Sequence[Tensor] = []
         """The whole weights, while a backward reads them."""
         self._checked = False
         gathered = {weight.weight_name for weight in self.weights}
-        self._call = _Call(module, exchange)
+        self._module, self._call = module, call(module)
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
-        module.register_forward_pre_hook(lambda *_: called() and None)
-        if communicator.gathers_weights or exchange is not None:
-            module.forward = self._forward
 
-    @contextmanager
-    def whole(self, phase: Phase) -> Iterator[list[Tensor]]:
+    def whole(self, phase: Phase) -> AbstractContextManager[Sequence[Tensor]]:
         """The whole weights, waited for in order, in backward from the last to the first.
 
         All of them: what is not there is gathered by all ranks, and which tokens go to an expert
         decides on each rank what is read, and when.
         """
-        turn = slice(None, None, 1 if phase is Phase.FORWARD else -1)
+        return self._whole(phase)
+
+    @contextmanager
+    def _whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:
+        turn = slice(None, None, -1 if phase is Phase.BACKWARD else 1)
         with ExitStack() as stack:
             uses = [self.communicator.unshard(w, phase, w.weight) for w in self.weights[turn]]
             full = [stack.enter_context(use) for use in uses]
@@ -158,7 +161,8 @@ class SwappedExperts:
         returned = needs is NeedsGrad.VALUE
         return self.communicator.grad_hook(dw, module=weight, returned=returned)
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the module gives."""
         leaves, spec = tree_flatten((args, kwargs))
         tokens, under_way = leaves[0], []
         if self._exchange is not None:
@@ -172,7 +176,7 @@ class SwappedExperts:
             self._ahead.compute(tokens)
         places = tuple(i for i, x in enumerate(leaves) if _is_differentiable(x))
         given = _Given(tuple(leaves), spec, places, under_way)
-        others = [self._call.module.get_parameter(name) for name in self._others]
+        others = [self._module.get_parameter(name) for name in self._others]
         tensors = [*(leaves[place] for place in places), *others]
         shards = [weight.weight for weight in self.weights]
         if not self.communicator.gathers_weights:
@@ -182,6 +186,30 @@ class SwappedExperts:
             return out
         with self.whole(Phase.FORWARD) as full:
             return self.compute(given, tensors, full)
+
+
+class SwappedExperts(CalledExperts):
+    """A module that holds experts, whose weights are read together; `called` is called with each
+    call.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        communicator: WPCommunicator,
+        called: Callable[[], object],
+        place: Callable[[], ExpertPlace],
+        exchange: ExpertExchange | None = None,
+        ahead: ComputedAhead | None = None,
+    ) -> None:
+        """`exchange`: the ranks that have other experts; None: all are here, or gathered. `ahead`:
+        what is computed while tokens or weights are on their way."""
+        super().__init__(module, name, communicator, place, partial(_Call, exchange=exchange))
+        self._exchange, self._ahead = exchange, ahead
+        module.register_forward_pre_hook(lambda *_: called() and None)
+        if communicator.gathers_weights or exchange is not None:
+            module.forward = self.__call__
 
 
 def _is_differentiable(x: object) -> bool:
@@ -195,18 +223,9 @@ class _Call(nn.Module):
 
     def __init__(self, module: nn.Module, exchange: ExpertExchange | None) -> None:
         super().__init__()
-        self.module = module
-        self._code, self._exchange = module.forward, exchange
-        if exchange is None:
-            return
-        whole, own = exchange.bounds[-1], exchange.own
-        self._vectors = [
-            n for n, p in module.named_parameters(recurse=False) if p.dim() < 3 and len(p) == whole
-        ]
-        """Parameters that have a row for each expert, of all ranks."""
-        for key, value in [*vars(module).items()]:
-            if type(value) is int and value == whole and "expert" in key:
-                setattr(module, key, own.stop - own.start)  # as its weights have
+        self.module, self._code, self._exchange = module, module.forward, exchange
+        if exchange is not None:
+            self._code = ExpertSubset(module, exchange.bounds[-1], exchange.own).forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         exchange = self._exchange
@@ -222,9 +241,7 @@ class _Call(nn.Module):
             if factors:  # of adapters
                 own_of = {n: tuple(x[exchange.own] for x in f) for n, f in factors.items()}
                 kwargs["factors"] = own_of
-            own = {name: getattr(self.module, name)[exchange.own] for name in self._vectors}
-            with _reparametrize_module(self.module, own):
-                out: Tensor = self._code(*args, **kwargs)
+            out: Tensor = self._code(*args, **kwargs)
             return out
 
         read = [*self.module.parameters(), *(x for pair in factors.values() for x in pair)]
@@ -291,7 +308,7 @@ class _SavedParts(saved_tensors_hooks):
     know what to compute again for by the backward that asks, and a graph inside has its own.
     """
 
-    def __init__(self, experts: SwappedExperts, full: Sequence[Tensor], recomputing: bool) -> None:
+    def __init__(self, experts: CalledExperts, full: Sequence[Tensor], recomputing: bool) -> None:
         kinds = [(x.untyped_storage()._cdata, x.dtype, int(x.storage_offset())) for x in full]
         hooks = None
         if not recomputing:
@@ -341,14 +358,14 @@ class _Experts(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        experts: SwappedExperts = inputs[-2]
+        experts: CalledExperts = inputs[-2]
         given: _Given = inputs[-1]
         tensors = inputs[: -2 - len(experts.weights)]
         ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
         ctx.under_way = given.under_way
         ctx.save_for_backward(torch.empty(0))  # who reads it has what was not kept computed again
-        with experts.whole(Phase.FORWARD) as full:
-            recomputing = experts.communicator.is_recomputing
+        recomputing = experts.communicator.is_recomputing
+        with experts.whole(Phase.RECOMPUTE if recomputing else Phase.FORWARD) as full:
             if ctx.place.recomputed and not recomputing:
                 experts.recorded.clear()
                 return experts.compute(given, tensors, full)
@@ -372,7 +389,7 @@ class _Experts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        experts: SwappedExperts = ctx.experts
+        experts: CalledExperts = ctx.experts
         (_,) = ctx.saved_tensors  # reading it computes again [Note: A graph again]
         graph = ctx.graph
         if graph is None:

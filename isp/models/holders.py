@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from isp.layers.rank_layers import RankLayers
 from isp.models.ahead import ComputedAhead
 from isp.models.calls import Call, Kind
 from isp.models.expert_exchange import ExpertExchange
+from isp.models.expert_parts import ExpertGroups
 from isp.models.experts import ExpertWeight, SwappedExperts
 from isp.models.follow import CallFollower
 from isp.models.fused import FusedLinears, groups_of, rows_of
@@ -122,13 +123,13 @@ class WeightHolders:
     def _gathered(self) -> Mapping[str, Holder]:
         """Those that are gathered, or that a plan of features cuts.
 
-        Experts are not, where such a plan leaves them whole or each lies on one rank as a whole.
+        Experts are not, where such a plan leaves them whole, each lies on one rank as a whole, or
+        they are gathered in groups.
         """
-        if self._plan is None and not self.layers.experts_stay:
+        layers, of_experts = self.layers, SwappedExperts | ExpertGroups
+        if self._plan is None and not layers.experts_stay and layers.expert_parts is None:
             return self._of
-        return {
-            n: holder for n, holder in self._of.items() if not isinstance(holder, SwappedExperts)
-        }
+        return {n: holder for n, holder in self._of.items() if not isinstance(holder, of_experts)}
 
     def _enter_regions(self) -> None:
         tensor = self.layers.tensor
@@ -170,12 +171,41 @@ class WeightHolders:
                 moves = Moves() if plan is None else moves_for(layers.mode, Role.ROW, layers.tensor)
                 self._of[name] = SwappedTable(module, name, layers, called, moves)
             else:
-                exchange, communicator = self._exchange(name, module), layers.communicator
-                travels = communicator.gathers_weights or exchange is not None
-                ahead = self._computed_ahead(call) if travels else None
-                self._of[name] = SwappedExperts(
-                    module, name, communicator, called, follower.place, exchange, ahead
-                )
+                self._of[name] = self._experts(call, module, called)
+
+    def _experts(
+        self, call: Call, module: nn.Module, called: Callable[[], object]
+    ) -> SwappedExperts | ExpertGroups:
+        """Experts, whose weights are read together or in groups."""
+        name, place, exchange = (
+            call.module,
+            self.follower.place,
+            self._exchange(call.module, module),
+        )
+        communicator, trace = self.layers.communicator, self.follower.trace
+        if self.layers.expert_parts is None or communicator.parts is None:
+            travels = communicator.gathers_weights or exchange is not None
+            ahead = self._computed_ahead(call) if travels else None
+            return SwappedExperts(module, name, communicator, called, place, exchange, ahead)
+        stacks = {id(p): n for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
+        found = ((stacks.get(id(item.parameter)), item.layout) for item in self.named)
+        block = call.block
+        calls = (c for c in trace.calls if c.block == block)
+        groups = ExpertGroups(
+            module,
+            name,
+            communicator,
+            block=self.model if block is None else self.model.get_submodule(block),
+            layouts={local: layout for local, layout in found if local is not None},
+            called=called,
+            place=place,
+            exchange=exchange,
+        )
+        outside = takewhile(lambda c: not c.module.startswith(f"{name.rpartition('.')[0]}."), calls)
+        before = [self.model.get_submodule(c.module) for c in outside if not c.kind.mixes]
+        for one in (*before[:1], *before[-1:]):
+            groups.begin_at(one, recomputing=one is before[-1])
+        return groups
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
         """Between the ranks that share these experts; None: no token travels."""

@@ -242,18 +242,20 @@ def _layout(
     Tables may be asked to be cut by hidden features.
     """
     shape = tuple(parameter.shape)
+    owner, _, local = name.rpartition(".")
+    others = model.get_submodule(owner).parameters(recurse=False)
+    numbers = sum(p.shape[1:].numel() for p in others if p.dim() == 3)
     if plan is None:
         if trace.roles[name] not in (ParameterRole.SHARDED, ParameterRole.EXPERT):
             return layers.replicated_layout(shape)
         tables = (c.module for c in trace.calls if c.kind is Kind.TABLE)
         is_table = any(parameter is model.get_submodule(table).weight for table in tables)
         if trace.roles[name] is ParameterRole.EXPERT:
-            return layers.expert_layout(shape)
+            return layers.expert_layout(shape, numbers)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
-    owner, _, local = name.rpartition(".")
     if layers.experts_stay and holds_experts(model.get_submodule(owner)):
         if trace.roles[name] is ParameterRole.EXPERT:
-            return layers.expert_layout(shape)
+            return layers.expert_layout(shape, numbers)
         return layers.replicated_layout(shape, sees_part=True)
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)

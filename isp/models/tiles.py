@@ -27,6 +27,7 @@ from isp.comm import Purpose, Tag
 from isp.layers.linear import NeedsGrad, needs_grad
 from isp.layers.parts import SummedGradient, keep, kept
 from isp.layers.rank_layers import RankLayers
+from isp.models.expert_parts import ExpertGroups
 from isp.models.experts import SwappedExperts
 from isp.models.fused import FusedLinears
 from isp.models.swap import SwappedLinear, SwappedTable
@@ -37,7 +38,7 @@ from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["Holder", "TiledModule"]
 
-Holder = SwappedLinear | SwappedTable | SwappedExperts | FusedLinears
+Holder = SwappedLinear | SwappedTable | SwappedExperts | ExpertGroups | FusedLinears
 
 
 class TiledModule:

@@ -111,8 +111,10 @@ class MainGradients(BucketManager):
         gradient.receives = True
         return gradient.open()
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add(self, parameter: nn.Parameter, gradient: Tensor, rows: slice | None = None) -> None:
         """Add a gradient that did not come through autograd; keeps the promise if there is one.
+
+        `rows`: it is of these rows of the parameter alone.
 
         Raises RuntimeError if the parameter's gradient was final already.
         """
@@ -121,7 +123,7 @@ class MainGradients(BucketManager):
         if found.receives and gradient is found.view:
             new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
-            self._accumulate(found, new)
+            self._accumulate(found, new, rows)
         self._keep_promise(found)
 
     def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
@@ -187,10 +189,12 @@ class MainGradients(BucketManager):
             hook.remove()
         self._hooks.clear()
 
-    def _accumulate(self, gradient: Gradient, value: Tensor) -> None:
+    def _accumulate(self, gradient: Gradient, value: Tensor, rows: slice | None = None) -> None:
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
-        if fresh:
+        if rows is not None:
+            (buffer.zero_() if fresh else buffer)[rows].add_(value)
+        elif fresh:
             buffer.copy_(value)
         else:
             buffer.add_(value)

@@ -3,8 +3,6 @@
 from isp.parallel.config import (
     ContextExchange,
     DevicePlacementConfig,
-    ExpertConfig,
-    ExpertWeightConfig,
     LaunchPoint,
     Mode,
     OverlapUnit,
@@ -17,6 +15,7 @@ from isp.parallel.config import (
     WeightConfig,
     Zero1Config,
 )
+from isp.parallel.experts import ExpertConfig, ExpertWeightConfig
 from isp.parallel.topology import Axis, Topology
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from isp.parallel.experts import ExpertConfig, ExpertParts, ExpertWeightConfig
 from isp.parallel.partition import any_of, divisors
 from isp.settings.section import KeyRole, Ranks, section
 
@@ -304,26 +305,6 @@ class Zero1Config:
     half as many bytes of gradients travel between replicas."""
 
 
-@section("parallel.expert", KeyRole.PLACE)
-class ExpertConfig:
-    """`parallel.expert`: the ranks over which the experts of a layer are spread."""
-
-    size: Ranks = 1
-    """Ranks that share a layer's experts, to which tokens travel: a divisor of the weight size in
-    isp mode, 1 or the tensor size in others; 1: the weights travel instead.  Name: InternEvo."""
-    num_chunks: Ranks = 1
-    """Parts of a rank's tokens, each of which travels while the one before is computed."""
-
-
-@section("parallel.expert_weight", KeyRole.PLACE)
-class ExpertWeightConfig:
-    """`parallel.expert_weight`: the ranks over which the weights of an expert rank are cut."""
-
-    size: Ranks | None = None
-    """Ranks that gather experts from each other; expert size x this is the weight size; null: what
-    that leaves.  Name: InternEvo."""
-
-
 @section("parallel", KeyRole.PLACE)
 class ParallelConfig:
     """`parallel`: sizes and mode; what is left of the world is data parallel."""
@@ -355,7 +336,9 @@ class ParallelConfig:
         expert, gathered = self.expert.size, self.expert_weight.size
         other = "" if gathered is None else f" x parallel.expert_weight.size={gathered}"
         given = f"parallel.expert.size={expert}{other}"
-        if not self.tensor.mode.facts.gathers_weights:
+        gathers, keeps = self.tensor.mode.facts.gathers_weights, self.weight.reshard_after_forward
+        self.expert.check_gathers(gathers=gathers, keeps=not keeps)
+        if not gathers:
             if expert not in (1, self.tensor.size) or gathered not in (None, 1):
                 raise ValueError(
                     f"{given} in mode {self.tensor.mode}, where weights stay on their"
@@ -369,6 +352,16 @@ class ParallelConfig:
                 f"{given} does not make parallel.weight.size={weight}: use an expert.size of"
                 f" {any_of(divisors(weight))}, and leave expert_weight.size out"
             )
+
+    def expert_parts(self, spread: int, ranks: int, item_bytes: int) -> ExpertParts | None:
+        """The limit of gathered experts where `ranks` gather the same ones; None: there is none.
+
+        `spread`: ranks that have different ones; `item_bytes`: of a number of weights.
+        """
+        limit = self.expert.max_gathered_bytes
+        if limit is None or ranks == 1:
+            return None
+        return ExpertParts(limit, 1 + self.weight.overlap, spread, ranks, item_bytes)
 
     @property
     def _has_two_axes(self) -> bool:

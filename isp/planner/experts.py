@@ -141,6 +141,9 @@ def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
     is_wide = case.parallel.weight.reduce_dtype == "float32" and not case.sums_locally
     wide = case.wide_bytes if is_wide else case.item_bytes
     gathers = 1 / case.micro_num if case.keeps_gathered else PASSES - 1
+    if (parts := case.expert_parts) is not None:  # recomputed layers keep the last group alone
+        again = parts.experts_of_group(layers[0].num_experts, layers[0].numbers) * parts.spread
+        gathers += case.model.checkpoint * max(0, 1 - again / layers[0].num_experts)
     passes, trips = gathers + wide / case.item_bytes, TRIPS + 2 * case.model.checkpoint
     topology = case.topology
     tokens, ranks = case.rows * case.tokens // topology.tensor, topology.weight

@@ -19,6 +19,7 @@ from isp.optim.main_grads import MainGradients
 from isp.optim.publisher import Publisher
 from isp.optim.zero1 import Zero1Optimizer
 from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import local_parameters, trained_parameters, updated_parameters
 from isp.weights.communicator import ISPCommModelConfig
@@ -105,9 +106,12 @@ class DryRank:
         item = self.parameters[name]
         return replace(item, layout=item.layout.of_group)
 
-    def reduce(self, name: str) -> None:
-        """Set the sum of the full gradient of parameter `name` on its way."""
+    def reduce(self, name: str, part: ParameterLayout | None = None) -> None:
+        """Set the sum of the full gradient of parameter `name`, or a part of it, on its way."""
         sharded = self.travels(name)
+        if part is not None:
+            own = replace(part, index=self._index[Axis.EXPERT_WEIGHT])
+            sharded = replace(sharded, layout=own, rows=slice(own.local_shape[0]))
         dtype = sharded.parameter.dtype
         full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
         place = self.reducer.promise(sharded, full.dtype)

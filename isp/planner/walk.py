@@ -18,13 +18,14 @@ from isp.comm.tag import Purpose, Tag, Transfer
 from isp.models.expert_load import experts_of
 from isp.optim.matrices import in_turn
 from isp.parallel import Axis
+from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import shape_of
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, Reach, Read
+from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, PartGradient, Reach, Read
 from isp.planner.rehearsal import records_of, rehearsal
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
@@ -136,6 +137,9 @@ class Walk:
         uses = [use for chunk in self.chunks for block in chunk for use in block.uses]
         names = [name for use in uses for name in (use.weight, use.bias)]
         self._uses = Counter(name for name in names if name is not None)
+        for block in chain(*self.chunks):
+            found = self.records[block.name].gradients(block)
+            self._uses.update(name for name, part in found if part is not None)
         """The number of a parameter's gradients in the last backward passes."""
 
     def run(self, micro_num: int) -> Walked:
@@ -238,6 +242,8 @@ class Walk:
                 name = block.uses[use].bias if is_bias else block.uses[use].weight
                 assert name is not None
                 self._reduce(name)
+            case PartGradient(local, layout):
+                self._reduce(f"{block.name}.{local}", layout)
 
     def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[Act, ...]) -> None:
         reads = block.uses[use].weight is not None
@@ -295,10 +301,10 @@ class Walk:
             rank.gather(name)
         return heard
 
-    def _reduce(self, name: str) -> None:
-        """The gradient of a parameter is there."""
+    def _reduce(self, name: str, part: ParameterLayout | None = None) -> None:
+        """The gradient of a parameter is there, or that of a part of it."""
         if self.case.gathers_weights:
-            self.dry.reduce(name)
+            self.dry.reduce(name, part)
             if not self.overlap:
                 self.dry.reducer.finish()
         if self._last:

@@ -132,8 +132,14 @@ class GatheredWeights:
         padded.narrow(dim, 0, shard.shape[dim]).copy_(shard)
         channel = self._mesh[Axis.WEIGHT]
         whole = channel.all_gather(padded, dim=dim, tag=Tag(tensor=item.name)).wait()
-        pieces = zip(whole.split(max(lengths), dim), lengths, strict=True)
-        return torch.cat([piece.narrow(dim, 0, length) for piece, length in pieces], dim)
+        found = shard.new_empty(layout.global_shape)
+        for index, piece in enumerate(whole.split(max(lengths), dim)):
+            begin = 0
+            for start, stop in layout.intervals(index):
+                own = piece.narrow(dim, begin, stop - start)
+                found.narrow(dim, start, stop - start).copy_(own)
+                begin += stop - start
+        return found
 
 
 def _save_config(model: Any, folder: Path, dtype: str) -> None:

@@ -41,7 +41,7 @@ class Recorder(ParameterGradients):
     def __init__(self) -> None:
         self.delivered: list[Tensor] = []
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add(self, parameter: nn.Parameter, gradient: Tensor, rows: slice | None = None) -> None:
         self.delivered.append(gradient.clone())
 
 
