@@ -3,10 +3,10 @@
     python tools/bench_experts.py [--mbit 20] [--rounds 3] [--shared]
 
 A decoder with experts trains on 4 ranks, float32: with `parallel.expert.size=1` experts are
-gathered, with 4 their tokens travel. All transfers of a rank queue on one link. A time is that of
-the slowest rank, the median of the rounds; a ratio is the median of ratios within a round. The
-part of compute is that of a step over a link without a limit: the rest is transfers, so that they
-decide and not copies on a few cores.
+gathered, a layer's at once or in 4 groups (`max_gathered_bytes`); with 4 their tokens travel. All
+transfers of a rank queue on one link. A time is that of the slowest rank, the median of the rounds;
+a ratio is the median of ratios within a round. The part of compute is that of a step over a link
+without a limit: the rest is transfers, so that they decide and not copies on a few cores.
 
 With --shared: tokens travel, and the decoder has a shared expert, whose products sleep: a quarter
 of a trip of the tokens each, 2 forward and 4 backward. It is computed while tokens travel or, as
@@ -40,7 +40,14 @@ from model.decoder import Decoder
 
 RANKS, ROW, LAYERS = 4, 64, 3
 HIDDEN, INSIDE, EXPERTS, USED = 64, 32, 64, 2
-WAYS = {"gather": (1, 1), "exchange": (4, 1), "exchange in 2": (4, 2)}
+ALL_EXPERTS = EXPERTS * 3 * HIDDEN * INSIDE * 4
+"""Bytes of a layer's."""
+WAYS = {
+    "gather": ExpertConfig(),
+    "gather in 4": ExpertConfig(max_gathered_bytes=ALL_EXPERTS // 2),  # two of them at once
+    "exchange": ExpertConfig(size=4),
+    "exchange in 2": ExpertConfig(size=4, num_chunks=2),
+}
 PARTS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
 """Tokens of a rank, as parts of those at the crossing."""
 UNLIMITED = 1e15
@@ -61,7 +68,6 @@ def planned() -> float:
 
 def _run(way: str, shared: int = 0) -> ParallelRun:
     """`shared`: features inside of a shared expert; 0: there is none."""
-    size, chunks = WAYS[way]
     sizes = ModelConfig(
         vocab_size=64,
         hidden_size=HIDDEN,
@@ -76,9 +82,7 @@ def _run(way: str, shared: int = 0) -> ParallelRun:
     config = JobConfig(
         model=ModelConfig(loss_chunk_tokens=0),
         data=DataConfig(source="python-stdlib"),
-        parallel=ParallelConfig(
-            weight=WeightConfig(size=RANKS), expert=ExpertConfig(size=size, num_chunks=chunks)
-        ),
+        parallel=ParallelConfig(weight=WeightConfig(size=RANKS), expert=WAYS[way]),
         training=TrainingConfig(dtype="float32"),
     )
     return isp.parallelize(Decoder(sizes), config)
