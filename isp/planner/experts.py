@@ -27,6 +27,7 @@ __all__ = [
     "expert_traffic",
     "spread_instead",
     "with_spread_experts",
+    "within_limit",
 ]
 
 PASSES, TRIPS = 3, 4
@@ -168,11 +169,29 @@ def with_spread_experts(config: JobConfig, spread: int) -> JobConfig:
     return replace(config, parallel=parallel)
 
 
+def within_limit(config: JobConfig, world_size: int) -> JobConfig:
+    """The layout; with tokens that travel where its ranks cannot gather experts in their limit."""
+    from isp.planner.case import PlanCase
+
+    if config.parallel.expert.max_gathered_bytes is None:
+        return config
+    case = PlanCase.of(config, world_size)
+    try:
+        expert_traffic(case)
+    except ValueError:
+        return with_spread_experts(config, case.topology.weight)
+    return config
+
+
 def spread_instead(case: PlanCase, config: JobConfig, *, fits: bool) -> Iterator[JobConfig]:
     """The layout with tokens that travel to experts on one rank each, where that may be better.
 
     That is where it sends less, and where experts that are gathered, or whole, do not fit.
     """
     found, ranks = expert_traffic(case), case.topology.weight
-    if found is not None and ranks > 1 and (not fits or found.less == "exchange"):
+    if (
+        found is not None
+        and ranks > case.topology.expert
+        and (not fits or found.less == "exchange")
+    ):
         yield with_spread_experts(config, ranks)

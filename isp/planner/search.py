@@ -20,7 +20,7 @@ from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.exchange import with_exchange
-from isp.planner.experts import expert_layers, spread_instead, with_spread_experts
+from isp.planner.experts import expert_layers, spread_instead, with_spread_experts, within_limit
 from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget, Show, silent
 from isp.planner.memory import Memory, peak
@@ -159,7 +159,7 @@ def search(
         own = evaluate(config, world_size, fabric, rows=rows)
     except ValueError as error:
         own = str(error)
-    fitting: list[Candidate] = []
+    fitting, kept = list[Candidate](), list[Candidate]()
     smallest: dict[tuple[Mode, int], Candidate] = {}
     refused: dict[str, None] = {}
     budget = Budget.of(fabric, world_size)
@@ -183,8 +183,8 @@ def search(
     promising = progress(_promising(fitting, fabric), "time of layouts that fit")
     predicted = [replace(c, prediction=predict(c.case, fabric)) for c in promising]
     predicted.sort(key=attrgetter("seconds"))
-    kept = []
-    for candidate in [c for c in predicted if c.case.gathers_weights][:TRIED_TO_STAY]:
+    tried = TRIED_TO_STAY if config.parallel.expert.max_gathered_bytes is None else 0
+    for candidate in [c for c in predicted if c.case.gathers_weights][:tried]:
         there = _with_weights_kept(candidate, fabric)
         if budget.excess(there.memory) <= 0:
             there = replace(there, prediction=predict(there.case, fabric))
@@ -233,7 +233,8 @@ def _layouts(
             for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
                 try:
                     layout = _with_sizes(config, mode, tensor, two, weight, pipeline, zero1)
-                    yield _with_batch(layout, rows, stage // tensor, micro_bsz)
+                    layout = _with_batch(layout, rows, stage // tensor, micro_bsz)
+                    yield within_limit(layout, world_size)
                 except ValueError as error:
                     refused.setdefault(str(error))
 
@@ -264,9 +265,8 @@ def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterato
 
 def _zero1_sizes(replicas: int, stride: int, fabric: Fabric) -> list[int]:
     """All replicas, and those of one node."""
-    inside = max(
-        (n for n in divisors(replicas) if n * stride <= fabric.devices_per_node), default=1
-    )
+    fit = (n for n in divisors(replicas) if n * stride <= fabric.devices_per_node)
+    inside = max(fit, default=1)
     return [-1] if inside in (1, replicas) else [-1, inside]
 
 
