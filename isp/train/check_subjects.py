@@ -98,6 +98,15 @@ class Subject:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
         return cls.of_module(decoder, config)
 
+    @property
+    def expert_bytes(self) -> int:
+        """Of the largest expert; 0 without any."""
+        of_each = (
+            sum(p[0].nbytes for p in module.parameters(recurse=False) if p.dim() == 3)
+            for module in self.model.modules()
+        )
+        return max(of_each)
+
     def plain(self) -> Plain:
         """A copy of the model alone, with the weights to begin from."""
         return Plain(copy.deepcopy(self.model), self._traced.host)

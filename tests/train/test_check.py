@@ -91,6 +91,19 @@ def test_a_configuration_in_other_modes() -> None:
     assert [max(found.gathers for found in v.cases.values()) > 0 for v in verdicts] == [0, 0, 1]
 
 
+def test_experts_in_groups() -> None:
+    """Catches a limit for the experts of a run, and groups that are counted as in a plan."""
+    from isp.config import load_config
+
+    limit = "--parallel.expert.max_gathered_bytes=1000000000"
+    config = load_config(
+        QUICKSTART, ["--model.num_experts=6", "--model.experts_per_token=2", limit]
+    )
+    layouts = [Layout(1, 2), Layout(2, 2)]
+    check = Check(Subject.of_decoder(config.model), layouts, parallel=config.parallel)
+    assert [str(v.layout) for v in map(check.run, layouts) if not v.agrees] == []
+
+
 def test_the_model_of_a_configuration(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
