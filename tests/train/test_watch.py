@@ -181,7 +181,7 @@ def test_the_steps_of_a_record_add_up() -> None:
         meter.end_step()
         meter.count(tokens=4000, flops=2e15)
     outcome = StepOutcome(loss=1.0, grad_norm=1.0, skipped=False, valid_tokens=1)
-    optional = {"loss_scale": None, "eta_seconds": None}
+    optional = {"lrs": {}, "loss_scale": None, "eta_seconds": None}
     record = meter.record(outcome, step=2, tokens=8000, lr=0.1, mem_gib=1.0, **optional)
     assert (record.comm_ms, record.exposed_ms) == pytest.approx((1500, 500))
     seconds = 2 * record.step_ms / 1e3
