@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -16,6 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Garbage of this process may wait, when collected, for threads that a fork does not have.
+    os.register_at_fork(after_in_child=gc.freeze)
     # Ignored by nohup and in a shell's background jobs, and inherited by every process of a test.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import random
@@ -79,6 +80,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> No
 
 def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
     """Rank 1 is killed by the system in the middle of a write of its second checkpoint."""
+    faulthandler.dump_traceback_later(25)  # says where it hangs, if it does
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     run, checkpointer = _run(rank, folder, mode)
