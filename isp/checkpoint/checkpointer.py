@@ -24,6 +24,7 @@ from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest, SavedTopology
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
+from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import (
     Resumed,
     TrainState,
@@ -82,7 +83,7 @@ class Checkpointer:
         assert self._flight is None
         other = copy.copy(self)
         other.folder = CheckpointFolder(folder)
-        other._config = replace(self._config, keep_latest_k=keep_latest_k)
+        other._config = replace(self._config, keep_latest_k=keep_latest_k, upload_to=None)
         return other
 
     def __enter__(self) -> Self:
@@ -191,6 +192,7 @@ class Checkpointer:
             path = self.folder.published(step)
             logger.info("saved %s: %.1f MiB in %.2f s", path, mib, seconds)
             self._prune(step)
+            self._upload(step)
 
     def _write_shards(self, step: int, shards: dict[str, Shard]) -> Plain:
         """Write this rank's share. Returns (bytes, sha256) of each file it wrote."""
@@ -221,6 +223,16 @@ class Checkpointer:
             self.folder.prune(self._config.keep_latest_k, newest=step)
         except OSError as error:
             logger.warning("an old checkpoint could not be deleted: %s", error)
+
+    def _upload(self, step: int) -> None:
+        url = self._config.upload_to
+        try:
+            if url is not None:
+                keep = self._config.keep_latest_k
+                RemoteCheckpoints(url).upload(self.folder.published(step), keep=keep)
+        except Exception as error:  # of any file system and its network
+            path = self.folder.published(step)
+            logger.error("%s could not be copied to checkpoint.upload_to=%s: %s", path, url, error)
 
     # -- loading -----------------------------------------------------------------------------
 

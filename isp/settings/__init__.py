@@ -71,13 +71,25 @@ def _folder(path: str) -> str:
     if "://" in path:
         raise ValueError(
             "must be a folder, not a URL: checkpoints are published by renaming folders, which"
-            " object stores cannot do. Name a folder on a file system (a mounted one, if its"
-            " folders can be renamed), and copy it from or to the store: aws s3 sync, rclone"
+            " object stores cannot do. Name a folder on a file system, and in checkpoint.upload_to"
+            " the URL for copies of its checkpoints"
         )
     return path
 
 
 Folder = Annotated[Text, AfterValidator(_folder)]
+
+
+def _url(url: str) -> str:
+    if "://" not in url:
+        raise ValueError("must be a URL, such as s3://bucket/run; checkpoint.folder names a folder")
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(url.partition("://")[0])
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"cannot be opened: {error}") from None
+    return url
 
 
 def _duration(value: int | str | None) -> int | str | None:
@@ -268,6 +280,10 @@ class CheckpointConfig:
     folder: Folder | None = None
     """Folder of the checkpoints, to save to and resume from; null: `checkpoint/` in the run's own
     folder."""
+    upload_to: Annotated[Text, AfterValidator(_url)] | None = None
+    """URL to which each checkpoint in `folder`, which must be named, is copied once it is complete:
+    s3://bucket/run, or what else fsspec opens. A run whose `folder` is empty, as on a new machine,
+    resumes from the copies. Of `keep_latest_k`, as many are kept."""
     initial_load_path: Folder | None = None
     """Start of a run without checkpoints of its own: a checkpoint, a folder of them, or the
     folder of a run, of any layout; null: random weights.  Names: torchtitan."""
@@ -275,6 +291,13 @@ class CheckpointConfig:
     """Take only the weights from there and begin at step 0; false: resume with all there is."""
     last_save_retry_seconds: CountOrZero = 600
     """Time to keep trying the last save of a run where it fails, on a full disk; 0: not."""
+
+    def __post_init__(self) -> None:
+        if self.upload_to is not None and self.folder is None:
+            raise ValueError(
+                "checkpoint.upload_to needs checkpoint.folder: name the folder whose checkpoints"
+                " are copied"
+            )
 
     @property
     def copies_state(self) -> bool:

@@ -13,6 +13,7 @@ died before they opened a folder does not take another's for theirs.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 from isp.checkpoint.choice import CheckpointInfo, candidates_in, newest_at, preview
 from isp.checkpoint.folder import CheckpointFolder, describe_contents, folder_lock
+from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable, differences
@@ -38,6 +40,7 @@ from isp.run.folder import (
     run_name,
     try_writing,
 )
+from isp.settings import CheckpointConfig
 from isp.settings.section import KeyRole
 from isp.train.begin_from import check_folder
 
@@ -50,6 +53,8 @@ __all__ = [
     "resumed",
     "saved_values",
 ]
+
+logger = logging.getLogger(__name__)
 
 _CONFIG = "config"
 _SEQUENCES = "sequences_per_step"
@@ -152,8 +157,27 @@ def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[
     with ExitStack() as held:
         if place.checkpoints is not None and (makes or place.checkpoints.exists()):
             held.enter_context(_held(place.checkpoints))
+            if makes:
+                _fill(place.checkpoints, config.checkpoint)
         _check(config, topology, place)
         yield place
+
+
+def _fill(folder: Path, checkpoint: CheckpointConfig) -> None:
+    """Copy the checkpoint to resume from out of the store, if `folder` is empty."""
+    url, there = checkpoint.upload_to, CheckpointFolder(folder)
+    if url is None or there.steps() or not checkpoint.auto_resume:
+        return
+    try:
+        step = RemoteCheckpoints(url).fill(there, checkpoint.load_step)
+    except Exception as error:  # of any file system and its network
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty:"
+            " checkpoint.auto_resume=false begins a new run"
+        ) from error
+    if step is not None:
+        logger.info("copied the checkpoint of step %d from %s to %s", step, url, folder)
 
 
 @contextmanager

@@ -94,6 +94,7 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
         (["--job.name", "a/b"], 'job.name="a/b" must be usable as the name of a folder'),
         (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be at most 1"),
         (["--checkpoint.folder", "s3://b/c"], 'checkpoint.folder="s3://b/c" must be a folder, not'),
+        (["--checkpoint.upload_to", "zz://b/c"], "cannot be opened: Protocol not known: zz"),
         (["--job.name", "é" * 128], "no slash, at most 255 bytes"),
         (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
         (["--optimizer.muon.qk_clip", "1"], "muon.qk_clip: clipping of query and key weights is"),

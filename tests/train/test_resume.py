@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.remote import RemoteCheckpoints
 from isp.config import JobConfig
 from isp.data.config import DataConfig
 from isp.metrics import StepRecord, read_metrics
@@ -182,6 +183,33 @@ def test_a_stopped_run_goes_on_in_another_layout(config, tmp_path):
         shutil.copytree(config.job.dump_folder, other.job.dump_folder, symlinks=True)
         assert _run(world, other).name == stopped.name
         _assert_close(_latest(other), whole)
+
+
+def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path, caplog):
+    """Catches copies that are not made, not found, half made, or not deleted with the others."""
+    store, folder = tmp_path / "store", tmp_path / "checkpoint"
+    checkpoint = CheckpointConfig(
+        interval=2, keep_latest_k=2, folder=str(folder), upload_to=f"file://{store}"
+    )
+    config = replace(config, parallel=ParallelConfig())
+    whole = _numbers(_run(1, _elsewhere(config, "whole")))
+    config = replace(config, checkpoint=checkpoint)
+    stopped = _numbers(_run(1, config, 3, _stop))
+    shutil.rmtree(folder)
+    shutil.rmtree(config.job.dump_folder)
+    (store / "step_99").mkdir()  # an upload that did not end
+    resumed = _numbers(_run(1, config))
+    assert 3 <= stopped[-1].step < STEPS
+    assert [(r.step, r.loss) for r in [*stopped, *resumed]] == [(r.step, r.loss) for r in whole]
+    assert RemoteCheckpoints(f"file://{store}").steps() == [STEPS, STEPS - 2]
+    assert sorted(p.name for p in store.iterdir()) == ["step_6", "step_8", "step_99"]
+    for copy in (store / "step_8").iterdir():
+        assert copy.read_bytes() == (folder / "step_8" / copy.name).read_bytes()
+
+    shutil.rmtree(store)
+    store.write_text("in the way of every copy")
+    shutil.rmtree(folder)
+    assert len(_numbers(_run(1, config))) == STEPS
 
 
 def test_a_run_that_hangs_ends_and_goes_on(config):

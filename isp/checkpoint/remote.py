@@ -1,0 +1,66 @@
+"""Copies of checkpoints in an object store, by fsspec.
+
+    URL/step_20/...      a checkpoint; its manifest is written last and deleted first
+
+A folder without a manifest is no checkpoint: its upload, or its deletion, did not end.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.manifest import MANIFEST
+
+__all__ = ["RemoteCheckpoints"]
+
+
+class RemoteCheckpoints:
+    """The checkpoints under `url` (`s3://bucket/run`); raises what fsspec does."""
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self._system, self._root = url_to_fs(url.rstrip("/"))
+
+    def steps(self) -> list[int]:
+        """The steps of complete checkpoints, newest first."""
+        self._system.invalidate_cache()
+        found = self._system.glob(f"{self._root}/step_*/{MANIFEST}")
+        return sorted(int(path.split("/")[-2].removeprefix("step_")) for path in found)[::-1]
+
+    def upload(self, folder: Path, *, keep: int) -> None:
+        """Copy the published checkpoint `folder`, and keep `keep` up to it; 0 keeps all."""
+        step = int(folder.name.removeprefix("step_"))
+        if step in self.steps():
+            self._delete(step)
+        self._system.makedirs(self._at(step), exist_ok=True)
+        for name in sorted(os.listdir(folder), key=lambda name: name == MANIFEST):
+            self._system.put_file(str(folder / name), f"{self._at(step)}/{name}")
+        older = [other for other in self.steps() if other < step]
+        for other in older[keep - 1 :] if keep else []:
+            self._delete(other)
+
+    def fill(self, folder: CheckpointFolder, load_step: int | None = None) -> int | None:
+        """Copy the checkpoint of `load_step`, or the newest, into `folder`, and publish it there.
+
+        The step that was copied; None if there is none. Contents are verified when it is loaded.
+        """
+        steps = self.steps()
+        step = load_step if load_step in steps else next(iter(steps), None)
+        if step is None or load_step not in (None, step):
+            return None
+        folder.begin(step)
+        for path in self._system.ls(self._at(step), detail=False):
+            copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
+            self._system.get_file(path, str(copy))
+        folder.publish(step)
+        return step
+
+    def _at(self, step: int) -> str:
+        return f"{self._root}/step_{step}"
+
+    def _delete(self, step: int) -> None:
+        self._system.rm_file(f"{self._at(step)}/{MANIFEST}")
+        self._system.rm(self._at(step), recursive=True)
