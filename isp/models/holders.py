@@ -203,8 +203,9 @@ class WeightHolders:
         )
         outside = takewhile(lambda c: not c.module.startswith(f"{name.rpartition('.')[0]}."), calls)
         before = [self.model.get_submodule(c.module) for c in outside if not c.kind.mixes]
+        again = self.follower.blocks.recomputed.get(block or "", False)  # else they are kept
         for one in (*before[:1], *before[-1:]):
-            groups.begin_at(one, recomputing=one is before[-1])
+            groups.begin_at(one, recomputing=again and one is before[-1])
         return groups
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
