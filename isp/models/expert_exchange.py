@@ -65,13 +65,13 @@ def check_spread(
         raise ValueError(f"{key} needs experts that isp cuts, and {name} has none: {way}")
     if config.get("zero_expert_num"):
         raise ValueError(f"{key}: tokens of {name} go to experts without weights, too: {way}")
-    for call in trace.calls:
+    for call in (call for call in trace.calls if call.kind is Kind.EXPERTS):
         if of.max_gathered_bytes is not None and call.module.endswith(".base_layer"):
             raise ValueError(
                 f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} does not go with"
                 f" PEFT's target_parameters of experts: leave it out"
             )
-        if call.kind is Kind.EXPERTS and not call.weighs:
+        if not call.weighs:
             raise ValueError(
                 f"{key}: {call.module} is called without weights [N, k] beside the experts'"
                 f" numbers, so that it cannot be called with the tokens of some of them: {way}"

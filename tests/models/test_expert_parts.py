@@ -52,6 +52,15 @@ DECODER = ModelConfig(
     num_experts=7, experts_per_token=3, moe_intermediate_size=16, num_dense_layers=1,
     init_std=0.3,
 )  # fmt: skip
+
+
+def _adapted() -> Any:
+    """With adapters in attention, and nothing else trained."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(MODELS["mixtral"](), config).double()
+
+
 MODELS = {
     "mixtral": lambda: tiny("mixtral", num_local_experts=4, intermediate_size=16),
     "qwen3": lambda: tiny("qwen3_moe", num_experts=10),
@@ -59,6 +68,7 @@ MODELS = {
     "biases": lambda: tiny("gpt_oss", num_local_experts=6, intermediate_size=16),
     "decoder": lambda: Decoder(DECODER).double(),
     "deep": lambda: tiny("mixtral", num_local_experts=4, intermediate_size=16, num_hidden_layers=5),
+    "adapters": _adapted,
 }
 
 
@@ -102,6 +112,7 @@ CASES = {
         "not ahead": Case("biases", 1, 2, limit=2, ahead=False),
         "one group": Case("mixtral", 1, 2, limit=5),
         "linears kept": Case("mixtral", 2, 2, limit=4, recompute=0.4, between_linears=True),
+        "adapters": Case("adapters", 2, 2, limit=4, recompute=0.5),
     },
     4: {
         "all ranks": Case("deepseek", 2, 4, limit=8, recompute=1.0),
