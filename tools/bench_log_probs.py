@@ -28,7 +28,7 @@ from isp.comm import Channel
 from isp.layers.head import HeadLoss
 from isp.layers.head_results import results_of_head
 from isp.layers.linear import Moves
-from isp.layers.token_scores import TokenScoreRules
+from isp.layers.token_results import TokenScoreRules
 from isp.weights.wp import LocalWeights
 
 TOKENS, VOCAB, CHUNK = 8192, 32768, 1024

@@ -7,7 +7,7 @@ ranks whose tokens a rank has together (1 where each has its own), n = p S', c c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,30 +16,10 @@ from isp.autograd import Function, once_differentiable
 from isp.comm.tag import Purpose, Tag
 from isp.layers.head import HeadGradients, HeadLoss, deliver, num_chunks, one_ahead
 from isp.layers.linear import needs_grad
+from isp.layers.token_results import ResultRules
 from isp.parallel.phase import Phase
 
-__all__ = ["ResultRules", "results_of_head", "results_of_logits"]
-
-
-class ResultRules(Protocol):
-    """What is made of the logits of a token."""
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether `gradient` reads them, or their shape and dtype alone."""
-
-    @property
-    def num_buffers(self) -> int:
-        """How many tensors of the logits' size they take at a time, theirs included."""
-
-    def find(self, logits: Tensor, beside: Tensor, /) -> tuple[Tensor, Tensor | None]:
-        """Of logits [B, n, V'], which it may overwrite, and what is known beside, [B, n, ..].
-
-        -> the results [B, n, K], and what `gradient` is given again.
-        """
-
-    def gradient(self, logits: Tensor, beside: Tensor, kept: Any, given: Tensor, /) -> Tensor:
-        """That of the logits, in their dtype and maybe their place; `given`: of the results."""
+__all__ = ["results_of_head", "results_of_logits"]
 
 
 class _OfLogits(Function):

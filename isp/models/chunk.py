@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from isp.comm import Channel
 from isp.layers.head import HeadLoss
-from isp.layers.head_results import ResultRules, results_of_head, results_of_logits
+from isp.layers.head_results import results_of_head, results_of_logits
 from isp.layers.linear import multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.rank_layers import RankLayers
+from isp.layers.token_results import ResultRules
 from isp.models.calls import ForwardEnd
 from isp.models.expert_load import ExpertLoad
 from isp.models.follow import CallFollower

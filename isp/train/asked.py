@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.layers.head_results import ResultRules
 from isp.layers.loss import IGNORED
-from isp.layers.token_logits import AllLogits, PickedLogits, TopLogits
-from isp.layers.token_scores import TokenScoreRules
+from isp.layers.token_results import (
+    AllLogits,
+    PickedLogits,
+    ResultRules,
+    TokenScoreRules,
+    TopLogits,
+)
 from isp.models.chunk import TracedChunk
 from isp.models.hosts import LogitsOf
 from isp.models.model import TracedModel

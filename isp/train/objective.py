@@ -17,9 +17,7 @@ from isp.comm import host_memory
 from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
-from isp.layers.token_divergence import DivergenceRules
-from isp.layers.token_logits import AllLogits, TopLogits
-from isp.layers.token_scores import TokenScoreRules
+from isp.layers.token_results import AllLogits, DivergenceRules, TokenScoreRules, TopLogits
 from isp.parallel import Axis
 from isp.settings import DistillConfig, DPOConfig
 
