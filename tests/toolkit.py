@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.layers.embedding import VocabParallelEmbedding
+from isp.layers.embedding import look_up
 from isp.layers.head import HeadLoss
-from isp.layers.linear import ParallelLinear, Role, moves_for
-from isp.layers.module import MasterStream, ParallelModule
+from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
+from isp.layers.module import MasterStream, ParallelModule, named_parameters
 from isp.layers.rank_layers import RankLayers
 from isp.parallel.layout import ParameterLayout
-from isp.weights.wp import EmbeddingWeightParallelCommunicator
+from isp.weights.wp import EmbeddingWeightParallelCommunicator, WPCommunicator
 
-__all__ = ["RMSNorm", "ToolkitLayers"]
+__all__ = ["RMSNorm", "Table", "ToolkitLayers", "init_weights"]
 
 
 class ToolkitLayers(RankLayers):
@@ -32,15 +34,15 @@ class ToolkitLayers(RankLayers):
         total = sum(out_features)
         assert all(n % self.feature_parts == 0 for n in out_features), (out_features, self.tensor)
         segments = out_features if self.splits_features else (total,)
-        return ParallelLinear(
+        layer = ParallelLinear(
             self.sharded_layout((total, in_features), dim=0, segments=segments),
             bias_layout=self.sharded_layout((total,), dim=0, segments=segments) if bias else None,
             moves=moves_for(self.mode, Role.COLUMN, self.tensor),
             communicator=self.communicator,
-            init_std=std,
             device=self.device,
             dtype=self.dtype,
         )
+        return _begins(layer, std)
 
     def row(
         self, in_features: int, out_features: int, *, bias: bool = False, std: float
@@ -52,18 +54,18 @@ class ToolkitLayers(RankLayers):
             bias_layout = self.replicated_layout((out_features,))
         elif bias:
             bias_layout = self.sharded_layout((out_features,), dim=0)
-        return ParallelLinear(
+        layer = ParallelLinear(
             self.sharded_layout((out_features, in_features), dim=int(self.splits_features)),
             bias_layout=bias_layout,
             bias_after_move=self.splits_features,
             moves=moves_for(self.mode, Role.ROW, self.tensor),
             communicator=self.communicator,
-            init_std=std,
             device=self.device,
             dtype=self.dtype,
         )
+        return _begins(layer, std)
 
-    def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> VocabParallelEmbedding:
+    def embedding(self, vocab_size: int, hidden_size: int, *, std: float) -> Table:
         """The table of token embeddings, split by vocabulary (in isp mode, if asked, by hidden)."""
         layout, communicator = self.sharded_layout((vocab_size, hidden_size), dim=0), None
         if not self.splits_features:
@@ -71,15 +73,11 @@ class ToolkitLayers(RankLayers):
                 self.communicator, self.weight, split_hidden=self.embed_split_hidden
             )
             layout = communicator.table_layout(vocab_size, hidden_size)
-        return VocabParallelEmbedding(
-            layout,
-            # As in a row linear, each rank has a part of the sum.
-            moves=moves_for(self.mode, Role.ROW, self.tensor),
-            communicator=communicator or self.communicator,
-            init_std=std,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        # As in a row linear, each rank has a part of the sum.
+        moves = moves_for(self.mode, Role.ROW, self.tensor)
+        table = Table(communicator or self.communicator, moves)
+        table.add_shard("weight", layout, device=self.device, dtype=self.dtype)
+        return _begins(table, std)
 
     def head(
         self,
@@ -87,7 +85,7 @@ class ToolkitLayers(RankLayers):
         vocab_size: int,
         *,
         std: float,
-        tied_to: VocabParallelEmbedding | None = None,
+        tied_to: Table | None = None,
         loss_chunk_tokens: int = 0,
     ) -> Head:
         """The linear to the logits, split by vocabulary; may share the embedding's table.
@@ -102,13 +100,14 @@ class ToolkitLayers(RankLayers):
             layout,
             moves=column if self.splits_features else self.logit_moves,
             communicator=self.communicator,
-            init_std=std,
-            tied_to=None if tied_to is None else tied_to.weight,
+            has_weight=tied_to is None,
             device=self.device,
             dtype=self.dtype,
         )
+        if tied_to is not None:
+            head.weight = tied_to.weight
         head.losses = self.head_loss(head, vocab_size, chunk_tokens=loss_chunk_tokens)
-        return head
+        return _begins(head, std)
 
     def rms_norm(self, size: int, *, eps: float, per_head: bool = False) -> RMSNorm:
         """A norm over the hidden size of a token or (`per_head`) over each head."""
@@ -143,5 +142,41 @@ class RMSNorm(ParallelModule):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
-        return torch.ones(self.layouts[name].local_shape)
+
+class Table(ParallelModule):
+    """Token embeddings, by whatever communicator and moves."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None = None
+    padding_idx = -1
+    deterministic = False
+
+    def __init__(self, communicator: WPCommunicator, moves: Moves) -> None:
+        super().__init__()
+        self.communicator, self.moves = communicator, moves
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return look_up(ids, self.weight, self)
+
+
+M = TypeVar("M", bound=ParallelModule)
+
+
+def _begins(layer: M, std: float) -> M:
+    """The layer, whose weight begins with numbers of this standard deviation."""
+    layer.init_std = std
+    return layer
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Give every parameter its part of the weights of `seed`; norms are 1, biases 0."""
+    for item in named_parameters(model):
+        owner, _, local = item.name.rpartition(".")
+        std = getattr(model.get_submodule(owner), "init_std", None)
+        if local == "bias" or std is None:
+            item.parameter.fill_(local != "bias")
+            continue
+        stream = MasterStream(seed, item.name)
+        shard = stream.drawn(item.layout, lambda x, g, std=std: x.normal_(0.0, std, generator=g))
+        item.parameter.copy_(shard)

@@ -1,4 +1,4 @@
-"""Token embedding: the rows of a table, split over the vocabulary.
+"""Token embedding: rows of a table that is split over the vocabulary, or gathered.
 
 B batch, S sequence, V vocabulary, D model size; ids are [B, S], the table [V, D], y is [B, S, D].
 """
@@ -9,18 +9,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from isp.autograd import Function, once_differentiable, writable
 from isp.comm.tag import Purpose, Tag
 from isp.layers.linear import Moves, NeedsGrad, needs_grad
-from isp.layers.module import MasterStream, ParallelModule
-from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.declare import WeightHolder
 from isp.weights.wp import WPCommunicator
 
-__all__ = ["TableLayer", "VocabParallelEmbedding", "look_up"]
+__all__ = ["TableLayer", "look_up"]
 
 
 class TableLayer(WeightHolder, Protocol):
@@ -84,41 +82,3 @@ def look_up(ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
     """Rows of the table of which `weight` is this rank's part: ids [B, S] -> [B, S, D]."""
     y: Tensor = _Embedding.apply(ids, weight, layer)
     return y
-
-
-class VocabParallelEmbedding(ParallelModule):
-    """ids [B, S] -> [B, S, D] (S moved as the mode needs), the table split by vocabulary rows.
-
-    Where the communicator gathers weights the whole table is looked up; elsewhere each rank looks
-    up the ids it holds and the moves of y add the parts up.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None = None
-    padding_idx = -1
-    """The row that takes no gradient; -1: none."""
-
-    def __init__(
-        self,
-        layout: ParameterLayout,
-        *,
-        communicator: WPCommunicator,
-        moves: Moves,
-        init_std: float = 0.02,
-        deterministic: bool = False,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.communicator = communicator
-        self.moves = moves
-        self.init_std = init_std
-        self.deterministic = deterministic
-        self.add_shard("weight", layout, device=device, dtype=dtype)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, S] -> [B, S, D]."""
-        return look_up(ids, self.weight, self)
-
-    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
-        return stream.normal(self.layouts[name], self.init_std)

@@ -21,9 +21,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.linear import ParallelLinear
-from isp.layers.megatron import ColumnParallelLinear, RowParallelLinear
+from isp.layers.megatron import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from isp.layers.module import ParallelModule
 from isp.layers.workspace import InferenceWorkspace, Norm, Residual
 

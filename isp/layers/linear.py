@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from isp.autograd import Function, once_differentiable, writable
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose, Tag
-from isp.layers.module import MasterStream, ParallelModule
+from isp.layers.module import ParallelModule
 from isp.layers.weight_gradients import OutputGradient, gradient_of
 from isp.parallel import Mode
 from isp.parallel.layout import ParameterLayout
@@ -313,8 +313,6 @@ class ParallelLinear(ParallelModule):
         bias_after_move: bool = False,
         skip_bias_add: bool = False,
         weight_gradients: WeightGradientRoute | None = None,
-        init_std: float = 0.02,
-        tied_to: nn.Parameter | None = None,
         has_weight: bool = True,
         device: torch.device,
         dtype: torch.dtype,
@@ -326,11 +324,10 @@ class ParallelLinear(ParallelModule):
         self.skip_bias_add = skip_bias_add
         self.weight_gradients = weight_gradients
         """None: the product, for autograd or the communicator to deliver."""
-        self.init_std = init_std
-        if tied_to is None and has_weight:
+        if has_weight:
             self.add_shard("weight", layout, device=device, dtype=dtype)
         else:
-            self.register_parameter("weight", tied_to)
+            self.register_parameter("weight", None)
             self.layouts["weight"] = layout
         if bias_layout is None:
             self.register_parameter("bias", None)
@@ -373,9 +370,3 @@ class ParallelLinear(ParallelModule):
     @property
     def _title(self) -> str:
         return self.name or type(self).__name__
-
-    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
-        layout = self.layouts[name]
-        if name == "bias":
-            return torch.zeros(layout.local_shape)
-        return stream.normal(layout, self.init_std)

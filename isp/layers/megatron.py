@@ -19,13 +19,13 @@ from isp.comm.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from isp.layers import embedding
+from isp.layers.embedding import look_up
 from isp.layers.linear import ParallelLinear, Role, WeightGradientRoute, moves_for
-from isp.layers.module import MasterStream, ParallelModule
+from isp.layers.module import ParallelModule
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
-from isp.weights.wp import LocalWeights
+from isp.weights.wp import LocalWeights, WPCommunicator
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -45,7 +45,6 @@ class _Initialised(ParallelModule):
 
     [Note: Master weight] Every rank fills the whole weight from torch's default CPU generator and
     keeps its part: that generator must be in the same state on all ranks (`torch.manual_seed`).
-    `isp.layers.module.init_weights` does without: what it draws depends on names.
     """
 
     init_method: InitMethod
@@ -54,20 +53,11 @@ class _Initialised(ParallelModule):
     def reset_parameters(self) -> None:
         """Draw the master weight [Note: Master weight]; a bias is zero."""
         for name, parameter in self.named_parameters(recurse=False):
-            parameter.copy_(self.layouts[name].shard(self._master(name)))
-
-    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
-        """A part of the whole, drawn from the stream in place of the default generator."""
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(stream.generator_seed)
-            return self.layouts[name].shard(self._master(name))
-
-    def _master(self, name: str) -> Tensor:
-        shape = self.layouts[name].global_shape
-        full = torch.zeros(shape, dtype=torch.float32, device=CPU)
-        if name != "bias":
-            self.init_method(full)
-        return full
+            layout = self.layouts[name]
+            full = torch.zeros(layout.global_shape, dtype=torch.float32, device=CPU)
+            if name != "bias":
+                self.init_method(full)
+            parameter.copy_(layout.shard(full))
 
 
 class ColumnParallelLinear(_Initialised, ParallelLinear):
@@ -211,7 +201,7 @@ class RowParallelLinear(_Initialised, ParallelLinear):
         return y + bias.to(y.dtype), None  # narrower under autocast
 
 
-class VocabParallelEmbedding(_Initialised, embedding.VocabParallelEmbedding):
+class VocabParallelEmbedding(_Initialised):
     """Rows of a table that is split by vocabulary: ids [..] -> [.., D], table [V/p, D].
 
     forward   each rank looks up the ids it holds; the sum is all-reduced, or reduce-scattered
@@ -222,6 +212,11 @@ class VocabParallelEmbedding(_Initialised, embedding.VocabParallelEmbedding):
     `deterministic` adds up the gradients of a row in the same order every time, on CUDA too.
     Raises ValueError if a rank would have no row.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None = None
+    padding_idx = -1
+    """The row that takes no gradient; -1: none."""
 
     def __init__(
         self,
@@ -242,16 +237,18 @@ class VocabParallelEmbedding(_Initialised, embedding.VocabParallelEmbedding):
                 f" group without a row: pad it to a multiple of {group.size}"
             )
         mode = Mode.MSP if reduce_scatter_embeddings else Mode.MTP
-        super().__init__(
-            _split((num_embeddings, embedding_dim), dim=0, group=group),
-            moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
-            communicator=LocalWeights(),
-            deterministic=deterministic,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__()
+        self.communicator: WPCommunicator = LocalWeights()
+        self.deterministic = deterministic
+        self.moves = moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim)
+        layout = _split((num_embeddings, embedding_dim), dim=0, group=group)
+        self.add_shard("weight", layout, device=device, dtype=dtype)
         self.init_method = init_method
         self.reset_parameters()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids [..] -> [.., D]."""
+        return look_up(ids, self.weight, self)
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""The facts every layer with parameters of its own tells the runtime, and how they begin.
+"""The facts every layer with parameters of its own tells the runtime, and how values are drawn.
 
 [Note: Tiles] Random values are drawn by tiles of the whole parameter, each from a generator that is
 seeded with the run's seed, the parameter's name and the tile's place. A rank draws the tiles that
@@ -26,7 +26,6 @@ __all__ = [
     "ParallelModule",
     "RowsOf",
     "bind_names",
-    "init_weights",
     "named_parameters",
 ]
 
@@ -76,10 +75,6 @@ class MasterStream:
     def generator_seed(self) -> int:
         digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
         return int.from_bytes(digest[:8], "little")
-
-    def normal(self, layout: ParameterLayout, std: float) -> Tensor:
-        """This rank's shard of normal values of mean 0, float32 on CPU."""
-        return self.drawn(layout, lambda tile, g: tile.normal_(0.0, std, generator=g))
 
     def drawn(
         self, layout: ParameterLayout, fill: Callable[[Tensor, torch.Generator], object]
@@ -133,10 +128,6 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, nn.Parameter(shard))
         self.layouts[name] = layout
 
-    def initial_shard(self, name: str, stream: MasterStream) -> Tensor:
-        """This rank's part of parameter `name` as it is before training."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how {name} begins")
-
 
 class RowsOf(NamedTuple):
     """Rows of a parameter, under the name that it has in a checkpoint."""
@@ -176,19 +167,3 @@ def bind_names(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ParallelModule):
             module.name = name
-
-
-@torch.no_grad()
-def init_weights(model: nn.Module, seed: int | None) -> None:
-    """Give every parameter its part of the initial weights that `seed` stands for; None: nothing.
-
-    Every layout starts from the same weights: a value depends on the seed, the parameter's
-    qualified name and its place in the whole parameter, not on the ranks.
-    """
-    if seed is None:
-        return
-    for item in named_parameters(model):
-        prefix, _, local = item.name.rpartition(".")
-        module = model.get_submodule(prefix)
-        assert isinstance(module, ParallelModule)
-        item.parameter.copy_(module.initial_shard(local, MasterStream(seed, item.name)))

@@ -18,12 +18,11 @@ from torch import Tensor
 from isp.comm import Channel
 from isp.comm.symmetric import why_no_symmetric_rows
 from isp.layers.inference import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
-from isp.layers.module import init_weights
 from isp.layers.workspace import InferenceWorkspace
 from isp.parallel import Mode
 from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import ToolkitLayers, init_weights
 
 WIDTH, INNER, MOST = 64, 128, 32
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}

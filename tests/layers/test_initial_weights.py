@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.layers.module import MasterStream
@@ -46,6 +47,10 @@ def _layouts(name: str, parts: int) -> list[list[ParameterLayout]]:
     ]
 
 
+def _normal(stream: MasterStream, layout: ParameterLayout, std: float) -> Tensor:
+    return stream.drawn(layout, lambda tile, g: tile.normal_(0.0, std, generator=g))
+
+
 class Drawn(TorchDispatchMode):
     """Counts the numbers that are drawn."""
 
@@ -61,12 +66,12 @@ class Drawn(TorchDispatchMode):
 def test_shards_are_parts_of_one_whole(name: str) -> None:
     """Catches values that depend on the layout, at uneven, empty and fused cuts."""
     ((whole_layout,), *_) = _layouts(name, 1)
-    whole = STREAM.normal(whole_layout, 0.02)
+    whole = _normal(STREAM, whole_layout, 0.02)
     assert whole.std() == pytest.approx(0.02, rel=5 / math.sqrt(2 * whole.numel()))
     assert len(whole.unique()) > 0.99 * whole.numel()
     for shards in itertools.chain(_layouts(name, 2), _layouts(name, 3), _layouts(name, 8)):
         for layout in shards:
-            assert torch.equal(STREAM.normal(layout, 0.02), layout.shard(whole)), layout
+            assert torch.equal(_normal(STREAM, layout, 0.02), layout.shard(whole)), layout
 
 
 @pytest.mark.parametrize(("name", "first"), [("matrix", 70), ("fused", 260), ("vector", 16_500)])
@@ -74,18 +79,18 @@ def test_rows_are_those_of_the_larger_parameter(name: str, first: int) -> None:
     """Catches rows of other tiles, where q, k and v were drawn as one."""
     ((whole_layout,), *_) = _layouts(name, 1)
     rows = whole_layout.global_shape[0]
-    wanted = STREAM.normal(whole_layout, 1.0)[first : first + 80]
+    wanted = _normal(STREAM, whole_layout, 1.0)[first : first + 80]
     stream = MasterStream(STREAM.seed, STREAM.name, first, rows)
     for layout in itertools.chain(*_layouts(name, 3)):
         own = replace(layout, global_shape=tuple(wanted.shape), segments=())
-        assert torch.equal(stream.normal(own, 1.0), own.shard(wanted)), own
+        assert torch.equal(_normal(stream, own, 1.0), own.shard(wanted)), own
 
 
 def test_streams_differ() -> None:
     """Catches a seed or a name that has no say."""
     ((layout,), *_) = _layouts("matrix", 1)
     others = [STREAM, MasterStream(6, STREAM.name), MasterStream(5, "layers.2.attention.qkv")]
-    values = [stream.normal(layout, 1.0) for stream in others]
+    values = [_normal(stream, layout, 1.0) for stream in others]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(values, 2))
 
 
@@ -96,5 +101,5 @@ def test_a_rank_draws_its_own_part(dim: int) -> None:
         global_shape=(2000, 2000), dim=dim, parts=8, index=3, reduce_over=Axis.DATA
     )
     with Drawn() as drawn:
-        own = STREAM.normal(layout, 1.0)
+        own = _normal(STREAM, layout, 1.0)
     assert own.numel() <= drawn.total <= own.numel() + 2 * 128 * 2000

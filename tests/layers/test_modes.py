@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
-from isp.layers.module import init_weights, named_parameters
+from isp.layers.module import named_parameters
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights, WPCommunicator
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import ToolkitLayers, init_weights
 
 B, S, D, F_, V = 2, 8, 12, 16, 22
 SEED = 5

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isp.comm import Channel, Pending
 from isp.comm.tag import UNNAMED, Tag
 from isp.layers.linear import ParallelLinear
-from isp.layers.module import bind_names, init_weights
+from isp.layers.module import bind_names
 from isp.parallel import Mode
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.recompute import Recomputer
@@ -25,7 +25,7 @@ from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.wp import WPCommunicator
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import ToolkitLayers, init_weights
 
 __all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes", "plain_linear"]
 

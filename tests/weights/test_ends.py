@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.comm import Mesh
-from isp.layers.embedding import VocabParallelEmbedding
 from isp.layers.linear import Moves, ParallelLinear
 from isp.layers.module import bind_names
 from isp.parallel import Axis, ParallelConfig, TensorConfig, Topology, WeightConfig
@@ -23,6 +22,7 @@ from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from isp.weights.wp import EmbeddingWeightParallelCommunicator, HeadWeightParallelCommunicator
 from tests.ranks import run_ranks
+from tests.toolkit import Table
 from tests.weights.echo import echo_net
 
 CPU = torch.device("cpu")
@@ -54,19 +54,17 @@ class Ends(nn.Module):
         assert not last.is_recomputing
         place = {"device": CPU, "dtype": torch.float64}
         layout = table.table_layout(V, D)
-        self.embedding = VocabParallelEmbedding(
-            layout,
-            communicator=table,
-            moves=Moves(),
-            **place,  # type: ignore[arg-type]
-        )
+        self.embedding = Table(table, Moves())
+        self.embedding.add_shard("weight", layout, **place)  # type: ignore[arg-type]
         self.head = ParallelLinear(
             layout if tied else last.layout((V, D)),
             communicator=last,
             moves=Moves(y=last.output_hook, dy=last.grad_output_hook),
-            tied_to=self.embedding.weight if tied else None,
+            has_weight=not tied,
             **place,  # type: ignore[arg-type]
         )
+        if tied:
+            self.head.weight = self.embedding.weight
         bind_names(self)
         self.runtime.declare(
             [

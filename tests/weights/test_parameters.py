@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm import Channel, Mesh
-from isp.layers.module import bind_names, init_weights, named_parameters
+from isp.layers.module import bind_names, named_parameters
 from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import ToolkitLayers, init_weights
 from tests.weights.echo import leased_bytes
 from tests.weights.parameter_cases import CASES, B, Case, D, Full, S, V, plainly
 
