@@ -10,22 +10,30 @@ from isp.weights.communicator import ISPCommunicator
 from isp.weights.trace import Action
 from isp.weights.wp import ISPCommunicatorWrapper
 
-__all__ = ["ISPCommunicatorSchedulerHook", "SchedulerHook"]
+__all__ = ["ISPCommunicatorSchedulerHook"]
 
 
-class SchedulerHook:
-    """Called by a schedule: tells `log` in which phase of the step its transfers set off."""
+class ISPCommunicatorSchedulerHook:
+    """Called by a schedule: tells a communicator what comes next, which chunk runs, and when
+    gradients are needed; and `log` in which phase of the step its transfers set off.
 
-    def __init__(self, log: CommLog) -> None:
-        self.log = log
+    `communicator`: None where weights stay on their rank.
+    """
+
+    def __init__(
+        self, communicator: ISPCommunicator | ISPCommunicatorWrapper | None, log: CommLog
+    ) -> None:
+        self.communicator, self.log = communicator, log
 
     def before_step(self, actions: Sequence[Action]) -> None:
         """These actions come next; the weights they need are published."""
+        if self.communicator is not None:
+            self.communicator.begin(actions)
         self.log.enter(Phase.OTHER)
 
     def before_forward(self, chunk: int) -> None:
         """The forward of a micro-batch through model chunk `chunk` begins."""
-        self.log.enter(Phase.FORWARD)
+        self._enter(Phase.FORWARD, chunk)
 
     def after_forward(self, chunk: int) -> None:
         self.log.enter(Phase.OTHER)
@@ -39,7 +47,7 @@ class SchedulerHook:
 
     def before_backward(self, chunk: int) -> None:
         """The backward of a micro-batch through model chunk `chunk` begins."""
-        self.log.enter(Phase.BACKWARD)
+        self._enter(Phase.BACKWARD, chunk)
 
     def after_backward(self, chunk: int) -> None:
         self.log.enter(Phase.OTHER)
@@ -47,29 +55,10 @@ class SchedulerHook:
     def after_step(self) -> None:
         """All actions are done, and gradients are needed."""
         self.log.enter(Phase.OPTIMIZER)
+        if self.communicator is not None:
+            self.communicator.finish()
 
-
-class ISPCommunicatorSchedulerHook(SchedulerHook):
-    """Tells a communicator what comes next, which chunk runs, and when gradients are needed."""
-
-    def __init__(
-        self, communicator: ISPCommunicator | ISPCommunicatorWrapper, log: CommLog
-    ) -> None:
-        super().__init__(log)
-        self.communicator = communicator
-
-    def before_step(self, actions: Sequence[Action]) -> None:
-        self.communicator.begin(actions)
-        super().before_step(actions)
-
-    def before_forward(self, chunk: int) -> None:
-        super().before_forward(chunk)
-        self.communicator.switch_current_model_chunk(chunk)
-
-    def before_backward(self, chunk: int) -> None:
-        super().before_backward(chunk)
-        self.communicator.switch_current_model_chunk(chunk)
-
-    def after_step(self) -> None:
-        super().after_step()
-        self.communicator.finish()
+    def _enter(self, phase: Phase, chunk: int) -> None:
+        self.log.enter(phase)
+        if self.communicator is not None:
+            self.communicator.switch_current_model_chunk(chunk)

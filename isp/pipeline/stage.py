@@ -24,7 +24,7 @@ from isp.autograd import Function, once_differentiable, writable
 from isp.comm import Channel, Pending
 from isp.layers.weight_gradients import DeferredWeightGradients
 from isp.optim import MainGradients
-from isp.pipeline.hooks import SchedulerHook
+from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
 from isp.pipeline.order import Hop, PipelineOrder, program
 from isp.weights.trace import Action, ActionKind
 
@@ -62,7 +62,7 @@ class Pipeline:
         order: PipelineOrder,
         work: StageWork,
         *,
-        hook: SchedulerHook,
+        hook: ISPCommunicatorSchedulerHook,
         gradients: MainGradients | None,
         deferred: DeferredWeightGradients | None,
         last: bool = True,

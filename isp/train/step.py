@@ -25,7 +25,7 @@ from isp.optim.update_rules import rules_in_words
 from isp.parallel import Axis
 from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
-from isp.pipeline.hooks import ISPCommunicatorSchedulerHook, SchedulerHook
+from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
 from isp.train.objective import TokenLoss
 from isp.train.step_work import StepOutcome, StepWork
 
@@ -139,11 +139,10 @@ class TrainStep:
         for linear in built.linears:
             linear.weight_gradients = route
         self.communicator = communicator = built.communicator
-        self.hook = SchedulerHook(mesh.log)
+        self.hook = ISPCommunicatorSchedulerHook(communicator, mesh.log)
         if communicator is not None:
             communicator.deliver_to(gradients)
             communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
-            self.hook = ISPCommunicatorSchedulerHook(communicator, mesh.log)
         for part in self._parts():
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
