@@ -11,7 +11,7 @@ which of them the part writes into. Later passes make the same operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -49,9 +49,13 @@ class _Result(NamedTuple):
 class KeptCalls:
     """The kept calls of one part [Note: Kept calls]; made before `isp.recompute` takes the part."""
 
-    def __init__(self, known: dict[Hashable, Needs], key: Hashable) -> None:
-        """`known`: what is known of parts, by key; this one is added if it is not among them."""
-        self.again = False
+    def __init__(self, kinds: Collection[str], known: dict[Hashable, Needs], key: Hashable) -> None:
+        """`kinds`: of the calls that are kept.
+
+        `known`: what is known of parts, by key; this one is added if it is not among them.
+        """
+        self._kinds = kinds
+        self._again = False
         """Whether the part is computed again."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._pack: Callable[[Tensor], Any] = hooks[0] if hooks else _same
@@ -61,12 +65,23 @@ class KeptCalls:
         self._results: list[_Result] = []
         self._next = 0
 
+    def _keeps(self, kind: str) -> bool:
+        """Whether calls of this kind are kept; none is where a part is run for what it gives."""
+        return kind in self._kinds and torch.is_grad_enabled()
+
+    def skips(self, kind: str) -> bool:
+        """Whether a call of this kind that comes now is one that is not made again."""
+        return self._again and self._keeps(kind)
+
     @contextmanager
     def passing(self) -> Iterator[None]:
         """A pass through the part: the first is forward, others compute it again."""
+        if not torch.is_grad_enabled():
+            yield
+            return
         self._next = 0
         needs = self._known.get(self._key)
-        if self.again or needs is not None:
+        if self._again or needs is not None:
             yield
         else:
             self._watch = _Watch()
@@ -74,15 +89,21 @@ class KeptCalls:
                 yield
             needs, self._watch = self._watch.needs(), None
             self._known[self._key] = needs
-            of_use = (r if i in needs.values else r._replace(packed=None) for i, r in self._all())
-            self._results = list(of_use)
-        self.again = True
+            self._results = [
+                result if number in needs.values else result._replace(packed=None)
+                for number, result in enumerate(self._results)
+            ]
+        self._again = True
 
-    def __call__(self, call: Callable[[], Tensor], dropped: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, kind: str, call: Callable[[], Tensor], dropped: Tensor | None = None
+    ) -> Tensor:
         """`call()`, or what it gave; `dropped`: its input, of which it saves no copy."""
+        if not self._keeps(kind):
+            return call()
         number, self._next = self._next, self._next + 1
         node = None if dropped is None else _Input.apply(dropped, _token()).grad_fn
-        if self.again:
+        if self._again:
             return self._given(number)
         with self._saved_outside(dropped, node):
             y = call()
@@ -94,9 +115,6 @@ class KeptCalls:
         if self._watch is not None:
             self._watch.made(number, y)
         return y
-
-    def _all(self) -> Iterator[tuple[int, _Result]]:
-        yield from enumerate(self._results)
 
     def _given(self, number: int) -> Tensor:
         packed, shape, dtype, device, requires_grad = self._results[number]

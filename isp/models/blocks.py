@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -18,37 +17,7 @@ from isp.rng import RngStatesTracker
 from isp.settings.recomputation import Recomputation
 from isp.weights.trace import inputs_kept, recomputed_blocks
 
-__all__ = ["BlockCalls", "BlockRecomputer"]
-
-
-class BlockCalls:
-    """The calls of a block in one forward, and in what computes it again."""
-
-    def __init__(self, kept: KeptCalls | None = None, kinds: Collection[Kind] = ()) -> None:
-        """`kinds`: of the calls that are `kept`."""
-        self._kept, self._kinds = kept, kinds
-
-    def keeps(self, kind: Kind) -> bool:
-        """Whether calls of this kind are kept; none is where a block is run for what it gives."""
-        return kind in self._kinds and torch.is_grad_enabled()
-
-    def skips(self, kind: Kind) -> bool:
-        """Whether a call of this kind that comes now is one that is not made again."""
-        return self._kept is not None and self._kept.again and self.keeps(kind)
-
-    def __call__(
-        self, kind: Kind, call: Callable[[], Tensor], dropped: Tensor | None = None
-    ) -> Tensor:
-        """`call()`, or what it gave; `dropped`: its input, which is not kept."""
-        if self._kept is None or not self.keeps(kind):
-            return call()
-        return self._kept(call, dropped)
-
-    def passing(self) -> AbstractContextManager[None]:
-        """A pass through the block."""
-        if self._kept is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self._kept.passing()
+__all__ = ["BlockRecomputer"]
 
 
 class BlockRecomputer:
@@ -96,15 +65,15 @@ class BlockRecomputer:
         """A forward pass through the stage of this first block begins."""
         self._whole[first].begin()
 
-    def calls(self, block: str, module: nn.Module, args: tuple[Any, ...]) -> BlockCalls:
+    def calls(self, block: str, module: nn.Module, args: tuple[Any, ...]) -> KeptCalls | None:
         """For one forward of a block that is called with `args`, before that begins."""
         kinds = self._of_recomputed if self.recomputed[block] else tuple(Kind)
         on = self.recomputed[block] or self.between_linears
         if not on or not kinds or not torch.is_grad_enabled():
-            return BlockCalls()
+            return None
         tensors = (*args, *module.parameters())
         trained = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))
-        return BlockCalls(KeptCalls(self._known, (block, module.training, trained)), kinds)
+        return KeptCalls(kinds, self._known, (block, module.training, trained))
 
     def __call__(self, block: str, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """`run(*args)`, a pass through the block."""

@@ -6,7 +6,7 @@ B batch, S' the tokens of this rank, D hidden size
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -135,14 +135,17 @@ class CallFollower:
         call: Callable[[], Tensor],
         dropped: Tensor | None = None,
     ) -> Tensor:
-        """As `BlockCalls`, following calls that are not made again; of what mixes, no `module`."""
+        """As `ForwardPass.keep`, following calls that are not made again.
+
+        `module`: none of what mixes.
+        """
         forward_pass = self.under_way(module or kind)
-        if forward_pass.kept.skips(kind):
+        if forward_pass.kept is not None and forward_pass.kept.skips(kind):
             if kind.mixes and self.blocks.recomputed[forward_pass.name]:
                 self.mix(kind, torch.empty(0))
             elif kind is not Kind.EXPERTS:  # whose hook follows them
                 forward_pass.arrive(kind, module or forward_pass.name)
-        return forward_pass.kept(kind, call, dropped)
+        return forward_pass.keep(kind, call, dropped)
 
     # -- forwards of modules -----------------------------------------------------------------
 
@@ -164,7 +167,7 @@ class CallFollower:
         def inside() -> AbstractContextManager[None]:
             return self.passing(ForwardPass(name, calls, masks))
 
-        return forward_pass.kept(Kind.TILED, lambda: tiled(x, inside), x)
+        return forward_pass.keep(Kind.TILED, lambda: tiled(x, inside), x)
 
     def _through_block(
         self,
@@ -195,7 +198,8 @@ class CallFollower:
 
         def run(*args: Any) -> Any:
             forward_pass = ForwardPass(block, self._calls[block], masks, kept=calls)
-            with self.passing(forward_pass), at_positions(where), calls.passing():
+            kept = nullcontext() if calls is None else calls.passing()
+            with self.passing(forward_pass), at_positions(where), kept:
                 return forward(*args, **kwargs)
 
         out = self.blocks(block, run, args)

@@ -12,8 +12,8 @@ from torch import Tensor
 from isp.attention import AttentionMask
 from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
+from isp.kept_calls import KeptCalls
 from isp.mixers.placement import Placement
-from isp.models.blocks import BlockCalls
 from isp.models.trace import Call, Kind, ModelTrace
 
 __all__ = ["ForwardPass", "Instead", "Masks", "outer_calls"]
@@ -91,12 +91,12 @@ class ForwardPass:
         calls: tuple[Call, ...],
         masks: Masks,
         *,
-        kept: BlockCalls | None = None,
+        kept: KeptCalls | None = None,
         instead: Instead = _AS_TRACED,
     ) -> None:
         self.name = name
         self.masks = masks
-        self.kept = kept or BlockCalls()
+        self.kept = kept
         self.instead = instead
         self.ahead: dict[str, tuple[Tensor, Tensor]] = {}
         """By module that is computed ahead of its call: the tokens, and what it gave."""
@@ -116,6 +116,10 @@ class ForwardPass:
                 self._next += 1
                 return expected
         raise self._error(f"{kind} of {module} was called")
+
+    def keep(self, kind: Kind, call: Callable[[], Tensor], dropped: Tensor | None = None) -> Tensor:
+        """`call()`, or what it gave, see `KeptCalls`."""
+        return call() if self.kept is None else self.kept(kind, call, dropped)
 
     def skip(self, module: str, calls: tuple[Call, ...]) -> None:
         """These come, in a module.  Raises RuntimeError if others were the next."""

@@ -94,8 +94,8 @@ class TracedMixers:
 
     def choose(self, indexer: Indexer) -> Tensor:
         """As `Mixers.choose`; goes with attention, and is not followed."""
-        calls = self._follower.under_way("an indexer").kept
-        return calls(Kind.ATTENTION, partial(self._choose, indexer))
+        forward_pass = self._follower.under_way("an indexer")
+        return forward_pass.keep(Kind.ATTENTION, partial(self._choose, indexer))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         causal, window, scale, softcap, _, chunk, chosen, _ = options
