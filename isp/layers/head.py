@@ -176,7 +176,6 @@ class HeadLoss(NamedTuple):
     """The vocabulary entry of this rank's first logit."""
     chunk_tokens: int
     """Tokens whose losses are computed at a time; 0: all."""
-    label_smoothing: float = 0.0
     behind: Callable[[Tensor], Tensor] | None = None
     """What the model does to what its head gives, [B, n, V'] -> the logits; None: nothing."""
 
@@ -219,7 +218,6 @@ class HeadLoss(NamedTuple):
             logits,
             target,
             expected,
-            label_smoothing=self.label_smoothing,
             channel=self.channel,
             first=self.first,
         )

@@ -141,20 +141,19 @@ def losses_and_gradient(
     target: Tensor,
     dloss: Tensor | None,
     *,
-    label_smoothing: float = 0.0,
     channel: Channel,
     first: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The losses of tokens, as `vocab_parallel_cross_entropy` has them, and dlogits for `dloss`.
 
-    Overwrites the logits. No gradient where `dloss` is None.
+    Without smoothing; overwrites the logits. No gradient where `dloss` is None.
     """
     losses, softmax = _losses(
-        logits, target, smoothing=label_smoothing, first=first, channel=channel, reuse_logits=True
+        logits, target, smoothing=0.0, first=first, channel=channel, reuse_logits=True
     )
     if dloss is None:
         return losses, None
-    gradient = _gradient(softmax, dloss.to(softmax.values.dtype), label_smoothing)
+    gradient = _gradient(softmax, dloss.to(softmax.values.dtype), 0.0)
     return losses, gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 

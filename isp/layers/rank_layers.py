@@ -139,7 +139,6 @@ class RankLayers:
         vocab_size: int,
         *,
         chunk_tokens: int = 0,
-        label_smoothing: float = 0.0,
         behind: Callable[[Tensor], Tensor] | None = None,
     ) -> HeadLoss:
         """The losses of what `head` gives, `chunk_tokens` tokens at a time; see `HeadLoss`."""
@@ -149,7 +148,6 @@ class RankLayers:
             channel=self.loss_channel,
             first=self.first_logit(vocab_size),
             chunk_tokens=chunk_tokens,
-            label_smoothing=label_smoothing,
             behind=behind,
         )
 

@@ -50,21 +50,21 @@ class NeedsGrad(NamedTuple):
 
 
 @torch.enable_grad()
-def plain(smoothing: float) -> NeedsGrad:
+def plain() -> NeedsGrad:
     random = torch.Generator().manual_seed(3)
     x = torch.randn(B, S, D, generator=random, dtype=torch.float64).requires_grad_()
     weight = torch.randn(V, D, generator=random, dtype=torch.float64).requires_grad_()
     labels = torch.randint(V, (B, S), generator=random)
     labels[0, 3:8] = IGNORED
     logits = F.linear(x, weight).flatten(0, 1)
-    flat = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=smoothing)
+    flat = F.cross_entropy(logits, labels.flatten(), reduction="none")
     losses = flat.detach().view(B, S)
     dx, dw = torch.autograd.grad(flat.sum(), (x, weight))
     return NeedsGrad(x.detach(), weight.detach(), labels, losses, losses.sum(), dx, dw)
 
 
 def loss_of(
-    mesh: Mesh, mode: Mode, *, vocab_parallel: bool, chunk_tokens: int, smoothing: float
+    mesh: Mesh, mode: Mode, *, vocab_parallel: bool, chunk_tokens: int
 ) -> tuple[HeadLoss, ToolkitLayers, ISPCommunicator | None]:
     runtime = None
     if mode is Mode.ISP:
@@ -81,7 +81,7 @@ def loss_of(
     )
     head = layers.head(D, V, std=1.0)
     head.name = "head"
-    found = layers.head_loss(head, V, chunk_tokens=chunk_tokens, label_smoothing=smoothing)
+    found = layers.head_loss(head, V, chunk_tokens=chunk_tokens)
     return found, layers, runtime
 
 
@@ -89,14 +89,13 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int, smoothing: float) -> None:
-    wanted, tensor = plain(smoothing), mesh[Axis.TENSOR]
+def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int) -> None:
+    wanted, tensor = plain(), mesh[Axis.TENSOR]
     of_head, layers, runtime = loss_of(
         mesh,
         mode,
         vocab_parallel=options.vocab_parallel_loss,
         chunk_tokens=chunk,
-        smoothing=smoothing,
     )
     head: Any = of_head.head
     with torch.no_grad():
@@ -137,7 +136,7 @@ def _all(rank: int, layouts: list[Layout]) -> None:
     for layout in layouts:
         for chunk in CHUNKS:
             mesh = meshes.of(layout)
-            _check(mesh, layout.mode, layout.options, chunk, 0.1 if chunk % 2 else 0.0)
+            _check(mesh, layout.mode, layout.options, chunk)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -162,14 +161,14 @@ def solo_head(
     )
     head = layers.head(D, V, std=1.0)
     with torch.no_grad():
-        head.weight.copy_(plain(0.0).weight)
+        head.weight.copy_(plain().weight)
     return head, layers.head_loss(head, V, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_only_what_is_wanted_is_computed(chunk: int) -> None:
     """Catches gradients of a frozen head or input, and those of an evaluation."""
-    wanted, products = plain(0.0), []
+    wanted, products = plain(), []
 
     class Products(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -201,7 +200,7 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
 
 def test_gradients_that_are_returned_or_not_asked_for() -> None:
     """Catches a gradient for `torch.autograd.grad` that is sent elsewhere, or one nobody wants."""
-    wanted, (head, of_head) = plain(0.0), solo_head(5)
+    wanted, (head, of_head) = plain(), solo_head(5)
     x = wanted.x.clone().requires_grad_()
     (dw,) = torch.autograd.grad(of_head.total(x, wanted.labels), head.weight)
     close(dw, wanted.dw)
@@ -213,7 +212,7 @@ def test_gradients_that_are_returned_or_not_asked_for() -> None:
 
 def test_going_backward_twice_is_refused() -> None:
     """Catches gradients that are scaled in their place, and given a second time."""
-    wanted, (_, of_head) = plain(0.0), solo_head(5)
+    wanted, (_, of_head) = plain(), solo_head(5)
     loss = 2 * of_head.total(wanted.x, wanted.labels)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -225,7 +224,7 @@ def test_narrow_chunks_are_added_up_wide() -> None:
 
     Catches a sum of chunks in bfloat16, and a dtype of gradients that is not the weight's.
     """
-    wanted, far = plain(0.0), {}
+    wanted, far = plain(), {}
     for chunk in (0, 1):
         head, of_head = solo_head(chunk, torch.bfloat16)
         x = wanted.x.bfloat16().requires_grad_()
@@ -238,7 +237,7 @@ def test_narrow_chunks_are_added_up_wide() -> None:
 
 def test_a_loss_scale_is_in_the_gradients_of_logits() -> None:
     """float16: catches gradients computed for 1 and scaled afterwards, when they have vanished."""
-    wanted, (head, of_head) = plain(0.0), solo_head(5, torch.float16)
+    wanted, (head, of_head) = plain(), solo_head(5, torch.float16)
     x, vanished, found = (3 * wanted.x).half(), {}, {}
     full = Full(head.weight.detach(), None)
     for scale in (1.0, 2.0**12):
