@@ -20,7 +20,7 @@ from isp.attention.local import LocalAttention, make_local_attention
 from isp.attention.mask import AttentionMask, Chosen
 from isp.comm import Channel
 
-__all__ = ["Attend", "AttentionOptions", "Relative", "attend_by", "attention", "current_attend"]
+__all__ = ["Attend", "AttentionOptions", "Relative", "attend_by", "attention"]
 
 
 class Relative(NamedTuple):
@@ -68,11 +68,6 @@ q [B, S', H, d], k [B, S', K, d], v [B, S', K, e] -> [B, S', H, e].
 
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
 """Where calls go; set while the code of a parallelised model runs."""
-
-
-def current_attend() -> Attend | None:
-    """Where calls of attention go now; None outside of a parallelised model's forward."""
-    return _attend.get()
 
 
 @contextmanager

@@ -346,7 +346,13 @@ class DryChannel(Channel):
     """
 
     def __init__(
-        self, name: str, size: int, rank: int, listener: Listener, *, sum_locally: bool = False
+        self,
+        name: str,
+        size: int,
+        rank: int,
+        listener: Listener | None = None,
+        *,
+        sum_locally: bool = False,
     ) -> None:
         super().__init__(None, name=name, sum_locally=sum_locally)
         self.size = size
@@ -354,7 +360,7 @@ class DryChannel(Channel):
         self.listener = listener
 
     def _start(self, transfer: Transfer, *_: object) -> Callable[[], object]:
-        return self.listener.launched(transfer)
+        return (lambda: None) if self.listener is None else self.listener.launched(transfer)
 
 
 def _ours(work: dist.Work | None) -> dist.Work:

@@ -46,18 +46,6 @@ class HostMemoryError(ValueError):
     """The host has not the memory that was asked for: how much, and which key asks for less."""
 
 
-class _Copy:
-    """A copy under way, for those who wait for work of a process group."""
-
-    def __init__(self, over: streams.Event | None) -> None:
-        self._over = over
-
-    def wait(self) -> None:
-        """Make the current stream wait for it."""
-        if self._over is not None:
-            self._over.wait()
-
-
 class HostChannel(Channel):
     """The way between a device and the memory of its host; of this rank alone."""
 
@@ -76,7 +64,7 @@ class HostChannel(Channel):
             with streams.on(self._stream):
                 out.copy_(x, non_blocking=True)
                 streams.in_use(out, x)
-                return _Copy(streams.mark(self._device))
+                return streams.mark(self._device)  # waited for as work of a process group is
 
         return self._launch(kind, tag, x.nbytes, start, out, keep=())
 

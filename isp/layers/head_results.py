@@ -7,7 +7,7 @@ ranks whose tokens a rank has together (1 where each has its own), n = p S', c c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from isp.layers.head import HeadGradients, HeadLoss, deliver, num_chunks, one_ah
 from isp.layers.linear import needs_grad
 from isp.layers.token_results import ResultRules
 from isp.parallel.phase import Phase
+from isp.weights.wp import WholeWeights
 
 __all__ = ["results_of_head", "results_of_logits"]
 
@@ -92,7 +93,7 @@ class _OfHead(Function):
         by_ranks = given.unflatten(1, (ctx.beside.shape[1] // x.shape[1], -1))  # [B, p, S', K]
         sums = HeadGradients(of, x, count, needs)
         with head.communicator.unshard(head, Phase.BACKWARD, shard) as gathered:
-            full = _Whole(gathered.weight, bias)
+            full = WholeWeights(gathered.weight, bias)
             for (own_x, own_beside), part, again in zip(
                 _pieces(of, x, ctx.beside), by_ranks.chunk(count, dim=2), kept, strict=True
             ):
@@ -107,11 +108,6 @@ class _OfHead(Function):
                 del dy
             dx, dw, db = sums.sums()
             return dx, *deliver(head, dw, db, needs[1:]), None, None, None
-
-
-class _Whole(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
 
 
 def _pieces(of: HeadLoss, x: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

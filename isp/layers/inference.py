@@ -59,7 +59,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         _check(linear, workspace, dim=0)
         self.linear, self.norm, self.workspace = linear, norm, workspace
         self._buffer = workspace.output(slot or self, linear.weight.shape[0])
-        self._own = _Own(linear)
+        self._weight, self._bias = _own(linear)
         self._out: Tensor | None = None
 
     def forward(self, x: Residual | Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         out, tokens = self._out, x.shape[:-1]
         if out is None or out.shape[:-1] != tokens:
             out = self._out = self.workspace.first(self._buffer, tokens)
-        _multiply(x, self._own.weight, self._own.bias, out)
+        _multiply(x, self._weight, self._bias, out)
         return out
 
 
@@ -84,25 +84,26 @@ class InferenceRowParallelLinear(nn.Module):
     def __init__(self, linear: ParallelLinear, workspace: InferenceWorkspace) -> None:
         super().__init__()
         _check(linear, workspace, dim=1)
-        self.linear, self.workspace, self._own = linear, workspace, _Own(linear)
+        self.linear, self.workspace = linear, workspace
+        self._weight, self._bias = _own(linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [S, B, I/p] -> y of this rank's tokens [S/p, B, O], or of all; until the next call."""
         tokens = self._partial(x)
         y = self.workspace.reduce(tokens, self.linear.name)
-        if self._own.bias is not None:
-            y.add_(self._own.bias)
+        if self._bias is not None:
+            y.add_(self._bias)
         return y.view(-1, *tokens[1:], y.shape[-1])
 
     def add_norm(self, x: Tensor, residual: Residual, norm: Norm) -> Tensor:
         """Add y to the residual: x [S, B, I/p] -> the norm of the sum, of all tokens [S, B, O]."""
         self._partial(x)
-        bias, layer = self._own.bias, self.linear.name
-        return self.workspace.add_norm(residual, norm, bias=bias, layer=layer)
+        layer = self.linear.name
+        return self.workspace.add_norm(residual, norm, bias=self._bias, layer=layer)
 
     def _partial(self, x: Tensor) -> Sequence[int]:
         tokens = x.shape[:-1]
-        _multiply(x, self._own.weight, None, self.workspace.partial(tokens))
+        _multiply(x, self._weight, None, self.workspace.partial(tokens))
         return tokens
 
 
@@ -137,12 +138,9 @@ class InferenceVocabParallelEmbedding(nn.Module):
         return residual
 
 
-class _Own:
+def _own(linear: ParallelLinear) -> tuple[Tensor, Tensor | None]:
     """This rank's part of a linear, where it lies, without gradients; the weight as [I, O]."""
-
-    def __init__(self, linear: ParallelLinear) -> None:
-        self.weight = linear.weight.detach().t()
-        self.bias = None if linear.bias is None else linear.bias.detach()
+    return linear.weight.detach().t(), None if linear.bias is None else linear.bias.detach()
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isp.autograd import Function
+from isp.layers.compiled import widened
 from isp.layers.linear import NeedsGrad
 
 __all__ = ["SummedGradient", "keep", "kept"]
@@ -62,7 +63,7 @@ class SummedGradient:
         if not self.want:
             return
         if self._total is None:
-            self._total, self._dtype = part.to(_wide(part)), part.dtype
+            self._total, self._dtype = widened(part), part.dtype
         else:
             self._total += part
 
@@ -70,7 +71,3 @@ class SummedGradient:
         """The sum, in the dtype of its parts."""
         total, self._total = self._total, None
         return None if total is None else total.to(self._dtype)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

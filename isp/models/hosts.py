@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isp.attention.call import AttentionOptions, current_attend
+from isp.attention.call import AttentionOptions
+from isp.mixers.call import current_mixers
 from isp.models.adapters import use_registered_mixers, wrap_free_functions
 from isp.models.expert_adapters import hand_on_factors
 from isp.models.indexers import chosen_by
@@ -305,8 +306,8 @@ def _attention_function(
     if attention_mask is not None and chosen is None:
         raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
     check_dropout(module, dropout)
-    attend = current_attend()
-    if attend is None:
+    mixers = current_mixers()
+    if mixers is None:
         raise RuntimeError(
             f"{type(module).__name__} was called outside of the forward that isp runs: a"
             f" parallelised model is called by the run's `loss` alone"
@@ -317,7 +318,7 @@ def _attention_function(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     chunk = _chunk(module)
     options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux, chunk, chosen)
-    return attend(q, k, v, options), None
+    return mixers.attend(q, k, v, options), None
 
 
 def _chunk(module: Any) -> int | None:

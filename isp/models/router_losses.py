@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
+from isp.layers.compiled import widened
 from isp.models.expert_load import check_bias_update
 
 __all__ = ["RouterCoefficients", "RouterLosses", "check_router_losses", "make_router_losses"]
@@ -42,27 +43,20 @@ class RouterCoefficients(NamedTuple):
         return bool(self.aux or self.z)
 
 
-class _Router(NamedTuple):
-    """A module that routes tokens."""
-
-    module: nn.Module
-    output: int
-    """Of the logits [N, E] among what it gives."""
-
-
-def _find_routers(model: Any) -> list[_Router]:
+def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
     """The routers of a model of transformers, as it names them for its own losses.
 
-    Raises ValueError for a model without any.
+    Each with the place of the logits [N, E] among what it gives. Raises ValueError for a model
+    without any.
     """
     kinds = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
-    found: list[_Router] = []
+    found: list[tuple[nn.Module, int]] = []
     recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
     for recorder in recorders.values():
         if isinstance(recorder, list) or not hasattr(recorder, "target_class"):
             break
         found += [
-            _Router(part, recorder.index)
+            (part, recorder.index)
             for name, part in model.named_modules()
             if isinstance(part, recorder.target_class)
             and (recorder.layer_name is None or recorder.layer_name in name)
@@ -141,12 +135,16 @@ class RouterLosses:
     """
 
     def __init__(
-        self, routers: list[_Router], top_k: int, of: RouterCoefficients, channel: Channel
+        self,
+        routers: list[tuple[nn.Module, int]],
+        top_k: int,
+        of: RouterCoefficients,
+        channel: Channel,
     ) -> None:
         self._top_k, self.coefficients, self._channel = top_k, of, channel
         self._routing: _Routing | None = None
-        for router in routers:
-            router.module.register_forward_hook(self._hook(router.output))
+        for router, place in routers:
+            router.register_forward_hook(self._hook(place))
 
     def begin(self, mask: Tensor, own: Tensor, *, weight: float, scale: Tensor) -> None:
         """A forward in training begins, whose losses have this `weight` in that of the step.
@@ -187,7 +185,7 @@ class RouterLosses:
             leaves, spec = tree_flatten(given)
             logits = given[index]
             if not routing.is_over:
-                routing.add(_wide(logits.detach().flatten(0, -2)), self._top_k)
+                routing.add(widened(logits.detach().flatten(0, -2)), self._top_k)
             if not (torch.is_grad_enabled() and logits.requires_grad):
                 return given
             places = [i for i, x in enumerate(leaves) if x.requires_grad]
@@ -197,10 +195,6 @@ class RouterLosses:
             return tree_unflatten(leaves, spec)
 
         return routed
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class _Tied(Function):
@@ -220,7 +214,7 @@ class _Tied(Function):
     @once_differentiable
     def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        gradient = ctx.routing.gradient(_wide(logits.flatten(0, -2)), ctx.coefficients)
+        gradient = ctx.routing.gradient(widened(logits.flatten(0, -2)), ctx.coefficients)
         return gradient.view_as(logits).to(logits.dtype), None, None, *dy
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from isp.attention import AttentionMask, LocalAttention
 from isp.comm.channel import DryChannel
-from isp.comm.tag import Transfer
 from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.recorder import experts_passed
@@ -33,7 +32,7 @@ def run_with_a_share(
     In msp, whichever mode is asked for: there tokens are other than those of a region in shape.
     Raises ValueError, or what the model's code raises, if it does not run with its share.
     """
-    tensor, tokens = DryChannel("tensor", size, 0, _Deaf()), 8 * size
+    tensor, tokens = DryChannel("tensor", size, 0), 8 * size
     layers = RankLayers(
         mode=Mode.MSP,
         tensor=tensor,
@@ -62,10 +61,3 @@ def run_with_a_share(
     reads = OnlyColumnsRead(tuple(chunk.holders.entrances.values()))
     with experts_passed(chunk.model), reads, torch.no_grad():
         chunk.logits(chunk(ids, ids, None))
-
-
-class _Deaf:
-    """Ignores transfers."""
-
-    def launched(self, transfer: Transfer) -> Callable[[], object]:
-        return lambda: None

@@ -34,6 +34,7 @@ __all__ = [
     "ISPCommunicatorWrapper",
     "LocalWeights",
     "WPCommunicator",
+    "WholeWeights",
 ]
 
 
@@ -106,7 +107,9 @@ class WPCommunicator(ABC):
         """
 
 
-class _Local(NamedTuple):
+class WholeWeights(NamedTuple):
+    """Full tensors that are there already."""
+
     weight: Tensor
     bias: Tensor | None
 
@@ -123,7 +126,7 @@ class LocalWeights(WPCommunicator):
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
-        return nullcontext(_Local(weight, bias))
+        return nullcontext(WholeWeights(weight, bias))
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
