@@ -46,4 +46,4 @@ class ComputedAhead:
                 f"{self._name} was called with other tokens than the experts before it, and with"
                 f" the same ones when the model was traced: isp computes it ahead"
             )
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*x.shape[:-1], y.shape[-1])

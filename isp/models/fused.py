@@ -197,7 +197,7 @@ class _Fused(Function):
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
             if full is not None:
                 dx = _input_gradient(dys, full.weight, layer.sizes)
-                dx = dx.view(*given[0].shape[:-1], -1)
+                dx = dx.view(*given[0].shape[:-1], dx.shape[-1])
         return dx, dw, db, None
 
 
