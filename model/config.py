@@ -254,8 +254,8 @@ class ModelConfig:
         `seq_len` is the number of tokens in one row of a batch.
         """
         size, mode = parallel.tensor.size, parallel.tensor.mode
-        facts, _ = mode.facts, self.recomputation
-        if facts.splits_features:
+        _ = self.recomputation
+        if mode.splits_features:
             split = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
             for key, value in {**split, **self.mlp_sizes}.items():
                 if value % size:
@@ -268,18 +268,18 @@ class ModelConfig:
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
             check_distributable(self.hidden_size, parallel, seq_len)
-        if facts.splits_sequence and seq_len % size:
+        if mode.splits_sequence and seq_len % size:
             raise ValueError(
                 f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
                 f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode:"
                 f" use {_usable(seq_len, size)}"
             )
-        if facts.splits_features and self.vocab_size <= (size - 1) * -(-self.vocab_size // size):
+        if mode.splits_features and self.vocab_size <= (size - 1) * -(-self.vocab_size // size):
             raise ValueError(
                 f"model.vocab_size={self.vocab_size} leaves some of the {size} tensor ranks without"
                 f" a row: use a multiple of {size}"
             )
-        exchanges_logits = not facts.splits_features and parallel.weight.vocab_parallel_loss
+        exchanges_logits = not mode.splits_features and parallel.weight.vocab_parallel_loss
         if exchanges_logits and self.vocab_size % size:
             raise ValueError(
                 f"parallel.tensor.size={size} must divide model.vocab_size={self.vocab_size} for"

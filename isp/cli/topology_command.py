@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     from isp.parallel.topology import Topology
 
     mode = Mode(args.mode)
-    if args.context > 1 and not mode.facts.slices_batch:
+    if args.context > 1 and not mode.slices_batch:
         raise ValueError(
             f"--context {args.context} is not for {mode} mode, which splits features: use --mode"
             f" {Mode.ISP}, or --context 1"

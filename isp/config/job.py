@@ -210,7 +210,7 @@ class JobConfig:
         """What does nothing in this run, or not what it is for, as sentences."""
         mode, rule = self.parallel.tensor.mode, self.optimizer.name
         found = [f"optimizer.{key} is not used by {rule}" for key in self.optimizer.unused]
-        if not mode.facts.gathers_weights and self.parallel.weight != WeightConfig():
+        if not mode.gathers_weights and self.parallel.weight != WeightConfig():
             found.append(
                 f"parallel.weight is not used in {mode} mode: its weights follow parallel.tensor"
             )
@@ -220,7 +220,7 @@ class JobConfig:
                 for key in self.parallel.weight.unused
             ]
         two = self.parallel.sequence_2D
-        if not mode.facts.slices_batch and two.enable:
+        if not mode.slices_batch and two.enable:
             found.append(f"parallel.sequence_2D is not used in {mode} mode, which splits features")
         if not two.enable and two != Sequence2DConfig():
             found.append("parallel.sequence_2D is not used: set parallel.sequence_2D.enable=true")
@@ -238,7 +238,7 @@ class JobConfig:
             return []
         found = []
         tokens = self.data.seq_len * self.data.micro_bsz
-        tokens //= tensor.size if tensor.mode.facts.splits_sequence else 1
+        tokens //= tensor.size if tensor.mode.splits_sequence else 1
         if model.mlp_tile_tokens >= tokens:
             found.append(
                 f"model.mlp_tile_tokens={model.mlp_tile_tokens} saves no memory of tiles: a rank"

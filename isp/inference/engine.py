@@ -105,10 +105,10 @@ class _Layout:
         self._built = built
         self._device = device
         self._chunk = chunk
-        facts, tensor = mesh.topology.mode.facts, mesh[Axis.TENSOR]
-        self._sliced = facts.slices_batch and tensor.size > 1
-        self._splits_logits = facts.splits_features and tensor.size > 1
-        self._padded_to = tensor.size if facts.splits_sequence else 1
+        mode, tensor = mesh.topology.mode, mesh[Axis.TENSOR]
+        self._sliced = mode.slices_batch and tensor.size > 1
+        self._splits_logits = mode.splits_features and tensor.size > 1
+        self._padded_to = tensor.size if mode.splits_sequence else 1
         """Tokens of a call are a multiple of it."""
 
     def logits(

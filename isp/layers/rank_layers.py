@@ -73,12 +73,12 @@ class RankLayers:
     @property
     def splits_features(self) -> bool:
         """Whether features (heads, hidden units, vocabulary) are split over the tensor group."""
-        return self.mode.facts.splits_features
+        return self.mode.splits_features
 
     @property
     def token_ranks(self) -> Channel:
         """The ranks over which the tokens of a sequence are split, outside of what features are."""
-        return self.tensor if self.mode.facts.splits_sequence else Channel.solo("tensor")
+        return self.tensor if self.mode.splits_sequence else Channel.solo("tensor")
 
     def attention(
         self, local: LocalAttention, *, scale: float | None = None, softcap: float | None = None
@@ -198,7 +198,7 @@ class RankLayers:
         where each sees its part (its tokens, or its heads) they are partial sums.
         """
         if sees_part is None:
-            sees_part = self.mode.facts.splits_sequence
+            sees_part = self.mode.splits_sequence
         return ParameterLayout(
             global_shape=shape, reduce_over=Axis.STAGE if sees_part else Axis.DATA
         )

@@ -115,7 +115,7 @@ def build_model(
     """
     order, communicator = PipelineOrder(parallel.pipeline), None
     # Of a whole weight there is nothing to plan, and it would cost a fifth of a step of 64 tokens.
-    if mesh.topology.mode.facts.gathers_weights and mesh[Axis.WEIGHT].size > 1:
+    if mesh.topology.mode.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, key="model.checkpoint_offload", log=mesh.log)
     sequence = SequenceRanks.of(

@@ -239,7 +239,7 @@ class TracedChunk:
     def _masks(self, positions: Tensor, cu_seqlens: Tensor | None) -> Masks:
         """Those of a micro-batch with these positions, [B, S'] or [B, S]."""
         check_not_compiled(self.model)
-        parts = self._layers.tensor.size if self._layers.mode.facts.slices_batch else 1
+        parts = self._layers.tensor.size if self._layers.mode.slices_batch else 1
         check_row(self._most_tokens, positions.shape[1] * parts)
         if not self._length_limits or self._layers.cache is not None:
             return Masks(cu_seqlens)
@@ -285,7 +285,7 @@ def _random_numbers(training: bool, layers: RankLayers) -> Iterator[None]:
         yield
         return
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if not layers.mode.facts.splits_sequence:
+    if not layers.mode.splits_sequence:
         rank -= layers.tensor.rank
     seed = int(torch.randint(1 << 48, ()))
     before = generator_states(layers.device)

@@ -21,7 +21,7 @@ def decoding_layout(model: TracedModel, parallel: ParallelConfig) -> ParallelCon
     those whose keys it has: where a model's plan cuts its attention, but not by heads.
     """
     tensor = parallel.tensor
-    if tensor.mode.facts.splits_features or tensor.size == 1:
+    if tensor.mode.splits_features or tensor.size == 1:
         return parallel
     found = ParallelConfig(tensor=replace(tensor, mode=Mode.MTP))
     try:

@@ -219,7 +219,7 @@ class WeightHolders:
             name,
             layers.expert,
             layers.expert_bounds(layout.global_shape[0]),
-            alike=Channel.solo() if layers.mode.facts.splits_sequence else layers.tensor,
+            alike=Channel.solo() if layers.mode.splits_sequence else layers.tensor,
             num_chunks=layers.expert_chunks,
         )
 

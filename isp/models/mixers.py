@@ -166,5 +166,5 @@ class TracedMixers:
     def _resume(self, by: Stateful, inputs: Inputs, placement: Placement) -> Tensor:
         """By heads: a rank keeps the states of the same heads, whoever has the tokens."""
         assert self._layers.cache is not None
-        copies = None if self._layers.mode.facts.splits_sequence else self._layers.tensor
+        copies = None if self._layers.mode.splits_sequence else self._layers.tensor
         return self._layers.cache.resume(partial(scan_on, by, inputs, placement, copies=copies))

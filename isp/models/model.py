@@ -276,14 +276,14 @@ class TracedModel:
         check_row(self.host.most_tokens(self.model), seq_len)
         experts, tiles = experts_of(self), self.recomputation.mlp_tile_tokens
         check_spread(type(self.model).__name__, self.trace, config, parallel.expert, tiles)
-        if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.facts.splits_features:
+        if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.splits_features:
             self._check_exchanged(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
         of = self._router_losses()
         check_router_losses(self.model, config, of, experts, num_stages=num_stages, tiles=tiles)
         if num_stages > 1:
             self._check_stages(num_stages, parallel.pipeline)
-        if parallel.tensor.mode.facts.splits_features:
+        if parallel.tensor.mode.splits_features:
             self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
             self._rehearse(parallel.tensor.size)
 

@@ -70,7 +70,7 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLaye
     All positions, [B, S], where the mode has a rank compute them. Without `cu_seqlens` a row is one
     document.
     """
-    parts = layers.tensor.size if layers.mode.facts.slices_batch else 1
+    parts = layers.tensor.size if layers.mode.slices_batch else 1
     if cu_seqlens is None:
         return torch.full_like(positions, positions.shape[1] * parts)
     ranks = layers.sequence or SequenceRanks.by_heads(layers.tensor)

@@ -42,7 +42,7 @@ class Entrance:
     ) -> None:
         self.name = name
         self.tensor = tensor
-        self.gathers = mode.facts.splits_sequence
+        self.gathers = mode.splits_sequence
         self.regathers = mode is Mode.FSP
         self.shown: Tensor | None = None
         """What the module is given in place of its input, while it runs."""

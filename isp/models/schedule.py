@@ -108,7 +108,7 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
     Raises ValueError outside isp mode, where nothing travels.
     """
     mode, order = parallel.tensor.mode, PipelineOrder(parallel.pipeline)
-    if not mode.facts.gathers_weights:
+    if not mode.gathers_weights:
         raise ValueError(
             f"parallel.tensor.mode={mode} gathers no weights, so there is no schedule to show:"
             f" use isp"

@@ -96,7 +96,7 @@ class TensorPlan(NamedTuple):
             moves = Moves()
         if not cut.whole:
             return moves
-        if cut.alone and mode.facts.splits_sequence:
+        if cut.alone and mode.splits_sequence:
             y = partial(tensor.all_to_all, scatter=-2, gather=-1)
             return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
         own, whole = partial(_own_features, tensor), partial(tensor.all_gather, dim=-1)

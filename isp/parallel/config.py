@@ -14,25 +14,6 @@ from isp.parallel.partition import any_of, divisors
 from isp.settings.section import KeyRole, Ranks, section
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModeFacts:
-    """A mode's treatment of features, tokens and weights; asked in place of its name."""
-
-    splits_features: bool
-    """Whether a linear computes the rank's share of the features (heads, hidden units, vocabulary)
-    of all tokens of its sequence, or all features of the rank's tokens."""
-    splits_sequence: bool
-    """Whether a rank has its own tokens between the linears, or all of its sequence."""
-    gathers_weights: bool
-    """Whether weights are cut over a weight group of their own and travel to where they are read,
-    or are cut as the features are, over the tensor group, and stay."""
-
-    @property
-    def slices_batch(self) -> bool:
-        """Whether a rank takes its tokens of the batch; else the embedding leaves them to it."""
-        return not self.splits_features
-
-
 class Mode(StrEnum):
     """The split of a transformer's linears (see `isp.layers.linear` for what travels)."""
 
@@ -46,17 +27,26 @@ class Mode(StrEnum):
     """Intern sequence parallel: weights split over the weight group, activations over tensor."""
 
     @property
-    def facts(self) -> ModeFacts:
-        """The mode's row."""
-        return _FACTS[self]
+    def splits_features(self) -> bool:
+        """Whether a linear computes the rank's share of the features (heads, hidden units,
+        vocabulary) of all tokens of its sequence, or all features of the rank's tokens."""
+        return self is not Mode.ISP
 
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether a rank has its own tokens between the linears, or all of its sequence."""
+        return self is not Mode.MTP
 
-_FACTS = {
-    Mode.MTP: ModeFacts(splits_features=True, splits_sequence=False, gathers_weights=False),
-    Mode.MSP: ModeFacts(splits_features=True, splits_sequence=True, gathers_weights=False),
-    Mode.FSP: ModeFacts(splits_features=True, splits_sequence=True, gathers_weights=False),
-    Mode.ISP: ModeFacts(splits_features=False, splits_sequence=True, gathers_weights=True),
-}
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are cut over a weight group of their own and travel to where they are
+        read, or are cut as the features are, over the tensor group, and stay."""
+        return self is Mode.ISP
+
+    @property
+    def slices_batch(self) -> bool:
+        """Whether a rank takes its tokens of the batch; else the embedding leaves them to it."""
+        return not self.splits_features
 
 
 class LaunchPoint(StrEnum):
@@ -336,7 +326,7 @@ class ParallelConfig:
         expert, gathered = self.expert.size, self.expert_weight.size
         other = "" if gathered is None else f" x parallel.expert_weight.size={gathered}"
         given = f"parallel.expert.size={expert}{other}"
-        gathers, keeps = self.tensor.mode.facts.gathers_weights, self.weight.reshard_after_forward
+        gathers, keeps = self.tensor.mode.gathers_weights, self.weight.reshard_after_forward
         self.expert.check_gathers(gathers=gathers, keeps=not keeps)
         if not gathers:
             if expert not in (1, self.tensor.size) or gathered not in (None, 1):
@@ -365,7 +355,7 @@ class ParallelConfig:
 
     @property
     def _has_two_axes(self) -> bool:
-        return self.sequence_2D.enable and self.tensor.mode.facts.slices_batch
+        return self.sequence_2D.enable and self.tensor.mode.slices_batch
 
     @property
     def context_size(self) -> int:
@@ -409,5 +399,5 @@ class ParallelConfig:
     @property
     def least_ranks(self) -> int:
         """The smallest world that these sizes fit; they fit its multiples alone."""
-        weight = self.weight.size if self.tensor.mode.facts.gathers_weights else self.tensor.size
+        weight = self.weight.size if self.tensor.mode.gathers_weights else self.tensor.size
         return self.pipeline.size * math.lcm(self.tensor.size, weight * max(1, self.zero1.size))

@@ -11,7 +11,7 @@ __all__ = ["check_distributable"]
 def check_distributable(hidden_size: int, parallel: ParallelConfig, seq_len: int) -> None:
     """Raise ValueError if tensor ranks cannot keep a part of a block's input each."""
     size, mode = parallel.tensor.size, parallel.tensor.mode
-    if mode.facts.splits_sequence:
+    if mode.splits_sequence:
         raise ValueError(
             f"model.checkpoint_distribute_activations is for mtp mode: in {mode} mode each tensor"
             f" rank keeps its own tokens only; set it to false"

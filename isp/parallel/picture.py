@@ -28,7 +28,7 @@ def describe_cuts(topology: Topology, shape: tuple[int, int]) -> str:
         return [f"  {span:<{width}}  {who}" for span, who in zip(spans, holders, strict=True)]
 
     by_rows = lines(shape[0], "[{}, :]")
-    if topology.mode.facts.gathers_weights:
+    if topology.mode.gathers_weights:
         title = f"column and row linear, weight {size}: cut by outputs, gathered where it is used"
         return "\n".join([title, *by_rows])
     for length, what, role in ((shape[0], "outputs", "column"), (shape[1], "inputs", "row")):

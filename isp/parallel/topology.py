@@ -107,16 +107,16 @@ class Topology:
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
         """The topology that `parallel` asks for on `world_size` ranks."""
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
-        weight = parallel.weight.size if mode.facts.gathers_weights else tensor
+        weight = parallel.weight.size if mode.gathers_weights else tensor
         _require_divides("parallel.pipeline.size", pipeline, "the world size", world_size)
         stage = world_size // pipeline
         ranks = "the world size" if pipeline == 1 else "the ranks of one pipeline stage"
         _require_divides("parallel.tensor.size", tensor, ranks, stage)
-        if mode.facts.gathers_weights:
+        if mode.gathers_weights:
             _require_divides("parallel.weight.size", weight, ranks, stage)
         replicas = stage // weight
         zero1 = parallel.zero1.size if parallel.zero1.size > 0 else replicas
-        axis = Axis.WEIGHT_DATA if mode.facts.gathers_weights else Axis.DATA
+        axis = Axis.WEIGHT_DATA if mode.gathers_weights else Axis.DATA
         _require_divides("parallel.zero1.size", zero1, f"the {axis} size", replicas)
         return cls(
             world_size=world_size,
@@ -128,7 +128,7 @@ class Topology:
             context=parallel.context_size,
             expert=parallel.expert.size,
             head_first=parallel.sequence_2D.device_placement_strategy.head_first,
-            reduces_apart=mode.facts.gathers_weights and parallel.weight.reduces_apart,
+            reduces_apart=mode.gathers_weights and parallel.weight.reduces_apart,
         )
 
     @property
@@ -214,7 +214,7 @@ class Topology:
 
     def group_axis(self, axis: Axis) -> Axis:
         """The axis whose process group `axis` uses: the first that may share it, or itself."""
-        if axis is Axis.WEIGHT and not self.mode.facts.gathers_weights:
+        if axis is Axis.WEIGHT and not self.mode.gathers_weights:
             return Axis.TENSOR  # the same ranks, and no weight travels
         kind = next((axes for axes in _MAY_SHARE if axis in axes), (axis,))
         return next(a for a in kind if sorted(self.groups(a)) == sorted(self.groups(axis)))
@@ -242,10 +242,10 @@ class Topology:
         lines = [f"{world} x data {self.data} x tensor {self.tensor}"]
         if self.context > 1:
             lines.append(f"tensor {self.tensor} = head {self.head} x context {self.context}")
-        if self.mode.facts.gathers_weights:
+        if self.mode.gathers_weights:
             lines.append(f"{world} x weight_data {self.weight_data} x weight {self.weight}")
         if self.expert > 1:
-            whole = f"{'weight' if self.mode.facts.gathers_weights else 'tensor'} {self.weight}"
+            whole = f"{'weight' if self.mode.gathers_weights else 'tensor'} {self.weight}"
             own = f"expert {self.expert} x expert_weight {self.expert_weight}"
             lines.append(f"{whole} = {own}, expert_data {self.weight_data}")
         return lines
@@ -255,7 +255,7 @@ class Topology:
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
         if self.context > 1:
             shown[1:1] = [Axis.HEAD, Axis.CONTEXT]
-        if self.mode.facts.gathers_weights:
+        if self.mode.gathers_weights:
             shown[-1:-1] = [Axis.WEIGHT, Axis.WEIGHT_DATA]
         if self.expert > 1:
             shown[-1:-1] = [Axis.EXPERT, Axis.EXPERT_WEIGHT]

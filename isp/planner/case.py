@@ -121,7 +121,7 @@ class PlanCase:
     @property
     def gathers_weights(self) -> bool:
         """Whether weights travel."""
-        return self.mode.facts.gathers_weights and self.topology.weight > 1
+        return self.mode.gathers_weights and self.topology.weight > 1
 
     @property
     def keeps_gathered(self) -> bool:
@@ -137,7 +137,7 @@ class PlanCase:
     @property
     def tokens_between(self) -> int:
         """Tokens of a row that a rank holds between the linears."""
-        return self.tokens // (self.topology.tensor if self.mode.facts.splits_sequence else 1)
+        return self.tokens // (self.topology.tensor if self.mode.splits_sequence else 1)
 
     @property
     def most_keys(self) -> int:

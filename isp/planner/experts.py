@@ -157,7 +157,7 @@ def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
         round(sent * sum(layer.gathered(passes) for layer in padded)),
         round(sent * sum(layer.exchanged(tokens, trips) for layer in padded)),
         (topology.expert, topology.expert_weight),
-        case.mode.facts.gathers_weights,
+        case.mode.gathers_weights,
     )
 
 

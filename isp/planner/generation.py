@@ -31,7 +31,7 @@ def plan_generation(case: PlanCase, device: DeviceSpec) -> GenerationPlan:
     """The last token of a document of the case's length, by its tensor ranks."""
     model, tensor = case.language_model, case.parallel.tensor
     parallel = decoding_layout(model, ParallelConfig(tensor=tensor))
-    splits = parallel.tensor.mode.facts.splits_features or tensor.size == 1
+    splits = parallel.tensor.mode.splits_features or tensor.size == 1
     decoding = replace(case, parallel=parallel, topology=Topology.create(tensor.size, parallel))
     weights = states(decoding, decoding.place(0)).weights
     length = case.tokens // case.documents

@@ -207,14 +207,14 @@ def _rehearsed(
 ) -> Rehearsal:
     """What the first of two like layers keeps beyond the second is shared."""
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
-    facts, tensor, pool = mode.facts, part.channel(Axis.TENSOR, recorder), MemoryPool()
+    tensor, pool = part.channel(Axis.TENSOR, recorder), MemoryPool()
     own_model = _of_first_and_last(model, dtype, mode, part.experts_stay, part.expert_parts)
     layers = DryLayers(
         recorder=recorder,
         like_cuda=not on_cpu,
         mode=mode,
         tensor=tensor,
-        weight=Channel.solo() if facts.gathers_weights else tensor,
+        weight=Channel.solo() if mode.gathers_weights else tensor,
         expert=DryChannel(Axis.EXPERT.value, part.expert, part.expert_rank, recorder),
         expert_chunks=part.expert_chunks,
         experts_stay=part.experts_stay,
@@ -240,7 +240,7 @@ def _rehearsed(
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
     recorder.follow(blocks)
-    own = tokens // tensor.size if facts.slices_batch else tokens
+    own = tokens // tensor.size if mode.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
     weights = [item.parameter for item in parameters]

@@ -234,7 +234,7 @@ def _row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]
     tensor, weight, recompute = str(t.tensor), "-", "none"
     if t.context > 1:
         tensor = f"{t.head} x {t.context}{'' if t.head_first else ', context first'}"
-    if t.mode.facts.gathers_weights:
+    if t.mode.gathers_weights:
         weight = f"{t.weight}{', kept' if candidate.case.keeps_gathered else ''}"
     if fraction := config.model.checkpoint:
         recompute = "all" if fraction == 1 else f"{fraction:.0%}"

@@ -66,7 +66,7 @@ class Candidate:
             "parallel.tensor.mode": t.mode,
             "parallel.tensor.size": t.tensor,
         }
-        if t.mode.facts.gathers_weights:
+        if t.mode.gathers_weights:
             words["parallel.weight.size"] = t.weight
             words["parallel.weight.reshard_after_forward"] = not self.case.keeps_gathered
         words["parallel.pipeline.size"] = t.pipeline
@@ -80,7 +80,7 @@ class Candidate:
             words["parallel.expert.size"] = t.expert
         if self.config.training.global_batch_size is not None:
             words["training.global_batch_size"] = self.config.training.global_batch_size
-        if t.mode.facts.slices_batch and parallel.sequence_2D.enable:
+        if t.mode.slices_batch and parallel.sequence_2D.enable:
             two = "parallel.sequence_2D"
             words |= {
                 f"{two}.enable": True,
@@ -225,11 +225,11 @@ def _layouts(
         if world_size % (tensor * pipeline):
             continue
         stage = world_size // pipeline
-        weights = divisors(stage) if mode.facts.gathers_weights else [1]
+        weights = divisors(stage) if mode.gathers_weights else [1]
         batches = sorted({1, config.data.micro_bsz})
         cuts = _cuts(config, mode, tensor, fabric)
         for two, weight, micro_bsz in product(cuts, weights, batches):
-            replicas = stage // (weight if mode.facts.gathers_weights else tensor)
+            replicas = stage // (weight if mode.gathers_weights else tensor)
             for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
                 try:
                     layout = _with_sizes(config, mode, tensor, two, weight, pipeline, zero1)
@@ -247,9 +247,9 @@ def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterato
     """
     two, model = config.parallel.sequence_2D, config.model
     contexts = [1]
-    if mode.facts.slices_batch and two.enable:
+    if mode.slices_batch and two.enable:
         contexts = divisors(tensor)
-    elif mode.facts.slices_batch and tensor <= model.num_heads:
+    elif mode.slices_batch and tensor <= model.num_heads:
         contexts = sorted({1, tensor // math.gcd(tensor, model.kv_heads)})
     for context in contexts:
         head = tensor // context
@@ -318,7 +318,7 @@ def _least_recomputed(
     """The layout with as little recomputation as fits; with all of it if none does."""
 
     def with_recompute(fraction: float, keeps: bool) -> Candidate:
-        old, splits = config.model, config.parallel.tensor.mode.facts.splits_sequence
+        old, splits = config.model, config.parallel.tensor.mode.splits_sequence
         parts = old.checkpoint_distribute_activations and fraction > 0 and not splits
         model = replace(
             old,

@@ -155,7 +155,7 @@ class _Waits:
         if collective.cost is Cost.OUTSIDE:
             return "outside forward and backward: nothing is computed beside it"
         mode = self.parallel.tensor.mode
-        if not mode.facts.gathers_weights:
+        if not mode.gathers_weights:
             return (
                 f"{mode} needs it at once, nothing of the step could hide it: isp sends weights"
                 f" instead"

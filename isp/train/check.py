@@ -307,7 +307,7 @@ def _note(
         if name in expected and len(parts) == 1:
             whole = expected[name]
             scale = max(whole.abs().max().item(), 1e-300)
-            if mesh.topology.mode.facts.slices_batch:
+            if mesh.topology.mode.slices_batch:
                 whole = whole.chunk(tensor.size, 1)[tensor.rank]
             if whole.shape == parts[0].shape:
                 noted[name] = max(noted.get(name, 0.0), _largest(parts[0] - whole) / scale)

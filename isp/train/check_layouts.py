@@ -60,7 +60,7 @@ class Layout:
         limit = base.expert.max_gathered_bytes
         if limit is not None and expert_bytes:
             limit = 2 * self.weight // self.expert * expert_bytes
-        weight = base.weight if self.mode.facts.gathers_weights else WeightConfig()
+        weight = base.weight if self.mode.gathers_weights else WeightConfig()
         return ParallelConfig(
             tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
             weight=replace(weight, size=self.weight),
@@ -97,7 +97,7 @@ def layouts_of(
         return list(dict.fromkeys(found)), []
     every = [Layout(tensor, weight) for tensor in _SIZES for weight in _SIZES]
     every += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
-    others = (mode for mode in Mode if not mode.facts.gathers_weights)
+    others = (mode for mode in Mode if not mode.gathers_weights)
     every += [Layout(tensor, 1, mode) for mode in others for tensor in _SIZES[1:]]
     if subject.language_model(1.0).trace.elements(ParameterRole.EXPERT):
         sizes = ((1, 2, 2), (2, 4, 2), (4, 4, 4))

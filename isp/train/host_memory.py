@@ -26,7 +26,7 @@ GIB = 2**30
 
 def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> int:
     """Bytes of block inputs that a rank of pipeline rank `stage` has in host memory at once."""
-    model, data, mode = config.model, config.data, topology.mode.facts
+    model, data, mode = config.model, config.data, topology.mode
     if not model.checkpoint_offload:
         return 0
     shared = mode.splits_sequence or model.checkpoint_distribute_activations
@@ -73,7 +73,7 @@ def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) 
         who, owner = "a rank", "its device"
     if room is None or needed <= room:
         return
-    shards = "weight" if topology.mode.facts.gathers_weights else "tensor"
+    shards = "weight" if topology.mode.gathers_weights else "tensor"
     raise ValueError(
         f"{who} would take at least {needed / GIB:.1f} GiB for weights, gradients and optimizer"
         f" states, and {owner} has {room / GIB:.1f} GiB: use a larger parallel.{shards}.size or"

@@ -153,7 +153,7 @@ def _mode_profile(
     profile = ModeProfile(
         mode=topology.mode,
         tensor=config.parallel.tensor.size,
-        weight=config.parallel.weight.size if topology.mode.facts.gathers_weights else 1,
+        weight=config.parallel.weight.size if topology.mode.gathers_weights else 1,
         data=topology.world_size // config.parallel.tensor.size // config.parallel.pipeline.size,
         pipeline=config.parallel.pipeline.size,
         topology=topology.describe(),
@@ -172,7 +172,7 @@ def _mode_profile(
         plan_grid=schedule_text(
             config.language_model, config.parallel, config.data.num_micro_batches
         )
-        if topology.mode.facts.gathers_weights
+        if topology.mode.gathers_weights
         else None,
     )
     step = steps[typical] if measured.traced is None else measured.traced

@@ -53,7 +53,7 @@ def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
     """
     parallel = config.parallel
     weight = parallel.weight
-    if mode.facts.gathers_weights and weight.size == 1:
+    if mode.gathers_weights and weight.size == 1:
         weight = replace(weight, size=max(1, world_size // parallel.pipeline.size))
     tensor = replace(parallel.tensor, mode=mode)
     changed = replace(config, parallel=replace(parallel, tensor=tensor, weight=weight))

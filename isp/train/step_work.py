@@ -50,7 +50,7 @@ class StepWork:
         """As they were read: whole sequences, in their own order."""
         self._batches = [arrange(b, step.built.sequence) for b in batches]
         self._parts = list(self._batches)
-        if step.mesh.topology.mode.facts.slices_batch:
+        if step.mesh.topology.mode.slices_batch:
             self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in self._batches]
         self._documents: dict[int, Documents] = {}
         self.valid = valid
@@ -63,8 +63,8 @@ class StepWork:
     def between(self, micro_batch: int) -> Tensor:
         """A new tensor such as travels between stages, [B, S', D]."""
         step, (rows, tokens) = self.step, self.tokens[micro_batch].shape
-        facts = step.mesh.topology.mode.facts
-        if facts.splits_sequence and not facts.slices_batch:
+        mode = step.mesh.topology.mode
+        if mode.splits_sequence and not mode.slices_batch:
             tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
         weight = step.built.parameters[0].parameter
         return weight.new_empty(rows, tokens, step.built.model.hidden_size)
@@ -115,7 +115,7 @@ class StepWork:
         """Which tokens are of a document with a label: of the sequence, [B, S], and of the rank."""
         step, documents = self.step, self.documents(micro_batch)
         mask = own = self._arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
-        if step.mesh.topology.mode.facts.splits_sequence:  # in msp and fsp between the linears
+        if step.mesh.topology.mode.splits_sequence:  # in msp and fsp between the linears
             own = _own(mask, step.mesh[Axis.TENSOR])
         return mask, own
 
@@ -133,7 +133,7 @@ class StepWork:
     def as_labels(self, micro_batch: int, x: Tensor) -> Tensor:
         """What belongs to the tokens of a micro-batch as it was read, where `labels` has them."""
         step, x = self.step, self._arranged(micro_batch, x)
-        if not step.mesh.topology.mode.facts.slices_batch or step.chunks[-1].splits_logits:
+        if not step.mesh.topology.mode.slices_batch or step.chunks[-1].splits_logits:
             return x
         return _own(x, step.mesh[Axis.TENSOR])
 

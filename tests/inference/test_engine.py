@@ -95,7 +95,7 @@ def of_layout(rank: int, case: tuple[str, ParallelConfig]) -> tuple[Tensor, Tens
     engine = traced_engine(family, parallel, rank)
     found = greedy(engine, PROMPTS, count_of(family))
     decoding = engine.decoding.tensor  # what is planned is what there is
-    heads = (decoding.size, 1) if decoding.mode.facts.splits_features else (1, decoding.size)
+    heads = (decoding.size, 1) if decoding.mode.splits_features else (1, decoding.size)
     assert engine.cache.num_bytes == len(PROMPTS) * traced(family).cache_bytes(
         engine.cache.capacity, 8, *heads
     )
