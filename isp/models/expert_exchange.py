@@ -85,6 +85,7 @@ class ExpertSubset(nn.Module):
         """`own`: those of its `num_experts` whose weights it is given."""
         super().__init__()
         self.module, self._code, self._own = module, module.forward, own
+        self._num_experts = num_experts
         self._vectors = [
             name
             for name, p in module.named_parameters(recurse=False)
@@ -101,8 +102,12 @@ class ExpertSubset(nn.Module):
         for key in self._counts:
             setattr(self.module, key, self._own.stop - self._own.start)  # as its weights have
         own = {name: getattr(self.module, name)[self._own] for name in self._vectors}
-        with _reparametrize_module(self.module, own):
-            return self._code(*args, **kwargs)
+        try:
+            with _reparametrize_module(self.module, own):
+                return self._code(*args, **kwargs)
+        finally:
+            for key in self._counts:  # the model's own code may read it
+                setattr(self.module, key, self._num_experts)
 
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -75,9 +75,17 @@ def _only_experts_trained() -> nn.Module:
     return model
 
 
+def _count_is_read() -> nn.Module:
+    """A model whose layers read how many experts there are, 3."""
+    model = tiny("qwen3_moe", num_experts=3)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda mlp, x: (x[0] * mlp.experts.num_experts / 3,))
+    return model
+
+
 _MODELS = {
     "biases": lambda: tiny("gpt_oss"),
-    "three": lambda: tiny("qwen3_moe", num_experts=3),
+    "three": _count_is_read,
     "one only": _all_to_one,
     "experts only": _only_experts_trained,
     "shared": lambda: tiny("qwen2_moe"),
