@@ -96,8 +96,10 @@ def _trained(rank: int, block: type[OwnBlock], rows: Rows, tensor: int, weight: 
     return found
 
 
-@pytest.mark.parametrize("block", [_Writing, _Twice, _ReadsLinear])
-@pytest.mark.parametrize(("tensor", "weight"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "weight", "block"),
+    [(1, 1, _Writing), (4, 2, _Writing), (4, 2, _Twice), (2, 2, _ReadsLinear)],
+)
 def test_blocks_are_what_they_are_without_isp(
     tensor: int, weight: int, block: type[OwnBlock]
 ) -> None:

@@ -94,12 +94,10 @@ _MODELS = {
 _CASES: dict[int, dict[str, tuple[str, JobConfig]]] = {
     2: {
         "in chunks": ("three", _config(2, 2, 2, chunks=3, recompute=0.5)),
-        "frozen": ("experts only", _config(1, 2, 2)),
         "frozen, recomputed": ("experts only", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
         "mtp": ("biases", _config(2, 2, 2, mode=Mode.MTP, chunks=2)),
         "fsp": ("shared", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
         "ahead, mtp": ("ahead", _config(2, 2, 2, mode=Mode.MTP, recompute=0.5)),
-        "ahead, gathered": ("ahead", _config(1, 2, 1, recompute=0.5)),
     },
     4: {
         "both axes": ("three", _config(2, 4, 2, recompute=1.0, chunks=2)),
@@ -189,11 +187,10 @@ def _transfers(rank: int, recompute: float) -> Counter[str]:
     return Counter(t.tag.tensor for t in found)
 
 
-@pytest.mark.parametrize("recompute", [0.0, 1.0])
-def test_a_layer_asks_once_how_many_rows_come(recompute: float) -> None:
+def test_a_layer_asks_once_how_many_rows_come() -> None:
     """Catches further exchanges: of counts, for which the host waits, or of rows."""
-    layers, forwards = 3, 2 if recompute else 1
-    for counts in run_ranks(4, _transfers, recompute):
+    layers, forwards = 3, 2
+    for counts in run_ranks(4, _transfers, 1.0):
         assert counts == {
             "counts": layers * forwards,
             "dispatch": 2 * layers * forwards,  # tokens, and their weights
@@ -227,16 +224,17 @@ def _order(rank: int, case: tuple[float, Mode]) -> list[str]:
     return [what for _, what in sorted(events)]
 
 
-@pytest.mark.parametrize("case", [(0.0, Mode.ISP), (1.0, Mode.ISP), (0.0, Mode.MSP)])
-def test_a_shared_expert_is_computed_while_tokens_travel(case: tuple[float, Mode]) -> None:
+def test_a_shared_expert_is_computed_while_tokens_travel() -> None:
     """Catches tokens, or their gradients, that are waited for with a shared expert ahead."""
     counts, trip = ["counts", "wait for counts"], ["combine", "wait for combine"]
     sent, came = ["dispatch"] * 2, ["wait for dispatch"] * 2  # tokens, and their weights
     forward = [*counts, *sent, *["shared expert"] * 2, *came, *trip]
     back = [*(f"{what}.grad" for what in trip), *(f"{what}.grad" for what in sent)]
     backward = [*back, *["back through it"] * 2, *(f"{what}.grad" for what in came)]
-    for found in run_ranks(2, _order, case):
-        assert found == [*forward, *(forward if case[0] else ()), *backward], found
+    cases = {"isp": (0.0, Mode.ISP), "recomputed": (1.0, Mode.ISP), "msp": (0.0, Mode.MSP)}
+    for name, of_ranks in run_each(2, _order, cases).items():
+        again = forward if name == "recomputed" else []
+        assert of_ranks == [[*forward, *again, *backward]] * 2, name
 
 
 _REFUSED = [

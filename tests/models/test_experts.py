@@ -175,7 +175,7 @@ def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
     cases = {
         f"{name}, {recompute}": (copy.deepcopy(model), _job(recompute), data)
         for name, model in models.items()
-        for recompute in (0.0, 0.4, 1.0)
+        for recompute in ((0.4,) if name == "half frozen" else (0.0, 1.0))
     }
     last = models["unused on a rank"]
     cases["unused on a rank, at once"] = last, _job(0.0, overlap=False), data
@@ -234,9 +234,10 @@ def _refused(rank: int, trouble: str) -> str:
 def test_experts_that_would_lose_gradients_are_refused() -> None:
     """Catches gradients that are silently other than the plain model's."""
     faults = {"writes": "writes into", "two": "gives a tuple", "beside": "neither given to it"}
-    for trouble, words in faults.items():
-        for found in run_ranks(2, _refused, trouble):
-            assert words in found
+    cases = {trouble: trouble for trouble in faults}
+    for trouble, of_ranks in run_each(2, _refused, cases).items():
+        for found in of_ranks:
+            assert faults[trouble] in found
             assert "blocks.1.experts" in found
 
 

@@ -17,12 +17,10 @@ from tests.models.folders import write_folder, write_job
 from tests.train.jobs import run_folders, run_forked
 from tools.architectures import config_of
 
-WITH_EXPERTS = """mixtral qwen2_moe qwen3_moe olmoe gpt_oss deepseek_v2 deepseek_v3 glm4_moe dots1
-qwen3_next minimax"""
-DENSE = "llama gpt2 gpt_neox phi3"
+KINDS = "mixtral qwen3_moe gpt_oss deepseek_v2 qwen3_next minimax gpt2 gpt_neox phi3"
 
 
-@pytest.mark.parametrize("kind", [*WITH_EXPERTS.split(), *DENSE.split()])
+@pytest.mark.parametrize("kind", KINDS.split())
 def test_names_and_pieces_are_those_of_save_pretrained(tmp_path: Path, kind: str) -> None:
     """Catches experts under the names that they have in memory, which vLLM does not load."""
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(config_of(kind)))

@@ -109,20 +109,6 @@ def _compared(rank: int, name: str, tensor: int, weight: int) -> list[_Found]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "weight"), [("llama", 2, 4), ("own", 1, 3), ("own", 2, 2), ("own", 1, 1)]
-)
-def test_as_one_is_what_it_is_apart(name: str, tensor: int, weight: int) -> None:
-    """Catches rows of another linear, a bias that is lost, and sums of other ranks' rows."""
-    ranks = 4 if weight == 4 or tensor == 2 else weight
-    for one, apart in run_ranks(ranks, _compared, name, tensor, weight):
-        assert one.losses == pytest.approx(apart.losses, rel=1e-13)
-        for key, value in apart.weights.items():
-            assert torch.allclose(one.weights[key], value, rtol=0, atol=1e-12), key
-        if weight > 1:
-            assert len(one.gathered) < len(apart.gathered)
-
-
 def test_a_block_of_llama_makes_as_many_transfers_as_with_fused_weights() -> None:
     """Catches a weight that travels by itself, or again."""
     for one, _ in run_ranks(2, _compared, "llama", 1, 2):

@@ -228,13 +228,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("write", [_in_place, _by_data, _other_storage])
-def test_what_is_written_into_weights_counts(write: Write) -> None:
+def test_what_is_written_into_weights_counts() -> None:
     """Catches masters and updates under way that undo it, weights gathered before it, and storage
     that no step updates; after the first step, so that all of these are there.
     """
     data, model = _data(), Own(dropout=0.0)
-    cases = {name: (copy.deepcopy(model), config, data, write) for name, config in LAYOUTS.items()}
+    cases = {
+        f"{name} {write.__name__}": (copy.deepcopy(model), config, data, write)
+        for write in (_in_place, _by_data, _other_storage)
+        for name, config in LAYOUTS.items()
+    }
     for name, of_ranks in run_each(2, _write, cases).items():
         weights, loss = of_ranks[0]
         assert of_ranks[1][1] == loss
@@ -371,7 +374,7 @@ def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
     return [name for name, ref in left.items() if ref() is not None]
 
 
-@pytest.mark.parametrize("make", [Own, lambda: tiny("llama")], ids=["own", "llama"])
-def test_a_run_that_is_dropped_is_freed(make: Callable[[], nn.Module]) -> None:
+def test_a_run_that_is_dropped_is_freed() -> None:
     """Catches hooks and registries that keep a model, its gradients and states for good."""
-    assert run_ranks(2, _dropped, make) == [[], []]
+    cases = {"own": Own, "llama": lambda: tiny("llama")}
+    assert run_each(2, _dropped, cases) == {"own": [[], []], "llama": [[], []]}

@@ -54,7 +54,7 @@ def _train(
     run = isp.parallelize(model, config)
     data, ids = run.mesh[Axis.DATA], rows.input_ids
     mine: Tensor = ids.chunk(data.size)[data.rank]
-    losses = [run.step(run.loss(mine)).loss for _ in range(3)]
+    losses = [run.step(run.loss(mine)).loss for _ in range(2)]
     own = sum(p.numel() for p in model.parameters())
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     return losses, float(own)
@@ -67,7 +67,7 @@ def test_begins_alike_in_every_layout(made: Callable[[], nn.Module]) -> None:
     (alone, whole), *_ = run_ranks(1, _train, made, job(), rows)
     (spread, part), *_ = run_ranks(4, _train, made, job(tensor=2, weight=4), rows)
     assert spread == pytest.approx(alone, rel=1e-6)  # HF's norms and angles are float32
-    assert alone[2] < alone[0]
+    assert alone[1] < alone[0]
     assert part < 0.4 * whole, "a rank has its part alone"
 
 

@@ -129,10 +129,8 @@ CASES = {
     "isp, logits exchanged": Case("llama", "full", 4, 2, exchanged=True),
     "isp, largest, exchanged": Case("qwen3", "top", 4, 1, exchanged=True),
     "isp, context": Case("qwen3", "valued", 4, 4, context=2, recompute=1.0),
-    "msp": Case("llama", "valued", 2, 2, mode=Mode.MSP),
     "mtp, largest": Case("llama", "top", 2, 2, mode=Mode.MTP),
     "fsp": Case("qwen3", "full", 2, 2, mode=Mode.FSP),
-    "a cap behind the head": Case("gemma2", "picked", 2, 2),
     "whole logits": Case("own", "top", 2, 4),
 }
 
@@ -195,7 +193,6 @@ def _reward_loss(logits: Tensor, mask: Tensor) -> Tensor:
 
 REWARDS = {
     "isp": ("llama", "SequenceClassification", job(2, 4), 1),
-    "msp": ("qwen3", "SequenceClassification", job(2, 2, mode=Mode.MSP), 1),
     "mtp": ("llama", "SequenceClassification", job(2, 2, mode=Mode.MTP), 3),
     "gpt2's own": ("gpt2", "SequenceClassification", job(2, 2), 1),
     "tokens": ("qwen2", "TokenClassification", job(4, 4, context=2), 3),
@@ -289,9 +286,8 @@ def _staged(
 PIPELINES = {
     "none": job(2, 2),
     "1F1B": _staged("1F1B", weight=2, exchanged=True),
-    "interleaved": _staged("Interleaved1F1B", 2, mode=Mode.MTP),
     "zero bubble": _staged("InterleavedZeroBubble", 2, tensor=1, weight=2),
-    "a V": _staged("ZBVZeroBubble", 2),
+    "a V": _staged("ZBVZeroBubble", 2, mode=Mode.MTP),
 }
 
 

@@ -22,7 +22,7 @@ from isp.weights.plan import ActKind
 from isp.weights.trace import sequential_actions
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own, OwnBlock
-from tests.models.test_adapters import _half_frozen, _with_lora
+from tests.models.test_adapters import _with_lora
 from tests.ranks import run_each, run_ranks
 from tests.saved import saved_bytes
 
@@ -81,13 +81,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mode, tuple[str, ...]]] = {
         Mode.ISP,
         ("plain", "both, offloaded"),
     ),
-    "adapters": (_with_lora, Mode.ISP, ("all", BOTH, "both")),
-    "half frozen": (_half_frozen, Mode.ISP, ("all", BOTH, "both")),
+    "adapters": (_with_lora, Mode.ISP, ("all", BOTH)),
     "dropout": (lambda: Own(dropout=0.2).double(), Mode.ISP, ("all", BOTH, "both")),
     "pairs": (lambda: _Pairs().double(), Mode.ISP, ("all", BOTH)),
     "llama, mtp": (lambda: tiny("llama"), Mode.MTP, ("plain", "distributed", BOTH)),
-    "llama, msp": (lambda: tiny("llama"), Mode.MSP, ("plain", "both, offloaded")),
-    "gemma3, msp": (_gemma, Mode.MSP, ("plain", BOTH)),
+    "gemma3, msp": (_gemma, Mode.MSP, ("plain", "both, offloaded")),
     "phi3, fsp": (lambda: tiny("phi3"), Mode.FSP, ("plain", BOTH)),
 }
 

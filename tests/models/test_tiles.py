@@ -31,10 +31,8 @@ WAYS: dict[str, dict[str, Any]] = {
 BETWEEN = {**TILES, "checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "llama": ("llama", {}, WAYS),
-    "llama, msp": ("llama", {}, {"one piece": {}, "tiles": TILES}),
     "gemma3": ("gemma3_text", {"sliding_window": 8}, {"one piece": {}, "again": AGAIN}),
     "gpt2": ("gpt2", {}, {"one piece": {}, "between": BETWEEN}),
-    "experts": ("qwen3_moe", {}, {"one piece": {}, "again": AGAIN}),
     "experts, mtp": ("qwen3_moe", {}, {"one piece": {}, "tiles": TILES}),
     "hybrid": ("qwen3_next", {"num_hidden_layers": 4}, {"one piece": {}, "between": BETWEEN}),
 }

@@ -66,11 +66,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "vision_config": {"model_type": "pixtral", **_VISION, "head_dim": 16},
         "image_token_index": 270,
     },
-    "internvl": {
-        "text_config": {"model_type": "qwen2", **TEXT_SIZES},
-        "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
-        "image_token_id": 270,
-    },
     "llama4": {
         "text_config": {
             **TEXT_SIZES,
@@ -141,7 +136,7 @@ def test_the_text_part_computes_what_the_whole_does(tmp_path: Path, kind: str) -
         _assert_close(found[name], gradient)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
 def test_a_trained_folder_has_its_tower_again(tmp_path: Path, kind: str) -> None:
     """Catches a tower that is lost or changed, and text weights under names nobody loads."""
     source = _write(tmp_path / "model", kind)
@@ -172,10 +167,9 @@ def test_a_trained_folder_has_its_tower_again(tmp_path: Path, kind: str) -> None
     assert len(text) > 10, "it was trained"
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
-def test_a_folder_is_checked(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a tower that is made, and a check of nothing."""
-    transformers.AutoConfig.for_model(kind, **KINDS[kind]).save_pretrained(tmp_path)
+    transformers.AutoConfig.for_model("qwen3_vl", **KINDS["qwen3_vl"]).save_pretrained(tmp_path)
     assert main(["check", str(tmp_path), "--layouts", "2x1"]) == 0
     assert "all 1 layouts agree" in capsys.readouterr().out
 
