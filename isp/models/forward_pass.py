@@ -98,8 +98,9 @@ class ForwardPass:
         self.masks = masks
         self.kept = kept
         self.instead = instead
-        self.ahead: dict[str, tuple[Tensor, Tensor]] = {}
-        """By module that is computed ahead of its call: the tokens, and what it gave."""
+        self.ahead: dict[str, tuple[Tensor, Tensor, list[Any]]] = {}
+        """By module that is computed ahead of its call: the tokens, what it gave, and a list that
+        is told of the call."""
         self._calls = calls
         self._next = 0
 

@@ -83,13 +83,21 @@ def _count_is_read() -> nn.Module:
     return model
 
 
+def _computed_ahead() -> nn.Module:
+    """A model with shared experts behind the others, whose gradients hooks change."""
+    model = tiny("glm4_moe", first_k_dense_replace=0, num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.mlp.shared_experts.register_full_backward_hook(lambda _, dx, __: (2 * dx[0],))
+    return model
+
+
 _MODELS = {
     "biases": lambda: tiny("gpt_oss"),
     "three": _count_is_read,
     "one only": _all_to_one,
     "experts only": _only_experts_trained,
     "shared": lambda: tiny("qwen2_moe"),
-    "ahead": lambda: tiny("glm4_moe", first_k_dense_replace=0, num_hidden_layers=2),
+    "ahead": _computed_ahead,
 }
 _CASES: dict[int, dict[str, tuple[str, JobConfig]]] = {
     2: {
