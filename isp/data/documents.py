@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isp.data.config import PYTHON_STDLIB
-from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files
+from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files, without_null
 
 __all__ = [
     "Document",
@@ -157,8 +157,10 @@ def read_records(path: Path) -> Iterator[JsonLine]:
     if path.suffix == ".jsonl":
         yield from read_jsonl(path)
         return
-    for number, (record, num_bytes) in enumerate(read_table(path), start=1):
-        yield JsonLine(record, f"{path}, row {number}", num_bytes)
+    for number, (row, num_bytes) in enumerate(read_table(path), start=1):
+        null = ", ".join(key for key, value in row.items() if value is None)
+        where = f"{path}, row {number}" + (f" (null: {null})" if null else "")
+        yield JsonLine(without_null(row), where, num_bytes)
 
 
 def read_jsonl(path: Path) -> Iterator[JsonLine]:

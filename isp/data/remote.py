@@ -49,7 +49,7 @@ def _of_hub(name: str, split: str) -> list[str]:
 
 
 def _copied(url: str) -> list[str]:
-    """Local copies of the files of `url`: a file, a glob or a folder; of a .bin, its .idx too.
+    """Local copies of the files of `url`: a file, a glob or a folder; of a .bin, its whole pair.
 
     Of a folder it is the copied folder, whose files lie as they did.
     """
@@ -59,17 +59,25 @@ def _copied(url: str) -> list[str]:
     stem, suffix = os.path.splitext(path)
     is_pair, is_folder = suffix in (".bin", ".idx"), system.isdir(path)
     if is_pair:
-        found = [f"{stem}.idx", f"{stem}.bin"]
+        labels = [f"{stem}.labels{end}" for end in (".idx", ".bin")]
+        found = [*filter(system.exists, labels), f"{stem}.idx", f"{stem}.bin"]
+    elif is_folder:
+        found = sorted(system.find(path))
+    elif "://" in path:  # http, which knows no folders
+        found = system.glob(path)
     else:
-        found = sorted(system.find(path) if is_folder else system.glob(path))
+        matches = system.glob(path, detail=True)
+        found = sorted(file for file in matches if matches[file]["type"] != "directory")
     if not found:
         raise FileNotFoundError("it matches no file")
-    above = path if is_folder else os.path.commonpath([os.path.dirname(file) for file in found])
+    # Without the query of a URL: the suffix says what a file holds.
+    names = [file.partition("?")[0] if "://" in file else file for file in found]
+    above = path if is_folder else os.path.commonpath([os.path.dirname(name) for name in names])
     root = Path(os.environ.get("ISP_CACHE", "~/.cache/isp")).expanduser()
     named = root / sha256("".join(map(system.ukey, found)).encode()).hexdigest()[:16]
     copies = []
-    for file in found:
-        copy = named / os.path.relpath(file, above)
+    for file, name in zip(found, names, strict=True):
+        copy = named / os.path.relpath(name, above)
         if not copy.exists():
             part = copy.with_name(f".{copy.name}.{os.getpid()}")
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from isp.settings.packages import require
 
-__all__ = ["TABLE_SUFFIXES", "read_table", "saved_files"]
+__all__ = ["TABLE_SUFFIXES", "read_table", "saved_files", "without_null"]
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".feather"})
 _BATCH_ROWS = 1024
@@ -27,13 +27,15 @@ def saved_files(folder: Path) -> list[Path] | None:
     if not (folder / "state.json").is_file():
         return None
     state = json.loads((folder / "state.json").read_text())
+    if not isinstance(state, dict) or "_data_files" not in state:
+        return None  # another program's
     if state.get("_indices_data_files"):
         raise ValueError("holds a selection of its rows: save it after flatten_indices()")
     return [folder / file["filename"] for file in state["_data_files"]]
 
 
 def read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each row of a file, without what is null, and its bytes in memory, as of its batch's mean.
+    """Each row of a file, and its bytes in memory, as of its batch's mean.
 
     Raises ValueError if the file is damaged, or pyarrow is not installed.
     """
@@ -43,8 +45,8 @@ def read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     try:
         for batch in _batches(path):
             num_bytes = batch.nbytes // max(1, batch.num_rows)
-            yield from ((_without_null(row), num_bytes) for row in batch.to_pylist())
-    except (pa.ArrowException, OSError) as error:
+            yield from ((row, num_bytes) for row in batch.to_pylist())
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -67,8 +69,8 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _without_null(value: Any) -> Any:
+def without_null(value: Any) -> Any:
     """`value` without keys that are null: a table has every key in every row."""
     if isinstance(value, dict):
-        return {key: _without_null(x) for key, x in value.items() if x is not None}
-    return [_without_null(x) for x in value] if isinstance(value, list) else value
+        return {key: without_null(x) for key, x in value.items() if x is not None}
+    return [without_null(x) for x in value] if isinstance(value, list) else value

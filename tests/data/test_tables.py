@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -78,6 +81,26 @@ def test_saved_folders_that_are_not_one_table(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     with pytest.raises(ValueError, match=r"bad.parquet cannot be read"):
         opened(tmp_path / "bad.parquet")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/state.json").write_text('{"epoch": 1}')
+    write_lines(tmp_path / "other/a.jsonl", [{"text": "abcdefgh"}])
+    assert opened(tmp_path / "other").train.samples_per_epoch == 1
+
+
+def test_rows_without_text(tmp_path: Path) -> None:
+    """Catches a key called missing that is null, and a traceback for bytes that are no text."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    no_text = pa.array([b"\xff"], pa.binary()).view(pa.string())
+    for column, fault in (
+        (["a", None], r"a.parquet, row 2 \(null: text\) has no key 'text', only 'id': set data"),
+        (no_text, "a.parquet cannot be read: 'utf-8' codec can't decode byte 0xff"),
+    ):
+        table = pa.table({"text": column, "id": list(range(len(column)))})
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=fault):
+            opened(tmp_path / "a.parquet")
 
 
 def test_a_package_or_a_network_that_is_missing(
@@ -119,8 +142,30 @@ def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.Monkey
         memory.put(f"{prefix}{suffix}", f"/pairs/p{suffix}")
     pair = opened("memory://pairs/p.bin").train
     assert samples(pair) == samples(opened(str(prefix)).train)
+    memory.pipe("/bucket/inner/a.txt", b"not matched by bucket/*")
+    assert opened("memory://bucket/*").train.samples_per_epoch == 3
+    path = write_lines(tmp_path / "b.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}])
+    prefix = prepare(str(path), tmp_path / "labelled").prefix
+    for suffix in (".bin", ".idx", ".labels.bin", ".labels.idx"):
+        memory.put(f"{prefix}{suffix}", f"/pairs/q{suffix}")
+    labelled = opened("memory://pairs/q.bin").train
+    assert samples(labelled) == samples(opened(str(prefix)).train)
     with pytest.raises(ValueError, match=r"memory://none/a.txt cannot be read \(FileNotFound"):
         opened("memory://none/a.txt")
+
+
+def test_a_query_is_no_part_of_a_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches file.jsonl?download=true read as plain text."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("ISP_CACHE", str(tmp_path / "cache"))
+    local = write_lines(tmp_path / "a.jsonl", [{"text": "abcdefgh"}])
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.jsonl?download=true&key=a/b"
+        remote = opened(url).train
+        server.shutdown()
+    assert samples(remote) == samples(opened(local).train)
 
 
 def test_the_other_formats_of_conversations(tmp_path: Path) -> None:
