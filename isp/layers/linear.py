@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -139,19 +139,14 @@ _X, _Y = (Purpose.ACTIVATION, "x"), (Purpose.ACTIVATION, "y")
 _DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
 
 
-class WeightGradientRoute(Protocol):
-    """Decides what becomes of the two factors of a weight gradient (`isp.layers.weight_gradients`).
+WeightGradientRoute: TypeAlias = (
+    "Callable[[LinearLayer, nn.Parameter, OutputGradient, Tensor], Tensor | None]"
+)
+"""Decides what becomes of the two factors of a weight gradient (`isp.layers.weight_gradients`).
 
-    N tokens; dW [O, I] = dy^T [O, N] x [N, I].
-    """
-
-    def __call__(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
-    ) -> Tensor | None:
-        """dy [N, O], x [N, I] -> dW [O, I], or None if it is taken care of.
-
-        `weight` is the parameter that `layer` was used with: its own, or one given at the call.
-        """
+Called with a layer, the parameter that it was used with (its own, or one given at the call), dy
+[N, O] and x [N, I] of N tokens -> dW = dy^T x [O, I], or None if it is taken care of.
+"""
 
 
 class LinearLayer(WeightHolder, Protocol):

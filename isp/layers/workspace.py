@@ -54,23 +54,8 @@ class Residual:
     """The sizes [S, B] of all of them."""
 
 
-class _Exchange(Protocol):
-    """The collectives of a workspace over its `rows` [N, D]; x and out are the first of them."""
-
-    rows: Tensor
-
-    def reduce_scatter(self, x: Tensor, out: Tensor, tag: Tag) -> None:
-        """Sum the ranks' x [n, D] and write this rank's part: out [n/p, D]."""
-
-    def all_gather(self, x: Tensor, out: Tensor, tag: Tag) -> None:
-        """Join the ranks' x [n/p, D], each its part of out already: out [n, D]."""
-
-    def all_reduce(self, x: Tensor, tag: Tag) -> None:
-        """Replace x [n, D] by the sum over the ranks."""
-
-
 class _ByChannel:
-    """The collectives by the channel, with the bits of the training layers' (see `_Exchange`)."""
+    """As `SymmetricRows`, by the channel, with the bits of the training layers'."""
 
     def __init__(self, channel: Channel, rows: Tensor, received: Tensor | None) -> None:
         self.channel, self.rows, self._received = channel, rows, received
@@ -111,7 +96,7 @@ class InferenceWorkspace:
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
             raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
-        self._exchange: _Exchange
+        self._exchange: SymmetricRows | _ByChannel
         if reason or symmetric_memory is False:
             received = self.buffer(size) if self.split_tokens and group.sums_locally else None
             self._exchange = _ByChannel(group, self.buffer(size), received)

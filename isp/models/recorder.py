@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from isp.attention.call import AttentionOptions
@@ -26,14 +25,13 @@ from isp.models.calls import (
     same_rows,
     weights_among,
 )
+from isp.models.outputs import LinearOutputs
 from isp.models.reads import Reads
 from isp.models.roles import holds_experts, is_linear
-from isp.models.splits import SplitFinder
 
 __all__ = [
     "TOKENS",
     "CallRecorder",
-    "HeadFinder",
     "experts_passed",
     "list_entries",
     "list_of",
@@ -73,8 +71,7 @@ class CallRecorder:
         """Those in which tokens were mixed."""
         self.by_token: dict[str, int] = {}
         """The modules that are given one tensor [B, S, D] and give one, and how often."""
-        self.finder = HeadFinder()
-        self.splits = SplitFinder()
+        self.linear_outputs = LinearOutputs()
         self.outputs: dict[str, BlockOutput] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -137,8 +134,7 @@ class CallRecorder:
                 stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(ends, with_kwargs=True).remove)
             stack.enter_context(reads)
-            stack.enter_context(self.splits)
-            stack.enter_context(self.finder)
+            stack.enter_context(self.linear_outputs)
             stack.enter_context(experts_passed(self._model))
             yield
 
@@ -208,11 +204,10 @@ class CallRecorder:
         if len(args) == 1 and not kwargs and all(of_tokens):
             self.by_token[name] = self.by_token.get(name, 0) + 1
         if is_linear(module):
-            self.splits.called(name, output)  # ahead: the finder sees what is asked of the output
-            self.finder.called(name, output)
+            self.linear_outputs.called(name, output)
         if block is not None:
             self._block = None
-            self.finder.passed(block, args, output)
+            self.linear_outputs.passed(block, args, output)
             if (form := BlockOutput.of(output, (1, TOKENS))) is not None:
                 self.outputs[block] = form
 
@@ -223,57 +218,6 @@ class CallRecorder:
         if now is None or last is None or now[0] is not last[0] or now[1] != last[1]:
             self._num_given += 1
         return self._num_given
-
-
-class HeadFinder(TorchFunctionMode):
-    """Follows what is made of the output of the last linear that was called.
-
-    The head is the linear whose output alone the logits are made of. What the model does to logits
-    behind it (a soft cap, a scale) is the model's own code, which runs again for a chunk of tokens,
-    without what lies before the head. That is right if the logits are made of what the head gives
-    and of constants.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._linear = ""
-        self._made: dict[int, Tensor] = {}
-        """What was made of its output."""
-        self._mixed = False
-        """Whether something else went into it."""
-        self.used = False
-        """Whether anything was done with it."""
-        self._odd_blocks: set[str] = set()
-
-    def called(self, name: str, output: Tensor) -> None:
-        """A linear has given `output`."""
-        self._linear, self._made, self._mixed = name, {id(output): output}, False
-        self.used = False
-
-    def passed(self, block: str, given: tuple[Any, ...], output: Any) -> None:
-        """A block has given `output`; left out, it gives what it is given first."""
-        alike = given and isinstance(given[0], Tensor) and isinstance(output, Tensor)
-        if not alike or given[0].shape != output.shape:
-            self._odd_blocks.add(block)
-
-    def head(self, logits: Tensor, blocks: tuple[str, ...]) -> str | None:
-        """The name of the head, if `logits` are made of its output alone."""
-        fits = id(logits) in self._made and not self._mixed
-        return self._linear if fits and self._odd_blocks.isdisjoint(blocks) else None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(id(x) in self._made for x in given):
-            self.used = True
-            constant = (x.dim() == 0 and not isinstance(x, nn.Parameter) for x in given)
-            self._mixed |= not all(
-                id(x) in self._made or c for x, c in zip(given, constant, strict=True)
-            )
-            self._made |= {id(x): x for x in tree_leaves(out) if isinstance(x, Tensor)}
-        return out
 
 
 def _read(*tensors: Tensor | None) -> None:

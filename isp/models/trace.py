@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from isp.mixers.call import mix_by
 from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
+from isp.models.outputs import LinearOutputs
 from isp.models.reads import Reads, check_reads, experts_cut, small_linears_read, unused
-from isp.models.recorder import TOKENS, CallRecorder, HeadFinder, list_entries, list_of
+from isp.models.recorder import TOKENS, CallRecorder, list_entries, list_of
 from isp.models.roles import (
     ParameterRole,
     holds_experts,
@@ -185,9 +186,9 @@ def trace_model(
         logits.shape[-1],
         reads.reads_positions,
         tuple(_by_token(model, calls, recorder)),
-        _head(model, calls, recorder.finder, logits),
-        recorder.finder.used,
-        recorder.splits.sizes(),
+        _head(model, calls, recorder.linear_outputs, logits),
+        recorder.linear_outputs.used,
+        recorder.linear_outputs.splits(),
     )
 
 
@@ -216,13 +217,13 @@ def _check_logits(model: nn.Module, logits: object) -> None:
 
 
 def _head(
-    model: nn.Module, calls: tuple[Call, ...], finder: HeadFinder, logits: Tensor
+    model: nn.Module, calls: tuple[Call, ...], outputs: LinearOutputs, logits: Tensor
 ) -> str | None:
     last = calls[-1]
     blocks = tuple(call.block for call in calls if call.block is not None)
     if last.kind is not Kind.LINEAR or last.block is not None:
         return None
-    found = finder.head(logits, blocks)
+    found = outputs.head(logits, blocks)
     if found != last.module or sum(call.module == found for call in calls) > 1:
         return None
     return None if is_transposed(model.get_submodule(found)) else found

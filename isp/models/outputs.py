@@ -1,4 +1,4 @@
-"""`SplitFinder`: into which parts a model's code splits what its linears give.
+"""`LinearOutputs`: what a model's code makes of what its linears give.
 
 B batch, S sequence, O out features
 """
@@ -9,18 +9,23 @@ import math
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["SplitFinder"]
+__all__ = ["LinearOutputs"]
 
 
-class SplitFinder(TorchFunctionMode):
-    """Watches which features of the output [B, S, O] of a linear become tensors of their own.
+class LinearOutputs(TorchFunctionMode):
+    """Follows which parts of outputs [B, S, O] become tensors, and what the last one becomes.
 
     A part is taken from the output as it is, by a split, a chunk or a slice; or by one number, as
     `unbind` does, from dims that O was cut into. What is done to the parts is not looked at.
+
+    The head is the linear whose output alone the logits are made of. What the model does to logits
+    behind it (a soft cap, a scale) is the model's own code, which runs again for a chunk of tokens,
+    without what lies before the head. That is right if the logits are made of what the head gives
+    and of constants.
     """
 
     def __init__(self) -> None:
@@ -29,12 +34,34 @@ class SplitFinder(TorchFunctionMode):
         """Linears and what they gave, by storage, which is kept from being used again."""
         self._parts: dict[str, set[tuple[int, int]]] = {}
         """(start, length) of features."""
+        self._linear = ""
+        """The last that was called."""
+        self._made: dict[int, Tensor] = {}
+        """What was made of its output."""
+        self._mixed = False
+        """Whether something else went into it."""
+        self.used = False
+        """Whether anything was done with it."""
+        self._odd_blocks: set[str] = set()
 
     def called(self, name: str, output: Tensor) -> None:
         """A linear has given `output`."""
         self._outputs[output.untyped_storage()._cdata] = name, output
+        self._linear, self._made, self._mixed = name, {id(output): output}, False
+        self.used = False  # behind what is asked of the output here
 
-    def sizes(self) -> dict[str, tuple[int, ...]]:
+    def passed(self, block: str, given: tuple[Any, ...], output: Any) -> None:
+        """A block has given `output`; left out, it gives what it is given first."""
+        alike = given and isinstance(given[0], Tensor) and isinstance(output, Tensor)
+        if not alike or given[0].shape != output.shape:
+            self._odd_blocks.add(block)
+
+    def head(self, logits: Tensor, blocks: tuple[str, ...]) -> str | None:
+        """The name of the head, if `logits` are made of its output alone."""
+        fits = id(logits) in self._made and not self._mixed
+        return self._linear if fits and self._odd_blocks.isdisjoint(blocks) else None
+
+    def splits(self) -> dict[str, tuple[int, ...]]:
         """The sizes of the parts, one behind the other, of each linear that is split as a whole."""
         found = {}
         for name, output in self._outputs.values():
@@ -48,12 +75,21 @@ class SplitFinder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        parent = args[0] if args else None
-        if isinstance(parent, Tensor) and not isinstance(out, int | bool):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        if any(id(x) in self._made for x in given):
+            self.used = True
+            constant = (x.dim() == 0 and not isinstance(x, nn.Parameter) for x in given)
+            self._mixed |= not all(
+                id(x) in self._made or c for x, c in zip(given, constant, strict=True)
+            )
+            self._made |= {id(x): x for x in made}
+        parent = args[0] if args and made else None
+        if isinstance(parent, Tensor):
             key = parent.untyped_storage()._cdata
             name, output = self._outputs.get(key, ("", parent))
-            for x in tree_leaves(out) if name else ():
-                if isinstance(x, Tensor) and x.untyped_storage()._cdata == key:
+            for x in made if name else ():
+                if x.untyped_storage()._cdata == key:
                     self._note(name, output, parent, x)
         return out
 
