@@ -6,9 +6,13 @@ B batch, S' the tokens of this rank, T those of a tile, D and E features
 
 The weights are there for all tiles (in isp gathered once in forward and once in backward), and
 their gradients are sums over the tiles, delivered once. Only x is kept; backward computes each tile
-again ([Note: Kept input] in `isp.layers.parts`). Where features are split, a tile of the rank's
-tokens is gathered from all tensor ranks; ranks have as many tokens each, hence as many tiles.
-Ranks that share experts exchange tokens in every tile, so those with fewer cut theirs smaller.
+again. Where features are split, a tile of the rank's tokens is gathered from all tensor ranks;
+ranks have as many tokens each, hence as many tiles. Ranks that share experts exchange tokens in
+every tile, so those with fewer cut theirs smaller.
+
+[Note: Kept input] x is kept by a node of its own ahead of the module's, which itself saves nothing.
+Inside what is recomputed (`isp.recompute`) the recompute then ends at that node, before the module:
+its tiles are computed once forward and once in backward.
 
 Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 """
@@ -24,8 +28,8 @@ from torch import Tensor, nn
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Purpose, Tag
+from isp.layers.compiled import widened
 from isp.layers.linear import NeedsGrad, needs_grad
-from isp.layers.parts import SummedGradient, keep, kept
 from isp.layers.rank_layers import RankLayers
 from isp.models.expert_parts import ExpertGroups
 from isp.models.experts import SwappedExperts
@@ -70,8 +74,9 @@ class TiledModule:
         if not torch.is_grad_enabled():
             with self.unsharded(Phase.FORWARD):
                 return self.computed(x, self.tiles(x), inside)
-        x, node = keep(x, *self.parameters)
-        out: Tensor = _InTiles.apply(x, *self.parameters, self, inside, node)
+        # [Note: Kept input] The others only say that there is a backward to come.
+        x = _Keep.apply(x, *(() if x.requires_grad else self.parameters))
+        out: Tensor = _InTiles.apply(x, *self.parameters, self, inside, x.grad_fn)
         return out
 
     def tiles(self, x: Tensor) -> list[slice]:
@@ -130,7 +135,7 @@ class _Sums(WPCommunicator):
 
     def __init__(self, communicator: WPCommunicator, full: dict[int, FullWeights]) -> None:
         self._communicator, self._full = communicator, full
-        self._sums: dict[tuple[int, bool], SummedGradient] = {}
+        self._sums: dict[tuple[int, bool], _SummedGradient] = {}
 
     @property
     def communication_mode(self) -> str:
@@ -148,14 +153,14 @@ class _Sums(WPCommunicator):
         self, grad: Tensor, *, module: Any, is_bias: bool = False, returned: bool = False
     ) -> None:
         key = id(module), is_bias
-        self._sums.setdefault(key, SummedGradient(NeedsGrad.FLOW)).add(grad)
+        self._sums.setdefault(key, _SummedGradient()).add(grad)
 
     def deliver(
         self, weight: Any, dtype: torch.dtype, *, is_bias: bool, needs: NeedsGrad
     ) -> Tensor | None:
         """The gradient of a shard for autograd, or None if the communicator brings it."""
         found = self._sums.pop((id(weight), is_bias), None)
-        gradient = None if found is None else found.take()
+        gradient = None if found is None else found.sum()
         if gradient is None or not needs:
             return None
         gradient = gradient.to(self._communicator.gradient_dtype(dtype))
@@ -163,6 +168,39 @@ class _Sums(WPCommunicator):
         return self._communicator.grad_hook(
             gradient, module=weight, is_bias=is_bias, returned=returned
         )
+
+
+class _SummedGradient:
+    """A gradient that comes in parts: summed in float32 at least, and rounded once."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._dtype = torch.float32
+
+    def add(self, part: Tensor) -> None:
+        """Add a part."""
+        if self._total is None:
+            self._total, self._dtype = widened(part), part.dtype
+        else:
+            self._total += part
+
+    def sum(self) -> Tensor | None:
+        """In the dtype of its parts; None: there was none."""
+        return None if self._total is None else self._total.to(self._dtype)
+
+
+class _Keep(Function):
+    """Hands x through and saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        return dx, *[None] * ctx.others
 
 
 class _InTiles(Function):
@@ -185,9 +223,11 @@ class _InTiles(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         tiled: TiledModule = ctx.tiled
         need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
-        x = kept(ctx.node)  # ahead of the uses: what is recomputed for it has uses of its own
+        (x,) = (
+            ctx.node.saved_tensors
+        )  # ahead of the uses: what is recomputed for it has uses of its own
         trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
-        sums = {parameter: SummedGradient(NeedsGrad.FLOW) for parameter in trained}
+        sums = {parameter: _SummedGradient() for parameter in trained}
         dx = torch.empty_like(x) if need_x else None
         with tiled.unsharded(Phase.BACKWARD) as weights, tiled.tracker.replaying(ctx.snapshot):
             for tile in tiled.layers.each_tile(ctx.tiles):
@@ -203,7 +243,7 @@ class _InTiles(Function):
                 if dx is not None:
                     dx[:, tile] = 0 if d_leaf is None else d_leaf
         need_of = dict(zip(tiled.parameters, needs, strict=True))
-        gradients = {parameter: total.take() for parameter, total in sums.items()}
+        gradients = {parameter: total.sum() for parameter, total in sums.items()}
         for weight in reversed(tiled.weights):
             for is_bias, p in enumerate((weight.weight, weight.bias)):
                 if p in need_of:
