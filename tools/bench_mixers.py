@@ -104,7 +104,7 @@ def by_gather(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> T
     found = [y.unflatten(1, x.shape[1:]) for x, y in zip(of_tokens, parts, strict=True)]
     cut = len(inputs.of_heads)
     everything = Inputs(tuple(found[:cut]), tuple(found[cut:]), inputs.constants)
-    out = recurrence.scan(everything, placement.document_lengths, None)[0]
+    out = recurrence.scan(everything, placement.plan.lengths, None)[0]
     return out.split(placement.sizes)[placement.channel.rank]
 
 

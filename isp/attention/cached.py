@@ -26,12 +26,7 @@ from isp.attention.local import LocalAttention
 from isp.attention.mask import AttentionMask, Chosen, seen_by
 from isp.comm import host_memory
 
-__all__ = ["CachedAttention", "KeyValueCache", "cached_tokens"]
-
-
-def cached_tokens(capacity: int, window: int | None) -> int:
-    """The tokens of a document that a layer keeps, of `capacity` that it may come to have."""
-    return capacity if window is None else min(window, capacity)
+__all__ = ["CachedAttention", "KeyValueCache"]
 
 
 class KeyValueCache:
@@ -132,7 +127,7 @@ class KeyValueCache:
             assert isinstance(layer, _Layer)
             layer.append(step, k, v)
         else:
-            layer = _Layer(len(step.lengths), cached_tokens(self.capacity, window), k, v)
+            layer = _Layer(len(step.lengths), min(self.capacity, window or self.capacity), k, v)
             layer.fill(step.lengths, k, v)
             self._layers.append(layer)
         return layer

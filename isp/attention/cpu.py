@@ -172,11 +172,7 @@ def _band(
     # finite: a row of which a whole kernel block is hidden must not become inf - inf
     least = torch.finfo(dtype).min / 2
     mask = torch.zeros(rows, width, dtype=dtype, device=device)
-    if visible.high is not None:
-        mask += torch.full_like(mask, least).triu_(visible.high + 1)
-    if visible.low is not None:
-        mask += torch.full_like(mask, least).tril_(visible.low - 1)
-    return mask
+    return mask.masked_fill_(~visible.band(rows, width, device), least)
 
 
 _small_band = lru_cache(maxsize=16)(_band)

@@ -262,19 +262,13 @@ class _Transfer:
     """One exchange under autograd: what is in flight there, and in backward what is coming back."""
 
     def __init__(self, exchange: Reversible, *, reverse: bool) -> None:
-        self._there = exchange.go_back if reverse else exchange.go_out
-        self._back = exchange.go_out if reverse else exchange.go_back
-        self._arrival: Arrival | None = None
-
-    def depart(self, xs: Sequence[Tensor]) -> None:
-        self._arrival = self._there(xs)
-
-    def depart_back(self, dys: Sequence[Tensor]) -> None:
-        self._arrival = self._back(dys)
+        self.there = exchange.go_back if reverse else exchange.go_out
+        self.back = exchange.go_out if reverse else exchange.go_back
+        self.arrival: Arrival | None = None
 
     def arrive(self) -> tuple[Tensor, ...]:
-        assert self._arrival is not None, "a transfer arrives once for each departure"
-        arrival, self._arrival = self._arrival, None
+        assert self.arrival is not None, "a transfer arrives once for each departure"
+        arrival, self.arrival = self.arrival, None
         return arrival()
 
 
@@ -282,7 +276,7 @@ class _Depart(Function):
     @staticmethod
     def forward(ctx: Any, transfer: _Transfer, *xs: Tensor) -> Tensor:
         ctx.transfer = transfer
-        transfer.depart(xs)
+        transfer.arrival = transfer.there(xs)
         return xs[0].new_empty(0)
 
     @staticmethod
@@ -300,7 +294,7 @@ class _Arrive(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor]:
-        ctx.transfer.depart_back(dys)
+        ctx.transfer.arrival = ctx.transfer.back(dys)
         return None, dys[0].new_empty(0)
 
 

@@ -134,15 +134,12 @@ class HostMemory:
         free.sort(key=Tensor.numel)
         place = bisect_left(free, x.numel(), key=Tensor.numel)
         if place == len(free) > 0:  # all are too small
-            self._drop(free.pop())
+            self.channel.finish()
+            self.reserved_bytes -= free.pop().nbytes
+            self.num_buffers -= 1
         buffer = free.pop(place) if place < len(free) else self._make(x)
         self.leased_bytes += buffer.nbytes
         return buffer
-
-    def _drop(self, buffer: Tensor) -> None:
-        self.channel.finish()
-        self.reserved_bytes -= buffer.nbytes
-        self.num_buffers -= 1
 
     def _make(self, x: Tensor) -> Tensor:
         try:

@@ -142,14 +142,11 @@ class _Turn(Function):
         return dx, None, None, None
 
 
-def _turn(
-    x: Tensor, cos: Tensor, sin: Tensor, direction: int, *, out: Tensor | None = None
-) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """Computed in the dtype of cos and sin, of which no more than half a copy of x is made."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
     a, b = x.chunk(2, dim=-1)
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     left, right = out.chunk(2, dim=-1)
     torch.addcmul(a * cos, b, sin, value=-direction, out=left)
     torch.addcmul(b * cos, a, sin, value=direction, out=right)

@@ -53,11 +53,6 @@ class Placement:
         return tuple((self._slices.end - self._slices.begin)[self._own].tolist())
 
     @cached_property
-    def document_lengths(self) -> tuple[int, ...]:
-        """Tokens of each document."""
-        return self.plan.lengths
-
-    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""
         return tuple(sum(end - begin for _, begin, end in held) for held in self.plan.slices)

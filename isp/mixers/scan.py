@@ -79,12 +79,12 @@ def scan_on(
     States [n, h, ..] are those of this rank's heads; no `initial`: zeros. It may leave out the last
     documents. `copies`: ranks that all have these tokens, and take some heads each; no gradient.
     """
-    if initial is not None and len(initial) < len(placement.document_lengths):
-        rest = len(placement.document_lengths) - len(initial)
+    if initial is not None and len(initial) < len(placement.plan.lengths):
+        rest = len(placement.plan.lengths) - len(initial)
         initial = torch.cat((initial, initial.new_zeros(rest, *initial.shape[1:])))
     channel = placement.channel if copies is None else copies
     if channel.size == 1:
-        return recurrence.scan(inputs, placement.document_lengths, initial)
+        return recurrence.scan(inputs, placement.plan.lengths, initial)
     rank, xs = channel.rank, (*inputs.of_heads, *inputs.of_groups)
     plan = HeadPlan.of(inputs.num_heads, inputs.num_groups, channel.size)
     heads = [plan.query] * len(inputs.of_heads)
@@ -102,10 +102,10 @@ def scan_on(
             index = host_memory.send(torch.tensor(repeated), of_groups[0].device)
             of_groups = tuple(x.index_select(1, index) for x in of_groups)
         mine = Inputs(of_heads, of_groups, constants)
-        out, states = recurrence.scan(mine, placement.document_lengths, initial)
+        out, states = recurrence.scan(mine, placement.plan.lengths, initial)
     else:
         out = joined(*gathered, *constants)
-        states = out.new_zeros(len(placement.document_lengths), 0)
+        states = out.new_zeros(len(placement.plan.lengths), 0)
     if copies is not None:
         return _joined_heads(out, plan.query, copies), states
     return _to_tokens(out, plan.query, placement), states

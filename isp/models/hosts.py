@@ -106,7 +106,11 @@ class HuggingFace(Host):
     """
 
     def connect(self, model: nn.Module) -> None:
-        _check_options(model)
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            raise ValueError(
+                "gradient checkpointing is on: call model.gradient_checkpointing_disable(), and set"
+                " model.checkpoint, the fraction of blocks that isp recomputes"
+            )
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
@@ -136,9 +140,10 @@ class HuggingFace(Host):
         with at_positions(positions):
             own = positions + first if first else positions
             with self._ended_by_score(model) as logits:
-                output = model(
-                    input_ids=ids, position_ids=own, use_cache=False, **self._more(model)
-                )
+                more = {}
+                if _adds_router_losses(model):  # of a rank's tokens alone
+                    more = {"output_router_logits": False}
+                output = model(input_ids=ids, position_ids=own, use_cache=False, **more)
                 logits.append(output.logits)
         return logits[0]
 
@@ -175,10 +180,6 @@ class HuggingFace(Host):
                 yield logits
         finally:
             hook.remove()
-
-    def _more(self, model: Any) -> dict[str, bool]:
-        """The model's own losses of routers would be of a rank's tokens."""
-        return {"output_router_logits": False} if _adds_router_losses(model) else {}
 
     def router_coefficients(self, model: nn.Module) -> RouterCoefficients:
         whole: Any = model
@@ -268,15 +269,6 @@ def check_row(most: int | None, tokens: int) -> None:
 def _adds_router_losses(model: Any) -> bool:
     configs = (model.config, model.config.get_text_config(decoder=True))
     return any(getattr(config, "output_router_logits", False) for config in configs)
-
-
-def _check_options(model: Any) -> None:
-    """Raise ValueError for what was asked of a model and would not happen."""
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        raise ValueError(
-            "gradient checkpointing is on: call model.gradient_checkpointing_disable(), and set"
-            " model.checkpoint, the fraction of blocks that isp recomputes"
-        )
 
 
 _BIASES = ("position_bias", "indices", "block_indices")

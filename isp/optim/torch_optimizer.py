@@ -127,7 +127,11 @@ class TorchUpdates:
 
     def state_dict(self) -> dict[str, Any]:
         """What `settle` does not give: plain values of weights by name, and of groups."""
-        groups = [_without_parameters(group) for group in self.optimizer.param_groups]
+        left_out = ("params", "param_names")
+        groups = [
+            {key: value for key, value in group.items() if key not in left_out}
+            for group in self.optimizer.param_groups
+        ]
         values = {name: self._own_states(name)[1] for name in self._shards}
         return {"kind": self.kind, "groups": groups, "values": values}
 
@@ -237,7 +241,3 @@ def _is_like(default: object, value: object) -> bool:
 
 def _is_alike(x: object, parameter: Tensor) -> bool:
     return isinstance(x, Tensor) and x.shape == parameter.shape
-
-
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

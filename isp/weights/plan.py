@@ -219,7 +219,8 @@ def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> di
         for weight, (first, last) in u.extent.items():
             here, behind = (number, number + 1) if per_layer else (first, last + 1)
             lifetime, since = latest.get(weight, (None, 0))
-            if lifetime is None or (freed and not _one_run(runs, since, here)):
+            several = since < here and runs[since] != runs[here - 1]  # units between
+            if lifetime is None or (freed and several):
                 lifetime = lifetimes[first] = _Lifetime(weight, reads[first].step, reads[last].step)
             lifetime.last = reads[last].step
             own = (read.bias for read in reads[first : last + 1] if read.weight == weight)
@@ -231,11 +232,6 @@ def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> di
 def _runs(keys: Iterable[object]) -> list[int]:
     """For each key the number of its run of equal neighbours."""
     return [number for number, (_, run) in enumerate(groupby(keys)) for _ in run]
-
-
-def _one_run(runs: list[int], begin: int, end: int) -> bool:
-    """Whether `runs[begin:end]` holds one unit at most."""
-    return begin >= end or runs[begin] == runs[end - 1]
 
 
 def _launch_per_layer(

@@ -233,7 +233,7 @@ def _kda_by_heads_on_rank(rank: int, size: int) -> list[bool]:
     whole, own = kind.tensors(64, 3), slice(*placement.ends[rank : rank + 2])
     mine = [x.detach()[own].requires_grad_() for x in whole]
     inputs = kind.inputs(whole)
-    expected, _ = kind.recurrence.scan(inputs, placement.document_lengths, None)
+    expected, _ = kind.recurrence.scan(inputs, placement.plan.lengths, None)
     out = scan_by_heads(kind.recurrence, kind.inputs(mine), placement)
     expected.backward(_seed(expected))
     out.backward(_seed(expected)[own])
