@@ -58,7 +58,8 @@ class ComputedAhead:
         elif not same_rows(x, tokens):
             raise RuntimeError(
                 f"{self._name} was called with other tokens than the experts before it, and with"
-                f" the same ones when the model was traced: isp computes it ahead"
+                f" the same ones when the model was traced: isp computes it ahead. Register hooks"
+                f" that change what a module is given before isp.parallelize"
             )
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

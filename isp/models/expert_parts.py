@@ -8,8 +8,8 @@ one group computes while the next one is gathered; in backward they come in the 
 the first that backward reads. The others are gathered once more: the limit holds in between, too.
 
 [Note: In no plan] A plan keeps what it gathers for a recompute until the block's backward ends, and
-brings a layer at a time, so groups are in none. Their first is gathered as the block begins, or in
-a recompute, of which a part may be run alone, where what lies before the experts is called.
+brings a layer at a time, so groups are in none. Their first is gathered as the block begins, or
+where a recompute of a whole block comes to what lies before the experts.
 
 N tokens, k experts a token goes to, D hidden size; R = N k rows, a token for one of its experts,
 sorted by expert
