@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 FINISH_SECONDS = 60.0
 """Time that trackers have, together, to send what is pending at the end of a run."""
+MOST_PENDING = 10_000
+"""Calls that wait for a tracker; with more, nothing is sent to it any longer."""
 
 
 class Trackers(AbstractContextManager["Trackers"]):
@@ -35,20 +37,21 @@ class Trackers(AbstractContextManager["Trackers"]):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log `values` of `step`; returns at once."""
         for thread in self._threads:
-            thread.calls.put(lambda tracker: tracker.log(step, values))
+            thread.put(lambda tracker: tracker.log(step, values))
 
     def attach(self, path: Path) -> None:
         """Keep the HTML page at `path` with the run, where a tracker can."""
         for thread in self._threads:
-            thread.calls.put(lambda tracker: tracker.attach(path))
+            thread.put(lambda tracker: tracker.attach(path))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for thread in self._threads:
-            thread.calls.put(lambda tracker: tracker.finish(failed=kind is not None))
-            thread.calls.put(None)
+            thread.put(lambda tracker: tracker.finish(failed=kind is not None))
+            thread.put(None)
         end = time.monotonic() + FINISH_SECONDS
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            if not thread.failed:
+                thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 thread.give_up(f"not finished within {FINISH_SECONDS:g} s")
 
@@ -58,30 +61,39 @@ class _TrackerThread(threading.Thread):
 
     def __init__(self, name: str, run: TrackedRun, ids: Path) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
-        self.calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
+        self.failed = False
+        self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(MOST_PENDING)
         self._tracker_name = name
         self._tracked = run
         self._id_file = ids / f".tracker.{name}"
-        self._failed = False
         self.start()
+
+    def put(self, call: Callable[[Tracker], None] | None) -> None:
+        """Make `call` after those before it; None is the end."""
+        if self.failed:  # nobody takes it
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self.give_up(f"{MOST_PENDING:,} calls wait for it: it hangs, or is too slow")
 
     def run(self) -> None:
         tracker: Tracker | None = None
         try:
             tracker = self._open()
-            while (call := self.calls.get()) is not None:
+            while (call := self._calls.get()) is not None:
                 call(tracker)
         except Exception as error:  # of a library that we do not know: reported, whatever it is
             self.give_up(f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def give_up(self, why: str) -> None:
-        if not self._failed:
+        if not self.failed:
             logger.warning(
                 "no more is sent to %s (%s): training continues, and metrics.jsonl has all metrics",
                 self._tracker_name,
                 why,
             )
-        self._failed = True
+        self.failed = True
 
     def _open(self) -> Tracker:
         known = self._id_file.read_text() if self._id_file.exists() else None

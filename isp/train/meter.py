@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
+from types import TracebackType
 from typing import Self
 
 import torch
@@ -235,10 +236,15 @@ class StepOutputs:
             return due
         return not is_recorded(path, self._last_step, evaluated=due)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             what = f"writing the metrics in {self._folder.path}"
             attempt_first(self._host, what, self._stack.close)
         else:
             with suppress(OSError):  # reported by what closes
-                self._stack.close()
+                self._stack.__exit__(kind, error, trace)  # trackers report that the run failed

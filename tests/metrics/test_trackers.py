@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,6 +56,10 @@ class Hanging(JsonTracker):
         time.sleep(3600)
 
 
+class Values(dict[str, float]):
+    """One that can be referred to weakly."""
+
+
 def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> None:
     """Catches steps that are not sent, a second run after resuming, and a report left behind."""
     job = write_job(tmp_path)
@@ -90,6 +95,35 @@ def test_one_that_hangs_holds_the_end_for_a_while_only(
     calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").open()]
     assert ["log", 1, 2.0] in calls
     assert calls[-1] == ["finish", False]
+
+
+def test_what_hangs_or_has_failed_keeps_no_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches memory that grows with each step of a run whose tracker takes none."""
+    monkeypatch.setattr(trackers, "MOST_PENDING", 3)
+    kept, run = [], TrackedRun("job", "now", tmp_path / "run")
+    with Trackers([OWN.replace("JsonTracker", "Hanging"), FAILING], run) as both:
+        for step in range(100):
+            values = Values(loss=2.0)
+            kept.append(weakref.ref(values))
+            both.log(step, values)
+            del values
+            time.sleep(0.001)
+        assert sum(values() is not None for values in kept) <= 3 + 2
+    assert "Hanging (3 calls wait for it: it hangs, or is too slow)" in caplog.text
+    assert "not finished" not in caplog.text
+
+
+def test_a_run_that_fails_has_failed_in_its_tracker(tmp_path: Path) -> None:
+    """Catches a run that ends with an error, and is shown as finished."""
+    job = write_job(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "ab" * 500}) + "\nno json\n")
+    words = [f"--data.source={tmp_path}/a.jsonl", "--data.streaming", "--training.steps=500"]
+    (said,) = run_isp(1, "train", str(job), *ALONE, f"--metrics.report_to=[{OWN}]", *words)
+    assert "a.jsonl, line 2 is not JSON" in said.err
+    calls = [json.loads(line) for line in (tmp_path / "out/job/calls.jsonl").open()]
+    assert calls[-1] == ["finish", True]
 
 
 def test_faults_are_reported_before_ranks_start(
