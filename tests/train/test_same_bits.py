@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,10 +40,6 @@ NOT_RESHARDED = replace(POOL, reshard_after_forward=False)
 CORNERS = [PLAIN, EARLY, LATE, MODULE, NOT_RESHARDED]
 WEIGHTS = [
     *CORNERS,
-    *(
-        replace(POOL, launch_allgather_before=point, forward_overlap_per=unit)
-        for point, unit in product(LaunchPoint, OverlapUnit)
-    ),
     replace(PLAIN, overlap=True),
     replace(PLAIN, memory_pool=True),
     replace(PLAIN, reshard_after_forward=False),
@@ -58,17 +53,7 @@ SOME, WHOLE, KEPT = (
 )
 OFFLOADED = {**WHOLE, "checkpoint_offload": True}
 SEGMENTS = {**OFFLOADED, "checkpoint_segment": 3}
-WAYS: list[dict[str, Any]] = [
-    SOME,
-    WHOLE,
-    KEPT,
-    OFFLOADED,
-    {**SOME, "checkpoint_offload": True},
-    {**WHOLE, "checkpoint_segment": 2},
-    SEGMENTS,
-    {**KEPT, "checkpoint_offload": True},
-]
-IN_PARTS = {"checkpoint_distribute_activations": True}
+WAYS: list[dict[str, Any]] = [SOME, WHOLE, KEPT]
 
 
 class Way(NamedTuple):
@@ -93,20 +78,13 @@ WEIGHT_4 = Layout(tensor=2, weight=4, data=2)
 ISP_2 = Layout(tensor=2, weight=2, micro=2)
 STAGES = Layout(mode=Mode.MTP, pipeline=2, micro=4)
 V = Layout(tensor=2, weight=2, pipeline=2, micro=4, schedule=PipelineSchedule.ZBV, chunks=2)
-RECOMPUTED = [Way(PLAIN), *(Way(weight, keys) for weight in (PLAIN, LATE) for keys in WAYS[:3])]
+RECOMPUTED = [Way(weight, keys) for weight in (PLAIN, LATE) for keys in WAYS]
 GROUPS: list[tuple[Layout, list[Way], torch.dtype]] = [
-    (WEIGHT_4, [*map(Way, WEIGHTS), *RECOMPUTED[1:]], torch.float64),
+    (WEIGHT_4, [*map(Way, WEIGHTS), *RECOMPUTED], torch.float64),
     (replace(WEIGHT_4, micro=3), list(map(Way, CORNERS)), torch.float64),
     (WEIGHT_4, list(map(Way, CORNERS)), torch.bfloat16),
-    (Layout(mode=Mode.MTP, micro=2), [Way(LATE, keys) for keys in ({}, *WAYS)], torch.float64),
-    (ISP_2, [Way(MODULE, keys) for keys in ({}, *WAYS)], torch.float64),
-    (
-        Layout(mode=Mode.MTP, tensor=2),
-        [Way(LATE, keys) for keys in ({}, *WAYS, {**OFFLOADED, **IN_PARTS}, SEGMENTS | IN_PARTS)],
-        torch.float64,
-    ),
+    (ISP_2, [Way(MODULE, keys) for keys in ({}, KEPT, OFFLOADED, SEGMENTS)], torch.float64),
     (STAGES, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
-    (WEIGHT_4, [Way(EARLY, keys) for keys in ({}, *WAYS[3:])], torch.float64),
     (V, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
 ]
 """Ways that come to the same bits, of which the first is the plainest."""

@@ -10,26 +10,6 @@ from isp.metrics import StepRecord, read_metrics
 from tests.train.jobs import run_folders, run_forked, write_job
 
 
-def test_val_loss_is_the_same_in_all_layouts_of_a_global_batch(tmp_path: Path) -> None:
-    """Catches samples that are evaluated on one number of data ranks and not on another.
-
-    The three global batches of 4 that are asked for are more than the 9 samples that are held out.
-    """
-    job = write_job(tmp_path)
-    (tmp_path / "valid.txt").write_text("".join(f"other {i}\n" for i in range(60)))
-    words = ["--training.steps=1", "--validation.freq=1", "--validation.steps=3"]
-    words += [f"--data.valid_source={tmp_path / 'valid.txt'}", "--training.dtype=float64"]
-    words += ["--parallel.tensor.size=1", "--parallel.weight.size=1"]
-    found = []
-    for data_size in (1, 2, 4):
-        layout = [f"--data.micro_num={4 // data_size}", f"--job.name=data{data_size}"]
-        run_forked(job, *words, *layout, num_ranks=data_size)
-        (record,) = read_metrics(run_folders(job, f"data{data_size}")[0] / "metrics.jsonl")
-        assert record.val_loss is not None
-        found.append(record.val_loss)
-    assert found == pytest.approx([found[0]] * 3, rel=1e-12)
-
-
 def test_each_source_of_a_mixture_is_evaluated_as_it_is_alone(tmp_path: Path) -> None:
     """Catches samples of one source counted for another, or another number of them, in a layout."""
     job = write_job(tmp_path)
@@ -54,7 +34,12 @@ def test_each_source_of_a_mixture_is_evaluated_as_it_is_alone(tmp_path: Path) ->
     second = f"{str(tmp_path).lstrip('/')}/b.txt"
     pipeline = ("--parallel.pipeline.size=2", *one)
     context = ("--parallel.sequence_2D.enable", "--parallel.sequence_2D.context_size=2")
-    for name, ranks, *layout in (("isp", 2), ("pipeline", 2, *pipeline), ("context", 2, *context)):
+    for name, ranks, *layout in (
+        ("isp", 2),
+        ("data", 2, *one),
+        ("pipeline", 2, *pipeline),
+        ("context", 2, *context),
+    ):
         record = evaluated(name, mixture, ranks, *layout)
         assert record.val_losses == pytest.approx({"a": a, second: b}, rel=1e-10), name
         assert record.val_loss == pytest.approx(0.75 * a + 0.25 * b, rel=1e-10), name
