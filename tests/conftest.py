@@ -22,3 +22,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Ignored by nohup and in a shell's background jobs, and inherited by every process of a test.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: one that begins last keeps the other worker waiting."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

@@ -123,6 +123,7 @@ def _assert_equal(jobs: list[_Job]) -> None:
     assert wrong == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: names[0])
 def test_every_mechanism_is_its_unmodified_model(names: list[str]) -> None:
     """Catches a loss, gradient or step that is another in some layout of some mechanism.

@@ -126,6 +126,7 @@ def _train(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Trained:
     return trained(isp.parallelize(model, config), data)
 
 
+@pytest.mark.slow
 def test_spread_experts_train_as_in_a_plain_loop() -> None:
     """Catches tokens that come to other experts or back in another order, weights and biases whose
     gradients are lost or summed twice, ranks without tokens that the others wait for.

@@ -172,6 +172,7 @@ def _data() -> list[Rows]:
     return [packed_rows(4, 64, 2 * [[1, 30, 7, 26], [20, 44]], seed) for seed in (1, 2)]
 
 
+@pytest.mark.slow
 def test_experts_in_groups_train_as_in_a_plain_loop() -> None:
     """Catches tokens that come to experts of another group, gradients added to other rows or lost,
     groups freed while they are read, and more of them at once than the limit allows.

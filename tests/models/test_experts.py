@@ -255,6 +255,7 @@ DECODER = ModelConfig(
 LAYOUTS = "1x4, 2x2x2, mtp2, msp2, fsp2, 1x2 1F1B 2"
 
 
+@pytest.mark.slow
 def test_the_decoder_with_experts_is_the_same_in_every_layout() -> None:
     """Catches a shared expert that is summed or split wrongly, and a router's gradient of a part of
     the tokens.

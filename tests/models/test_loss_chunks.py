@@ -99,6 +99,7 @@ def _trained(rank: int, names: list[str], rows: Rows, layouts: list[Layout]) -> 
     return found
 
 
+@pytest.mark.slow
 def test_what_a_model_does_to_its_logits_is_done_to_every_chunk() -> None:
     """Catches a soft cap, a scale or a bias that is lost, tokens, logits or features of another
     rank, a weight moved for each chunk, and a table cut by rows that should not be."""

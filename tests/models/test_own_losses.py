@@ -260,6 +260,7 @@ def _examples(rank: int, config: str) -> list[list[float]]:
     return [example.main(config, num) for example, num in steps.items()]
 
 
+@pytest.mark.slow
 def test_the_examples_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an example that does not run, or whose loss does not fall."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else accelerate takes all cores for each rank

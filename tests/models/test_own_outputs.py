@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -328,6 +329,7 @@ def _plainly_scored(model: Any, batch: Mapping[str, Tensor]) -> TokenScores:
     return TokenScores(*(F.pad(x * known, (1, 0)) for x in found))
 
 
+@pytest.mark.slow
 def test_micro_batches_of_a_pipeline_go_backward_from_ones_own_loss() -> None:
     """Catches a stage that goes backward from something else, and gradients of one call alone."""
     found = run_each(4, _pipelined, PIPELINES, timeout_seconds=100)

@@ -316,6 +316,7 @@ def _by_own_optimizer(rank: int, case: tuple[Any, Any, Any, JobConfig, JobConfig
     return Trained(losses, norms, parts[-1].weights)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_torch_does_what_it_does_to_the_unmodified_model(tmp_path: Path) -> None:
     """Catches a state, a count or a rate that is not the plain optimizer's, here or behind load."""
     layouts = {

@@ -143,6 +143,7 @@ def _config(mode: Mode, way: str) -> JobConfig:
     return replace(config, model=replace(config.model, **WAYS[way]))
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_gives_the_same_bits_and_keeps_less() -> None:
     """Catches a block that is computed again with another's documents, calls or random numbers; a
     result that was not kept and is read again, or was written into; a linear, an exchange or a

@@ -69,6 +69,7 @@ def _config(name: str, keys: dict[str, Any]) -> JobConfig:
     return replace(config, model=replace(config.model, **keys), training=training)
 
 
+@pytest.mark.slow
 def test_tiles_train_as_one_piece() -> None:
     """Catches a tile that is left out, counted twice or of other tokens; a weight that is gathered,
     or a gradient that is reduced, for each tile; a result that is read again and was not kept.

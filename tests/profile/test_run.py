@@ -23,6 +23,7 @@ def _events(folder: Path) -> list[dict]:
         return json.load(file)["traceEvents"]
 
 
+@pytest.mark.slow
 def test_all_modes_on_two_ranks(tmp_path):
     """Catches a mode that trains on other data, lacks a number, or is not in trace or table."""
     job = write_job(tmp_path)

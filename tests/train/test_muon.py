@@ -38,6 +38,7 @@ SOME = [
 ]
 
 
+@pytest.mark.slow
 def test_some_layouts_train_as_plain_muon() -> None:
     """Catches heads cut by others' rows, copies of a stage's rows, and tied tables that muon takes.
 

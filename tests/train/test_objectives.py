@@ -185,6 +185,7 @@ def _check(
         assert record[1:3] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "layout", "loss"), CASES)
 def test_pairs_train_as_in_one_process(
     job: Path, num_ranks: int, layout: tuple[str, ...], loss: tuple[str, float]

@@ -92,6 +92,7 @@ def _expect_the_same(job: Path, steps: int) -> None:
 STEPS = 40
 
 
+@pytest.mark.slow
 def test_ranks_killed_at_chosen_moments(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a moment at which a death costs a checkpoint, a step, a record, or the run's end."""
     options = ["--training.steps", str(STEPS), "--checkpoint.interval", "2"]

@@ -135,6 +135,7 @@ def _elsewhere(config: JobConfig, name: str) -> JobConfig:
     return replace(config, job=replace(config.job, name=name))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_by_bit(config):
     """Catches state that is not saved or not loaded: moments, masters, step, rate, data, RNG."""
     config = replace(config, training=replace(config.training, dtype="bfloat16"))
