@@ -47,10 +47,12 @@ def _handing_on(kind: Any) -> Any:
     """A class that is `kind`, PEFT's, and gives its factors to the module below."""
 
     def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
-        own = dict[str, tuple[Tensor, Tensor]](factors or {})
-        for adapter in self.active_adapters:
-            lhs, rhs, scaling = self.get_delta_factors(adapter)  # [E, .., r] and [E, r, ..]
-            own[self.parameter_name] = lhs * scaling, rhs
+        own, names = dict[str, tuple[Tensor, Tensor]](factors or {}), self.active_adapters
+        here = [n for n in names if n in self.lora_A and not self.disable_adapters]
+        if here:  # [E, .., r] and [E, r, ..], of several as of one with all their ranks
+            left, right, scales = zip(*map(self.get_delta_factors, here), strict=True)
+            left = tuple(x * scale for x, scale in zip(left, scales, strict=True))
+            own[self.parameter_name] = torch.cat(left, -1), torch.cat(right, 1)
         return self.base_layer(*args, factors=own, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "hands_on_factors": True})

@@ -101,6 +101,9 @@ def _of_experts() -> Any:
     names = ["experts.gate_up_proj", "experts.down_proj"]
     config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj"], target_parameters=names)
     adapted: Any = get_peft_model(tiny("qwen3_moe"), config, autocast_adapter_dtype=False)
+    adapted.add_adapter("second", LoraConfig(r=3, target_parameters=names))
+    adapted.add_adapter("third", LoraConfig(r=1, target_modules=["o_proj"]))
+    adapted.base_model.set_adapter(["default", "second", "third"])
     generator = torch.Generator().manual_seed(3)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
@@ -118,7 +121,9 @@ EXPERT_DATA = [packed_rows(4, 24, [[24], [10, 1, 13], [3, 21], [24]], seed) for 
 
 
 def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
-    """Catches factors that are added to a shard, gradients of one rank, and one of two merged."""
+    """Catches factors that are added to a shard, gradients of one rank, and one of two that is not
+    merged, or of two adapters that is not added.
+    """
     expected = trained_plainly(_of_experts(), EXPERT_DATA)
     plain = _of_experts()
     plain.load_state_dict(expected.weights, strict=False)
