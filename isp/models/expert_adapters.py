@@ -47,8 +47,9 @@ def _handing_on(kind: Any) -> Any:
     """A class that is `kind`, PEFT's, and gives its factors to the module below."""
 
     def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
-        own, names = dict[str, tuple[Tensor, Tensor]](factors or {}), self.active_adapters
-        here = [n for n in names if n in self.lora_A and not self.disable_adapters]
+        own = dict[str, tuple[Tensor, Tensor]](factors or {})
+        names = () if self.disable_adapters or self.merged else self.active_adapters
+        here = [name for name in names if name in self.lora_A]
         if here:  # [E, .., r] and [E, r, ..], of several as of one with all their ranks
             left, right, scales = zip(*map(self.get_delta_factors, here), strict=True)
             left = tuple(x * scale for x, scale in zip(left, scales, strict=True))

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
+from isp.models.expert_adapters import hand_on_factors
 from isp.models.hosts import host_of
 from isp.parallel.config import ExpertConfig
 from tests.models.models import Rows, job, packed_rows, tiny, trained, trained_plainly, worst
@@ -139,3 +140,20 @@ def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
             assert merged.keys() == published.keys()
             for key, weight in published.items():
                 assert (merged[key] - weight).abs().max() < TOLERANCE, key
+
+
+def test_adapters_of_experts_add_what_they_add_in_peft() -> None:
+    """Catches adapters that are added where they are turned off, or twice where they are merged."""
+    models = _of_experts(), _of_experts()
+    hand_on_factors(models[1])
+    ids, found = EXPERT_DATA[0].input_ids, list[list[Tensor]]()
+    with torch.no_grad():
+        for model in models:
+            logits = [model(ids).logits]
+            with model.disable_adapter():
+                logits.append(model(ids).logits)
+            model.merge_adapter()
+            found.append([*logits, model(ids).logits])
+    for expected, y in zip(*found, strict=True):
+        assert (y - expected).abs().max() < TOLERANCE
+    assert (found[0][0] - found[0][1]).abs().max() > 0.01
