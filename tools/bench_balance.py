@@ -110,8 +110,17 @@ def measure(
     plan = plan_of(lengths, num_ranks)
     seconds = time.perf_counter() - begin
     tokens, laid = sum(lengths), sum(plan.lengths)
-    travels = sum(plan.received(None)) / ((num_ranks - 1) * laid)
+    travels = received(plan) / ((num_ranks - 1) * laid)
     return Row(plan.imbalance, travels, laid / tokens - 1, seconds)
+
+
+def received(plan: ContextPlan) -> int:
+    """Keys that travel to all ranks together: those that their tokens see and they do not hold."""
+    total = 0
+    for held in plan.slices:
+        seen = {document: end for document, _, end in held}  # up to the last slice of each
+        total += sum(seen.values()) - sum(end - begin for _, begin, end in held)
+    return total
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_balance import zigzag
+from bench_balance import received, zigzag
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
@@ -185,7 +185,7 @@ class Ways:
         attention = DistributedAttention(inner if c > 1 else self.local, head)
         kv = max(h, self.heads.kv)  # fewer KV heads than ranks are sent to several
         on_heads = 2 * (self.heads.query + kv) * sum(self.lengths) * (h - 1) // h
-        least = 2 * self.heads.size * (on_heads + 2 * kv * sum(plan.received(None)))
+        least = 2 * self.heads.size * (on_heads + 2 * kv * received(plan))
         name = f"{h} x {c}, ring" if ring else f"{h} x {c}" if c > 1 else "Ulysses alone"
         return Way(
             name,
@@ -197,7 +197,7 @@ class Ways:
     def _plain_ring(self) -> Way:
         plan = zigzag(self.lengths, self.world)
         ring = _Ring(self.all, plan, self.local)
-        least = 4 * self.heads.kv * self.heads.size * sum(plan.received(None))
+        least = 4 * self.heads.kv * self.heads.size * received(plan)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out: Tensor = _RingAttention.apply(q[0], torch.stack((k[0], v[0]), 1), ring)
@@ -208,7 +208,7 @@ class Ways:
     def _torchs_ring(self) -> Way:
         plan = zigzag(self.lengths, self.world)
         ring = _TorchsRing(self.all, self.local, self.heads)
-        least = 4 * self.heads.kv * self.heads.size * sum(plan.received(None))
+        least = 4 * self.heads.kv * self.heads.size * received(plan)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out: Tensor = _TorchsRingAttention.apply(*(x.transpose(1, 2) for x in (q, k, v)), ring)

@@ -90,17 +90,6 @@ class ContextPlan:
         starts = np.cumsum([0, *self.lengths])[table[:, 0]] + table[:, 1]
         return np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
 
-    def needed(self, window: int | None) -> tuple[tuple[Slice, ...], ...]:
-        """The keys that the queries of each rank see, own ones included; ranges do not touch."""
-        return tuple(_seen(held, window) for held in self.slices)
-
-    def received(self, window: int | None) -> tuple[int, ...]:
-        """Keys that travel to each rank: those it needs and does not hold."""
-        return tuple(
-            _tokens(needed) - _tokens(held)
-            for needed, held in zip(self.needed(window), self.slices, strict=True)
-        )
-
     def repeated(self, rows: int) -> ContextPlan:
         """This plan for each of `rows` rows, whose documents follow one another."""
         number = len(self.lengths)
@@ -113,21 +102,6 @@ class ContextPlan:
             for held in self.slices
         )
         return ContextPlan(self.lengths * rows, slices, self.windows)
-
-
-def _tokens(ranges: Sequence[Slice]) -> int:
-    return sum(end - begin for _, begin, end in ranges)
-
-
-def _seen(held: Sequence[Slice], window: int | None) -> tuple[Slice, ...]:
-    """The keys that the queries of sorted slices see, as ranges that do not touch."""
-    seen: list[Slice] = []
-    for document, begin, end in held:
-        first = 0 if window is None else max(0, begin - window + 1)
-        if seen and seen[-1].document == document and seen[-1].end >= first:
-            first = seen.pop().begin
-        seen.append(Slice(document, first, end))
-    return tuple(seen)
 
 
 def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:

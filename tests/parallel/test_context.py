@@ -114,24 +114,6 @@ def test_cases_by_hand() -> None:
     assert plan.costs == (19, 20)
 
 
-def test_keys_that_travel_against_tokens() -> None:
-    """Catches ranges that are not those of the queries one by one."""
-    draw = random.Random(3)
-    for _ in range(300):
-        lengths = [draw.randint(1, 15) for _ in range(draw.randint(1, 6))]
-        plan = ContextPlan.of(lengths, draw.randint(2, 5))
-        for window in (None, draw.randint(1, 9)):
-            for held, needed in zip(plan.slices, plan.needed(window), strict=True):
-                seen = {
-                    (document, key)
-                    for document, begin, end in held
-                    for query in range(begin, end)
-                    for key in range(max(0, query + 1 - (window or query + 1)), query + 1)
-                }
-                listed = [(d, key) for d, begin, end in needed for key in range(begin, end)]
-                assert listed == sorted(seen)
-
-
 def test_the_same_in_every_process() -> None:
     """Catches an order that hashes decide, and torch being loaded for arithmetic."""
     lengths = log_normal(random.Random(4), 20000, 50, 1)
