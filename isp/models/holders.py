@@ -289,12 +289,14 @@ def _uses_of(
         inside = () if ahead is None else (c.module.startswith(f"{ahead.module}.") for c in calls)
         return max((i + 0.5 for i, within in enumerate(inside) if within), default=index)
 
-    reached = [i for i, call in enumerate(calls) if _reads_anew(call, holders)]
-    reached.sort(key=turn)
+    of = {i: holders.get(call.module) for i, call in enumerate(calls)}
+    # Of fused linears the first brings the weights of all.
+    later = {i for i, h in of.items() if isinstance(h, FusedLinears) and h.first != calls[i].module}
+    reached = sorted((i for i in of if i not in later), key=turn)
     named, latest = _launch_points(calls, reached), None
     for index in reached:
         call, launch_point = calls[index], named.get(index)
-        name, holder = _name(call), holders.get(call.module)
+        name, holder = _name(call), of[index]
         at = (
             follower.points[call.module, index]
             if call.kind.mixes
@@ -316,12 +318,6 @@ def _uses_of(
                 in_recompute=outer is None,
             )
             latest = outer
-
-
-def _reads_anew(call: Call, holders: Mapping[str, object]) -> bool:
-    """Whether a call reads weights that no call before it has brought."""
-    holder = holders.get(call.module)
-    return not isinstance(holder, FusedLinears) or holder.first == call.module
 
 
 def _passes(weight: WeightHolder, call: Call) -> int:

@@ -49,7 +49,6 @@ class Region(NamedTuple):
 
     module: str
     columns: tuple[str, ...]
-    row: str
     whole: bool
     """As of its cuts."""
     attends: bool
@@ -255,7 +254,7 @@ def _region(
         if name.startswith(f"{module}.") and order[first] < order[name] < order[row]
     )
     attends = any(call.kind is Kind.ATTENTION for call in calls)
-    return Region(module, linears[:-1], row, whole, attends, between)
+    return Region(module, linears[:-1], whole, attends, between)
 
 
 def _common_parent(names: Iterable[str]) -> str:

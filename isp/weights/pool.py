@@ -73,8 +73,6 @@ class MemoryPool:
     """Held by the pool, leased or free."""
     leased_bytes: int = 0
     """Leased now."""
-    peak_leased_bytes: int = 0
-    """The most that was leased at once."""
     allocations: int = 0
     """Leases for which a new buffer had to be made."""
     reuses: int = 0
@@ -106,8 +104,6 @@ class MemoryPool:
             self.reserved_bytes += num_bytes
             self.allocations += 1
         self.leased_bytes += num_bytes
-        if self.leased_bytes > self.peak_leased_bytes:
-            self.peak_leased_bytes = self.leased_bytes
         return Lease(buffer, kind, self)
 
     def reset_lazy_pools(self) -> None:

@@ -22,7 +22,7 @@ def test_buffer_is_reused_for_any_shape_of_its_size() -> None:
     assert third.tensor.data_ptr() == address
     assert third.tensor.shape == (3, 8)
     assert third.tensor.is_contiguous()
-    assert pool.reserved_bytes == pool.leased_bytes == pool.peak_leased_bytes == 192
+    assert pool.reserved_bytes == pool.leased_bytes == 192
     assert (pool.allocations, pool.reuses) == (2, 1)
 
 
@@ -56,21 +56,6 @@ def test_misuse_raises() -> None:
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_peak_is_of_what_was_leased_at_once(reuse: bool) -> None:
-    """Catches a peak that adds up leases, or that forgets what is leased when it is reset."""
-    pool = MemoryPool(reuse=reuse)
-    leases = [pool.lease((n,), FLOAT, CPU) for n in (1, 2, 3)]
-    leases[0].release()
-    leases[1].release()
-    pool.lease((1,), FLOAT, CPU).release()
-    assert pool.peak_leased_bytes == 24
-    assert pool.leased_bytes == 12
-    pool.peak_leased_bytes = pool.leased_bytes
-    pool.lease((2,), FLOAT, CPU).release()
-    assert pool.peak_leased_bytes == 20
-
-
-@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, torch.float64])
 def test_poison(dtype: torch.dtype, reuse: bool) -> None:
     """Catches a late read of a freed buffer that goes unnoticed; integers have no NaN."""
@@ -94,7 +79,7 @@ def test_reset_lazy_pools_keeps_what_is_leased() -> None:
     assert pool.reserved_bytes == 16
     assert kept.tensor.tolist() == [7] * 4
     pool.lease((8,), FLOAT, CPU)
-    assert pool.reserved_bytes == pool.leased_bytes == pool.peak_leased_bytes == 48
+    assert pool.reserved_bytes == pool.leased_bytes == 48
     assert (pool.allocations, pool.reuses) == (3, 0)
     kept.release()
     assert pool.lease((4,), FLOAT, CPU).tensor.data_ptr() == kept._tensor.data_ptr()
