@@ -24,7 +24,7 @@ from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest, SavedTopology
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
-from isp.checkpoint.remote import RemoteCheckpoints
+from isp.checkpoint.remote import Uploads
 from isp.checkpoint.state import (
     Resumed,
     TrainState,
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _REPORTED_SECONDS = 0.1
 """A save that has to wait longer for the one before says so."""
 _LAST_SECONDS = 60.0
-"""Time that a save in flight has to end after the run has failed."""
+"""Time that a save in flight, or a copy, has to end after the run has failed."""
 
 
 class Checkpointer:
@@ -58,7 +58,7 @@ class Checkpointer:
 
     With `async_mode: async`, `save` returns when the state has been copied to CPU memory, and a
     thread writes and publishes it. One save at most is in flight. As a context it ends with the
-    save in flight, but does not wait for long where the run has failed.
+    save in flight, and copies to `upload_to`, but does not wait for long where the run has failed.
     """
 
     def __init__(
@@ -77,13 +77,17 @@ class Checkpointer:
         self._first = self._channel.rank == 0
         self._staging = Staging()
         self._flight: Flight | None = None
+        self._uploads: Uploads | None = None
+        if config.upload_to is not None and self._first:
+            self._uploads = Uploads(config.upload_to, config.keep_latest_k)
 
     def at(self, folder: Path, *, keep_latest_k: int = 0) -> Self:
         """The same for another folder, by the same process groups; nothing may be in flight."""
         assert self._flight is None
         other = copy.copy(self)
         other.folder = CheckpointFolder(folder)
-        other._config = replace(self._config, keep_latest_k=keep_latest_k, upload_to=None)
+        other._config = replace(self._config, keep_latest_k=keep_latest_k)
+        other._uploads = None
         return other
 
     def __enter__(self) -> Self:
@@ -100,6 +104,8 @@ class Checkpointer:
                     "the save of step %d does not finish: training ends without it",
                     self._flight.step,
                 )
+        if self._uploads is not None:
+            self._uploads.wait(None if kind is None else _LAST_SECONDS)
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -192,7 +198,8 @@ class Checkpointer:
             path = self.folder.published(step)
             logger.info("saved %s: %.1f MiB in %.2f s", path, mib, seconds)
             self._prune(step)
-            self._upload(step)
+            if self._uploads is not None:
+                self._uploads.put(path)
 
     def _write_shards(self, step: int, shards: dict[str, Shard]) -> Plain:
         """Write this rank's share. Returns (bytes, sha256) of each file it wrote."""
@@ -220,19 +227,10 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         try:
-            self.folder.prune(self._config.keep_latest_k, newest=step)
+            used = [] if self._uploads is None else self._uploads.unfinished()
+            self.folder.prune(self._config.keep_latest_k, newest=step, used=used)
         except OSError as error:
             logger.warning("an old checkpoint could not be deleted: %s", error)
-
-    def _upload(self, step: int) -> None:
-        url = self._config.upload_to
-        try:
-            if url is not None:
-                keep = self._config.keep_latest_k
-                RemoteCheckpoints(url).upload(self.folder.published(step), keep=keep)
-        except Exception as error:  # of any file system and its network
-            path = self.folder.published(step)
-            logger.error("%s could not be copied to checkpoint.upload_to=%s: %s", path, url, error)
 
     # -- loading -----------------------------------------------------------------------------
 

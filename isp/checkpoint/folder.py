@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +103,8 @@ class CheckpointFolder:
         with suppress(OSError):
             self.restore()
 
-    def prune(self, keep: int, *, newest: int) -> None:
-        """Delete all but `keep` checkpoints; 0 keeps all.
+    def prune(self, keep: int, *, newest: int, used: Sequence[Path] = ()) -> None:
+        """Delete all but `keep` checkpoints, and those in use; 0 keeps all.
 
         What counts is what looks sound (manifest and file sizes). `newest`, the one just published,
         is kept whatever its number is; nothing is deleted that is newer than all that are kept.
@@ -115,7 +115,7 @@ class CheckpointFolder:
         sound = [step for step in others if not fault_of(self.published(step))]
         kept = {newest, *sound[: keep - 1]}
         for step in self.steps():
-            if step not in kept and step < max(kept):
+            if step not in kept and step < max(kept) and self.published(step) not in used:
                 self._delete(step)
 
     def _delete(self, step: int) -> None:

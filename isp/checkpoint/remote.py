@@ -7,13 +7,17 @@ A folder without a manifest is no checkpoint: its upload, or its deletion, did n
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+from threading import Thread
 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import MANIFEST
 
-__all__ = ["RemoteCheckpoints"]
+__all__ = ["RemoteCheckpoints", "Uploads"]
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteCheckpoints:
@@ -28,7 +32,8 @@ class RemoteCheckpoints:
         """The steps of complete checkpoints, newest first."""
         self._system.invalidate_cache()
         found = self._system.glob(f"{self._root}/step_*/{MANIFEST}")
-        return sorted(int(path.split("/")[-2].removeprefix("step_")) for path in found)[::-1]
+        names = [path.split("/")[-2].removeprefix("step_") for path in found]
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def upload(self, folder: Path, *, keep: int) -> None:
         """Copy the published checkpoint `folder`, and keep `keep` up to it; 0 keeps all."""
@@ -64,3 +69,50 @@ class RemoteCheckpoints:
     def _delete(self, step: int) -> None:
         self._system.rm_file(f"{self._at(step)}/{MANIFEST}")
         self._system.rm(self._at(step), recursive=True)
+
+
+class Uploads:
+    """Copies published checkpoints to `url`, as many as `keep`, in a thread: no rank waits for it.
+
+    Of those that are published during a copy, the newest is next. A failure is logged.
+    """
+
+    def __init__(self, url: str, keep: int) -> None:
+        self._url, self._keep = url, keep
+        self._thread: Thread | None = None
+        self._current: Path | None = None
+        self._next: Path | None = None
+
+    def put(self, folder: Path) -> None:
+        """Copy the checkpoint `folder`, after the one that is being copied."""
+        self._next = folder
+        self._thread = Thread(target=self._copy, args=(folder, self._thread), daemon=True)
+        self._thread.start()
+
+    def unfinished(self) -> list[Path]:
+        """The checkpoints that are still needed."""
+        if self._thread is None or not self._thread.is_alive():
+            return []
+        return [folder for folder in (self._current, self._next) if folder is not None]
+
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait until all are copied."""
+        if self._thread is not None:
+            if self._thread.is_alive():
+                logger.info("waiting until %s is copied to %s", self._next, self._url)
+            self._thread.join(timeout_seconds)
+
+    def _copy(self, folder: Path, before: Thread | None) -> None:
+        if before is not None:
+            before.join()
+        if folder != self._next:
+            logger.warning(
+                "%s is not copied to %s: the one before took too long", folder, self._url
+            )
+            return
+        self._current = folder
+        try:
+            RemoteCheckpoints(self._url).upload(folder, keep=self._keep)
+        except Exception as error:  # of any file system and its network
+            where = f"checkpoint.upload_to={self._url}"
+            logger.error("%s could not be copied to %s: %s", folder, where, error)

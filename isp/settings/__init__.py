@@ -282,8 +282,10 @@ class CheckpointConfig:
     folder."""
     upload_to: Annotated[Text, AfterValidator(_url)] | None = None
     """URL to which each checkpoint in `folder`, which must be named, is copied once it is complete:
-    s3://bucket/run, or what else fsspec opens. A run whose `folder` is empty, as on a new machine,
-    resumes from the copies. Of `keep_latest_k`, as many are kept."""
+    s3://bucket/run, or what else fsspec opens. Training does not wait for it: of checkpoints that
+    are complete before the last copy is, the newest is next. A run whose `folder` is empty, as on a
+    new machine, resumes from the copies, which it has `comm.init_timeout_seconds` to fetch. Of
+    `keep_latest_k`, as many are kept."""
     initial_load_path: Folder | None = None
     """Start of a run without checkpoints of its own: a checkpoint, a folder of them, or the
     folder of a run, of any layout; null: random weights.  Names: torchtitan."""

@@ -166,16 +166,22 @@ def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[
 def _fill(folder: Path, checkpoint: CheckpointConfig) -> None:
     """Copy the checkpoint to resume from out of the store, if `folder` is empty."""
     url, there = checkpoint.upload_to, CheckpointFolder(folder)
-    if url is None or there.steps() or not checkpoint.auto_resume:
+    load_step = checkpoint.load_step
+    if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
         return
     try:
-        step = RemoteCheckpoints(url).fill(there, checkpoint.load_step)
+        step = RemoteCheckpoints(url).fill(there, load_step)
     except Exception as error:  # of any file system and its network
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
             f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty:"
             " checkpoint.auto_resume=false begins a new run"
         ) from error
+    if step is None and load_step is not None:
+        raise ValueError(
+            f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
+            " such a checkpoint"
+        )
     if step is not None:
         logger.info("copied the checkpoint of step %d from %s to %s", step, url, folder)
 
@@ -265,6 +271,8 @@ def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
         return None
     launched_at = math.inf if place.launched_at is None else place.launched_at
     folder = CheckpointFolder(place.checkpoints)
+    if config.checkpoint.upload_to is not None and not folder.steps():
+        return None  # to be copied, see `_fill`
     found = candidates_in(folder, config.checkpoint.load_step, launched_at=launched_at)
     asked = config.checkpoint.auto_resume or config.checkpoint.load_step is not None
     if found.paths and not asked and place.run is None:

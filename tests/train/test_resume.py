@@ -35,6 +35,7 @@ from isp.settings import (
 )
 from isp.train import main, saving
 from isp.train.data import StepData
+from isp.train.resume import check_start
 from model.config import ModelConfig
 from tests.ranks import run_programs
 
@@ -199,11 +200,13 @@ def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path, caplog)
     shutil.rmtree(folder)
     shutil.rmtree(config.job.dump_folder)
     (store / "step_99").mkdir()  # an upload that did not end
+    shutil.copytree(store / f"step_{stopped[-1].step}", store / "step_3_by_hand")
     resumed = _numbers(_run(1, config))
     assert 3 <= stopped[-1].step < STEPS
     assert [(r.step, r.loss) for r in [*stopped, *resumed]] == [(r.step, r.loss) for r in whole]
     assert RemoteCheckpoints(f"file://{store}").steps() == [STEPS, STEPS - 2]
-    assert sorted(p.name for p in store.iterdir()) == ["step_6", "step_8", "step_99"]
+    there = sorted(p.name for p in store.iterdir())
+    assert there == ["step_3_by_hand", "step_6", "step_8", "step_99"]
     for copy in (store / "step_8").iterdir():
         assert copy.read_bytes() == (folder / "step_8" / copy.name).read_bytes()
 
@@ -211,6 +214,45 @@ def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path, caplog)
     store.write_text("in the way of every copy")
     shutil.rmtree(folder)
     assert len(_numbers(_run(1, config))) == STEPS
+
+
+def test_no_rank_waits_for_a_slow_store(config, tmp_path, monkeypatch):
+    """Catches a run that ends as copies take long, a folder that is deleted while it is copied, and
+    a step that is looked for in the empty folder alone."""
+    store, folder, upload = tmp_path / "store", tmp_path / "checkpoint", RemoteCheckpoints.upload
+
+    def slowly(self: RemoteCheckpoints, folder: Path, *, keep: int) -> None:
+        if folder.name == "step_2":
+            time.sleep(5)
+        upload(self, folder, keep=keep)
+
+    monkeypatch.setattr(RemoteCheckpoints, "upload", slowly)
+    checkpoint = CheckpointConfig(
+        interval=2,
+        keep_latest_k=1,
+        async_mode="disabled",
+        folder=str(folder),
+        upload_to=f"file://{store}",
+    )
+    comm = CommConfig(train_timeout_seconds=3)
+    config = replace(config, parallel=MTP_2, checkpoint=checkpoint, comm=comm)
+    log = (_run(2, config) / "logs/rank_0.log").read_text()
+    assert "step_6 is not copied to file:" in log
+    assert "could not be copied" not in log
+    assert RemoteCheckpoints(f"file://{store}").steps() == [STEPS]
+    shutil.rmtree(folder)
+    shutil.rmtree(config.job.dump_folder)
+    training = replace(config.training, steps=STEPS + 1)
+    config = replace(config, parallel=ParallelConfig(), training=training)
+    for step in (STEPS - 1, STEPS):
+        checkpoint = replace(checkpoint, load_step=step, auto_resume=False)
+        config = replace(config, checkpoint=checkpoint)
+        check_start(config, config.topology(1))
+        if step == STEPS:
+            assert [r.step for r in _numbers(_run(1, config))] == [STEPS + 1]
+            continue
+        with pytest.raises(RuntimeError, match=r"load_step=7: neither .* nor checkpoint.upload_to"):
+            _run(1, config)
 
 
 def test_a_run_that_hangs_ends_and_goes_on(config):
