@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.mixers.call import causal_conv1d, current_mixers, gated_delta_rule, state_space_scan
+from isp.models.ahead import SHARED_BEHIND
 from isp.models.indexers import (
     COMPRESSORS,
     INDEXERS,
@@ -31,12 +32,15 @@ from isp.models.indexers import (
 )
 from isp.models.own_attention import OWN_FORWARDS, OWN_METHODS
 from isp.models.own_mixers import OWN_MIXERS
+from isp.models.tiny import as_wide
 
 __all__ = ["register_mixer", "use_registered_mixers", "wrap_free_functions"]
 
 _forwards: dict[str, Callable[..., Any]] = {
     PLACE + name: forward
-    for name, forward in (OWN_FORWARDS | OWN_MIXERS | INDEXERS | COMPRESSORS).items()
+    for name, forward in (
+        OWN_FORWARDS | OWN_MIXERS | INDEXERS | COMPRESSORS | SHARED_BEHIND
+    ).items()
 }
 """By the name of the class: its modules need not be imported."""
 
@@ -61,7 +65,7 @@ def use_registered_mixers(model: nn.Module) -> bool:
             names = (name for name in class_names(module) if name in registered)
             instead = next((registered[name] for name in names), None)
             if instead is not None:
-                setattr(module, method, partial(instead, module))
+                setattr(module, method, as_wide(module, partial(instead, module)))
                 found = True
     return found
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from isp.models.make import made, parameters_on_meta, sees, take_out_tower
 
-__all__ = ["kept_in_float64", "tiny_config", "tiny_model"]
+__all__ = ["as_wide", "kept_in_float64", "tiny_config", "tiny_model"]
 
 _HEAD = 8
 
@@ -355,14 +357,28 @@ def _widened(kind: type[nn.Module]) -> type[nn.Module]:
     """A class that is `kind`, whose forward runs in `_Widened`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _widening.get():  # a block, or a part of one; where it is recomputed, it comes alone
-            return kind.forward(self, *args, **kwargs)
-        token = _widening.set(True)
-        try:
-            with _Widened():
-                return kind.forward(self, *args, **kwargs)
-        finally:
-            _widening.reset(token)
+        return _in_float64(partial(kind.forward, self), *args, **kwargs)
 
     # With its module, too, by which transformers knows its own.
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    members = {"forward": forward, "__module__": kind.__module__}
+    return type(kind.__name__, (kind, _Wide), members)
+
+
+class _Wide:
+    """What `kept_in_float64` has made of a class."""
+
+
+def as_wide(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, to be set on `module`; in float64 where `kept_in_float64` keeps its own there."""
+    return partial(_in_float64, forward) if isinstance(module, _Wide) else forward
+
+
+def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _widening.get():  # a block, or a part of one; where it is recomputed, it comes alone
+        return forward(*args, **kwargs)
+    token = _widening.set(True)
+    try:
+        with _Widened():
+            return forward(*args, **kwargs)
+    finally:
+        _widening.reset(token)

@@ -209,10 +209,10 @@ def test_a_layer_asks_once_how_many_rows_come() -> None:
         }
 
 
-def _order(rank: int, case: tuple[float, Mode]) -> list[str]:
+def _order(rank: int, case: tuple[str, float, Mode]) -> list[str]:
     """What the last layer does in a step, in order."""
-    recompute, mode = case
-    model = tiny("glm4_moe", first_k_dense_replace=0)
+    kind, recompute, mode = case
+    model = tiny(kind, **({"first_k_dense_replace": 0} if kind == "glm4_moe" else {}))
     run = isp.parallelize(model, _config(2, 2, 2, mode=mode, recompute=recompute))
     name, events = "model.layers.2.mlp", list[tuple[float, str]]()
 
@@ -222,8 +222,9 @@ def _order(rank: int, case: tuple[float, Mode]) -> list[str]:
             y.register_hook(lambda _: events.append((time.perf_counter(), "back through it")))
 
     for linear in ("gate_proj", "down_proj"):
-        shared = run.model.get_submodule(f"{name}.shared_experts.{linear}")
-        shared.register_forward_hook(computed)
+        block: Any = run.model.get_submodule(name)
+        shared = block.shared_experts if kind == "glm4_moe" else block.shared_expert
+        shared.get_submodule(linear).register_forward_hook(computed)
     run.mesh.log.collect()
     run.step(run.loss(*_data()[0].part(run.dp_rank, run.dp_size)))
     for sent in run.mesh.log.take():
@@ -240,7 +241,12 @@ def test_a_shared_expert_is_computed_while_tokens_travel() -> None:
     forward = [*counts, *sent, *["shared expert"] * 2, *came, *trip]
     back = [*(f"{what}.grad" for what in trip), *(f"{what}.grad" for what in sent)]
     backward = [*back, *["back through it"] * 2, *(f"{what}.grad" for what in came)]
-    cases = {"isp": (0.0, Mode.ISP), "recomputed": (1.0, Mode.ISP), "msp": (0.0, Mode.MSP)}
+    cases = {
+        "isp": ("glm4_moe", 0.0, Mode.ISP),
+        "recomputed": ("glm4_moe", 1.0, Mode.ISP),
+        "msp": ("glm4_moe", 0.0, Mode.MSP),
+        "before the router in its own code": ("qwen2_moe", 0.0, Mode.ISP),
+    }
     for name, of_ranks in run_each(2, _order, cases).items():
         again = forward if name == "recomputed" else []
         assert of_ranks == [[*forward, *again, *backward]] * 2, name
