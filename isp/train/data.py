@@ -5,6 +5,7 @@ n micro-batches of a step, S tokens of a packed row
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Self
@@ -32,6 +33,8 @@ from isp.data.tokenizer import Tokenizer, load_tokenizer
 from isp.parallel import Axis, Topology
 
 __all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches", "stacked"]
+
+logger = logging.getLogger(__name__)
 
 _TAG = Tag(Purpose.DATA, tensor="data")
 
@@ -112,9 +115,20 @@ class StepData:
         return self._places.get(step)
 
     def seek(self, step: int, place: Any) -> None:
-        """Let `step`, the first that is asked for, begin at the `place` that `tell` gave."""
-        if self._stream is not None and place is not None:
-            self._stream.seek(step * self._samples, place)
+        """Let `step`, the first that is asked for, begin at the `place` that `tell` gave.
+
+        One of other sources, or none, says nothing of these: then they are read from the beginning.
+        """
+        if self._stream is None or step == 0:
+            return
+        begin = self._stream.tell(0)
+        if np.shape(place) != np.shape(begin):
+            logger.warning(
+                "step %d begins at the beginning of data.source: the checkpoint has no place in it",
+                step + 1,
+            )
+            place = begin
+        self._stream.seek(step * self._samples, place)
 
     def training(self, step: int) -> list[MicroBatch]:
         """The `micro_num` micro-batches of `step`, counted from 0."""

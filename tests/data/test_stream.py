@@ -96,6 +96,13 @@ def test_a_run_resumes_on_other_ranks_from_its_place(
     assert json.loads(manifest["content"])["shared"]["stream"] == places
     assert {f"{place}" for place in places} <= {*sought.read_text().split("\n")}
 
+    words += ["--checkpoint.allow_changes", f"--data.source={tmp_path}/x"]
+    run_forked(job, *words, *one, "--training.steps=7", num_ranks=1)
+    assert len(read_metrics(parts / "metrics.jsonl")) == 7
+    assert (
+        "step 7 begins at the beginning of data.source" in (parts / "logs/rank_0.log").read_text()
+    )
+
 
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
     """Catches conversations read as text, and held-out text that is trained on."""
