@@ -183,8 +183,8 @@ class TrainStep:
         """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`.
 
         The new weights may still be on their way afterwards: each part of the model waits for its
-        own when it is needed. A step that ended with an exception changed nothing, and leaves no
-        gradient behind, if all ranks left it at the same place.
+        own when it is needed. A step that ended with an exception before its update changed
+        nothing, and leaves no gradient behind, if all ranks left it at the same place.
         """
         work = self.start(batches)
         self.run(work, training=True)
