@@ -65,17 +65,6 @@ PIPELINES = (
     ),
 )
 DEEP = {"num_hidden_layers": 4, "tie_word_embeddings": True}
-SAVING = (
-    (
-        *("--parallel.tensor.size=2", "--parallel.tensor.mode=msp", "--model.checkpoint=0.5"),
-        *("--model.checkpoint_norm_outputs", "--model.checkpoint_mlp_activation"),
-        "--model.checkpoint_keeps_attention",
-    ),
-    (
-        *("--parallel.tensor.size=2", "--parallel.weight.size=2", "--model.checkpoint=0.5"),
-        "--model.mlp_tile_tokens=24",
-    ),
-)
 SPREAD = (
     ("--parallel.weight.size=4", "--parallel.expert.size=4"),
     (
@@ -139,7 +128,7 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
     ("kind", "sizes", "layouts"),
     [
         ("gpt2", {}, LAYOUTS[:2]),
-        ("qwen3_moe", DEEP, (*LAYOUTS[:4], *PIPELINES, *SAVING)),
+        ("qwen3_moe", DEEP, (*LAYOUTS[1:4], PIPELINES[0], PIPELINES[2])),
         ("gpt_oss", {"num_local_experts": 8}, SPREAD[1:]),
         ("qwen3_next", {}, HYBRIDS[:2]),
         ("nemotron_h", {}, HYBRIDS[1:]),
@@ -183,11 +172,10 @@ def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "layouts"),
     [
-        ("llama", DEEP, PIPELINES[:1]),
-        ("qwen3_moe", {"moe_intermediate_size": 64, "num_experts": 8}, LAYOUTS[:2] + SAVING),
         ("gpt_oss", {"num_local_experts": 8, "intermediate_size": 64}, SPREAD),
         ("nemotron_h", {"mamba_head_dim": 32, "ssm_state_size": 16}, HYBRIDS[:2]),
         ("deepseek_v32", {"index_topk": 64}, (LAYOUTS[1], *HYBRIDS[1:])),
@@ -200,8 +188,7 @@ def test_planned_peak_is_the_measured_one(
     tokens that other ranks send.
 
     Of hybrids: what a scan keeps planned as that of a short one, or of all tokens on each rank. Of
-    keys that are chosen: blocks of logits planned without memory. Of
-    pipelines: what other micro-batches keep, planned for all stages alike.
+    keys that are chosen: blocks of logits planned without memory.
     """
     sizes = {"vocab_size": 512, "hidden_size": 64, **sizes}
     keys = ["--data.seq_len=256", "--training.dtype=float32"]
@@ -220,7 +207,7 @@ def test_first_and_last_of_a_kind_stand_for_all(
     """Catches memory that is kept for a block which is left out, and a kind without a block."""
     sizes = {"num_hidden_layers": 6, "mlp_only_layers": [2, 3, 4]}
     job = write_job(tmp_path, write_folder(tmp_path, "qwen3_moe", weights=False, **sizes))
-    cases = [PlanCase.of(load_config(job, words), WORLD, on_cpu=True) for words in LAYOUTS[:4]]
+    cases = [PlanCase.of(load_config(job, words), WORLD, on_cpu=True) for words in LAYOUTS[:2]]
     found = [memory(case, 0).total for case in cases]
     rehearsal._rehearsed.cache_clear()
     monkeypatch.setattr(rehearsal, "_first_and_last", lambda kinds: range(len(kinds)))

@@ -70,7 +70,6 @@ CASES = [
     (Layout(tensor=2, weight=2, micro=2), MODEL, "bfloat16"),
     (Layout(tensor=2, weight=1, zero1=2), ALL, "bfloat16"),
     (Layout(mode=Mode.MTP, data=2), HALF, "float64"),
-    (Layout(mode=Mode.MSP, tensor=2), TILED, "float32"),
     (Layout(mode=Mode.FSP, tensor=2), HALF, "bfloat16"),
     (Layout(tensor=2, weight=2, options=EXCHANGED), CHUNKED, "float32"),
     (Layout(mode=Mode.MSP, tensor=2), CHUNKED, "bfloat16"),
@@ -79,15 +78,11 @@ CASES = [
     (Layout(pipeline=2, micro=6, schedule=PipelineSchedule.ZBV, chunks=2), FOUR_ALL, "float32"),
     (Layout(pipeline=2, micro=3), LADDER, "float32"),
     (Layout(weight=2, data=2), BOTH, "bfloat16"),
-    (Layout(pipeline=2, micro=3), OFF, "float32"),
     (Layout(tensor=2, weight=4, data=2, micro=2), EXPERTS, "bfloat16"),
-    (Layout(weight=2, data=2), replace(EXPERTS, checkpoint=1.0), "float32"),
-    (Layout(mode=Mode.MSP, tensor=2), replace(EXPERTS, checkpoint=0.5), "float32"),
     (Layout(mode=Mode.MTP, tensor=2, expert=2), EXPERTS, "float32"),
     (Layout(weight=4, data=4, expert=2), EXPERTS, "bfloat16"),
     (Layout(tensor=2, weight=4, data=2, expert=4), replace(EXPERTS, checkpoint=1.0), "float32"),
     (Layout(weight=2, data=2, limit=8 * 3 * 64 * 64 * 2), EXPERTS, "bfloat16"),
-    (Layout(tensor=2, context=2), MODEL, "float32"),
     (Layout(tensor=2, context=2, weight=2), KEPT, "float32"),
 ]
 PARTS = [

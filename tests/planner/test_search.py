@@ -71,7 +71,7 @@ def test_weights_stay_where_that_is_faster(file: str) -> None:
 
 def test_experts_in_groups_are_searched_where_their_limit_holds(file: str) -> None:
     """Catches a limit that ends the search: weights that stay, and ranks that gather too many."""
-    experts = ("--model.num_experts=8", "--model.experts_per_token=2")
+    experts = ("--model.num_experts=8", "--model.experts_per_token=2", "--model.num_layers=2")
     expert = 3 * 2048 * 512 * 2
     limit = f"--parallel.expert.max_gathered_bytes={2 * 2 * expert}"
     config = _config(file, *experts, "--model.moe_intermediate_size=512", limit)
@@ -202,7 +202,7 @@ def test_a_configuration_that_is_no_layout_is_told(
 @pytest.mark.slow
 def test_1024_ranks_are_searched_in_seconds(file: str) -> None:
     """Catches a search whose cost grows with the number of ranks or micro-batches."""
-    config = _config(file, "--model.num_layers", "8", "--data.seq_len", "131072")
+    config = _config(file, "--data.seq_len", "131072")
     began = time.process_time()
     found = search(config, 1024, load_fabric("h100x8_ib400"), rows=1024)
     assert time.process_time() - began < 40

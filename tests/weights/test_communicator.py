@@ -330,3 +330,23 @@ def test_two_weights_of_one_name_are_refused() -> None:
     communicator = ISPCommunicator(channel, ISPCommModelConfig(device=CPU))
     with pytest.raises(ValueError, match=r"2 weights are named a\.wo\.weight: call bind_names"):
         communicator.declare([donor.declared()])
+
+
+def test_embedding_is_gathered_ahead_and_not_in_backward() -> None:
+    """Catches a table gathered at the moment of use, or again in backward, which reads no table."""
+    net, communicator, channel = echo_net(num_blocks=2)
+    communicator.begin(sequential_actions(2))
+    assert channel.taken()[0] == "gather embedding"  # before there is any data
+    ids = torch.tensor([[1, 2, 3]])
+    loss = net(ids).sum()
+    forward = channel.taken()
+    assert forward[:2] == ["wait embedding", "free embedding"]
+    assert "gather embedding" not in forward
+    loss.backward()
+    backward = channel.taken()
+    ahead = backward.index("gather embedding")  # for the second micro-batch, behind block a's work
+    assert backward.index("reduce b.wqkv") < ahead < backward.index("reduce a.wo")
+    assert "wait embedding" not in backward
+    net(ids).sum().backward()
+    assert "gather embedding" not in channel.taken()
+    communicator.finish()

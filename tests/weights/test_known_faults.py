@@ -8,15 +8,15 @@
 | published the weight                                    |                                       |
 | a pool buffer reused while in use, unnoticed            | `test_pool`, `test_gpu`               |
 | gradients that autograd sees as constant zeros          | `test_autograd_sees_no_zeros`         |
-| the embedding gathered synchronously, and again in      | `test_ends`: `test_embedding_is_      |
-| backward where it is not needed                         | gathered_ahead_and_not_in_backward`   |
+| the embedding gathered synchronously, and again in      | `test_communicator`: `test_embedding_ |
+| backward where it is not needed                         | is_gathered_ahead_and_not_in_backward`|
 | all-gather along a dimension other than the first that  | `tests.comm.test_mappings`            |
 | is right only for batch 1                               |                                       |
 | AVG over groups of unequal token counts                 | `tests.train.test_layouts`            |
 | rotary positions not sharded with the sequence          | `tests.train.test_layouts`            |
 | structure found by module name                          | `test_names_mean_nothing`             |
 | one communicator per process                            | `test_several`                        |
-| dispatch that ends in `assert False`                    | `tests.layers.test_modes`             |
+| dispatch that ends in `assert False`                    | `tests.train.test_layouts`            |
 """
 
 from __future__ import annotations

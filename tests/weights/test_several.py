@@ -1,11 +1,9 @@
-"""Several communicators in one process, several chunks on one, and one without weights.
+"""Several communicators in one process, and one without weights.
 
 D model size; see `tests.weights.test_parameters`, whose models these are.
 """
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -15,12 +13,12 @@ from isp.layers.linear import ParallelLinear
 from isp.layers.rank_layers import RankLayers
 from isp.parallel.config import OverlapUnit
 from isp.weights.declare import DeclaredBlock, DeclaredUse
-from isp.weights.trace import Action, ActionKind, sequential_actions
+from isp.weights.trace import sequential_actions
 from isp.weights.wp import ISPCommunicatorWrapper
 from tests.ranks import run_ranks
 from tests.weights.echo import leased_bytes
 from tests.weights.parameter_cases import Bias, D, linear
-from tests.weights.test_parameters import MICRO, WAYS, Bench, Way, check_and_update, start
+from tests.weights.test_parameters import MICRO, Bench, Way, check_and_update, start
 
 
 class Experts(nn.Module):
@@ -88,46 +86,13 @@ def run_experts(bench: Bench, announced: bool) -> None:
     assert max(leased_bytes(c) for c in (dense, expert)) == 0
 
 
-def run_chunks(bench: Bench) -> None:
-    """Two chunks of one model in the order of an interleaved pipeline."""
-    rank = bench.channel.rank
-    for way in WAYS:
-        communicator = bench.communicator(way)
-        model = Experts(bench.layers(communicator), bench.layers(communicator))
-        full = start(model)
-        communicator.declare([blocks_of(model.one), blocks_of(model.expert, model.two)])
-        if way.announced:
-            order = ((ActionKind.FORWARD, (0, 1)), (ActionKind.BACKWARD, (1, 0)))
-            communicator.begin(
-                [Action(kind, m, c) for kind, chunks in order for c in chunks for m in range(MICRO)]
-            )
-        batches = bench.inputs(Bias, 0)
-        for x in itertools.chain(*batches):
-            h = torch.tanh(linear(torch.sin(linear(x, full, "one")), full, "expert"))
-            linear(h, full, "two").square().sum().backward()
-        communicator.switch_current_model_chunk(0)
-        firsts = [torch.sin(model.one(ranks[rank].detach())) for ranks in batches]
-        communicator.switch_current_model_chunk(1)
-        ins = [x.detach().requires_grad_() for x in firsts]
-        losses = [model.two(torch.tanh(model.expert(x))).square().sum() for x in ins]
-        for loss in losses:
-            loss.backward()
-        communicator.switch_current_model_chunk(0)
-        for first, x in zip(firsts, ins, strict=True):
-            first.backward(x.grad)
-        communicator.finish()
-        assert leased_bytes(communicator) == 0
-        check_and_update(model, full)
-
-
 def run_several(rank: int) -> None:
     bench = Bench(rank, 2)
     for announced in (False, True):
         run_experts(bench, announced)
-    run_chunks(bench)
 
 
-def test_several_communicators_and_chunks() -> None:
-    """Catches a wrapper's call that reaches one communicator only, state shared between the
-    communicators of a process, and a chunk's weights looked for in another's state."""
+def test_several_communicators() -> None:
+    """Catches a wrapper's call that reaches one communicator only, and state shared between the
+    communicators of a process."""
     run_ranks(2, run_several)
