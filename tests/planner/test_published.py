@@ -62,6 +62,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
+@pytest.mark.timeout(320)
 @pytest.mark.parametrize("name", RUNS)
 def test_throughput_is_near_what_was_published(name: str, path: str) -> None:
     """Catches a machine that is planned with as if it reached what its makers print."""
