@@ -8,9 +8,9 @@ transfers of a rank queue on one link. A time is that of the slowest rank, the m
 a ratio is the median of ratios within a round. The part of compute is that of a step over a link
 without a limit: the rest is transfers, so that they decide and not copies on a few cores.
 
-With --shared: tokens travel, and the decoder has a shared expert, whose products sleep: a quarter
-of a trip of the tokens each, 2 forward and 4 backward. It is computed while tokens travel or, as
-the decoder calls it, behind the experts.
+With --shared: tokens travel, and the decoder has a shared expert, whose matmuls sleep: a quarter
+of an all-to-all of the tokens each, 2 in forward and 4 in backward. It is computed while tokens are
+exchanged or, as the decoder calls it, behind the experts.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
     """Steps with a shared expert that is computed while tokens travel, and behind the experts."""
     torch.set_num_threads(1)
     ids = torch.randint(64, (16, ROW), generator=torch.Generator().manual_seed(rank))
-    trip = ids.numel() * USED * HIDDEN * 4 * (1 - 1 / RANKS) / (options.mbit * 125_000)
+    exchange = ids.numel() * USED * HIDDEN * 4 * (1 - 1 / RANKS) / (options.mbit * 125_000)
     runs, ahead_of = {"ahead": _run("exchange", INSIDE)}, CallFollower.ahead_of
     CallFollower.ahead_of = lambda *_: None
     runs["behind"] = _run("exchange", INSIDE)
@@ -117,10 +117,10 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
     for run in runs.values():
         for layer in run.train_step.built.linears:
             if "shared_expert." in layer.name:
-                layer.communicator = Paced(layer.communicator, lambda _: trip / 4)
+                layer.communicator = Paced(layer.communicator, lambda _: exchange / 4)
         run.step(run.loss(ids), lr=0.0)  # the first one makes buffers
         _limit(run, options.mbit * 125_000)
-    found: dict[str, list[float]] = {"a trip": [trip], "ahead": [], "behind": []}
+    found: dict[str, list[float]] = {"an all-to-all": [exchange], "ahead": [], "behind": []}
     for _ in range(options.rounds):
         for way, run in runs.items():
             found[way].append(_seconds(run, ids))

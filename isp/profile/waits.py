@@ -34,8 +34,8 @@ _BACKWARD = (Phase.RECOMPUTE, Phase.BACKWARD)
 _OF_SEQUENCE = {
     Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes it",
     Purpose.EXPERTS: (
-        "experts need it at once: parallel.expert.num_chunks hides a part's trip behind the one"
-        " before, parallel.expert.size=1 gathers weights instead"
+        "experts need it at once: parallel.expert.num_chunks hides the exchange of one part behind"
+        " the compute of another, parallel.expert.size=1 gathers weights instead"
     ),
     Purpose.KEYS: "attention needs it at once: only the sizes of parallel.sequence_2D change it",
     Purpose.SCAN_HEADS: (
