@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -236,15 +235,10 @@ class StepOutputs:
             return due
         return not is_recorded(path, self._last_step, evaluated=due)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         if kind is None:
             what = f"writing the metrics in {self._folder.path}"
             attempt_first(self._host, what, self._stack.close)
         else:
             with suppress(OSError):  # reported by what closes
-                self._stack.__exit__(kind, error, trace)  # trackers report that the run failed
+                self._stack.__exit__(kind, *rest)  # trackers report that the run failed
