@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isp.comm import Channel, Mesh
 from isp.layers.embedding import look_up
 from isp.layers.head import HeadLoss
 from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.module import MasterStream, ParallelModule, named_parameters
 from isp.layers.rank_layers import RankLayers
+from isp.parallel import Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.layout import ParameterLayout
-from isp.weights.wp import EmbeddingWeightParallelCommunicator, WPCommunicator
+from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
+from isp.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
 
-__all__ = ["RMSNorm", "Table", "ToolkitLayers", "init_weights"]
+__all__ = ["CPU", "RMSNorm", "Table", "ToolkitLayers", "blocks_of", "init_weights", "weight_mesh"]
+
+CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, kw_only=True)
 class ToolkitLayers(RankLayers):
-    """A model's code is the same in every mode."""
+    """A model's code is the same in every mode; one rank in isp mode, unless said otherwise."""
+
+    mode: Mode = Mode.ISP
+    tensor: Channel = field(default_factory=lambda: Channel.solo("tensor"))
+    weight: Channel = field(default_factory=lambda: Channel.solo("weight"))
+    communicator: WPCommunicator = field(default_factory=LocalWeights)
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float64
 
     @property
     def feature_parts(self) -> int:
@@ -157,6 +171,20 @@ class Table(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         return look_up(ids, self.weight, self)
+
+
+def weight_mesh(rank: int, world: int) -> Mesh:
+    """The channels of a rank where all ranks share one copy of the weights."""
+    parallel = ParallelConfig(weight=WeightConfig(size=world))
+    return Mesh(Topology.create(world, parallel), rank)
+
+
+def blocks_of(*layers: WeightHolder) -> tuple[DeclaredBlock, ...]:
+    """Each layer as a block of its own, in this order."""
+    return tuple(
+        DeclaredBlock(name=f"{i}", module=layer, uses=(DeclaredUse(name="use", layer=layer),))
+        for i, layer in enumerate(layers)
+    )
 
 
 M = TypeVar("M", bound=ParallelModule)

@@ -18,7 +18,6 @@ from isp.comm import Channel, Pending
 from isp.comm.tag import UNNAMED, Tag
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names
-from isp.parallel import Mode
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
@@ -114,8 +113,6 @@ def echo_layers(
 ) -> ToolkitLayers:
     """Layers in isp mode on this rank, whose sequences are not split."""
     return ToolkitLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
         weight=channel,
         communicator=communicator,
         device=device,

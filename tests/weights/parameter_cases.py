@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
+from isp.weights.declare import WeightHolder
 from tests.toolkit import ToolkitLayers
 
 B, S, D, V = 3, 4, 6, 9
@@ -43,7 +43,8 @@ class PlainLayers:
 class Case(nn.Module):
     """A small model of sharded layers, or of plain ones.
 
-    `uses` is what a forward passes, each a block of its own unless a case says otherwise.
+    `uses` is what a forward passes, each a block of its own: its layers, unless a case says
+    otherwise.
     """
 
     tokens = False
@@ -52,17 +53,10 @@ class Case(nn.Module):
     """Whether the gradient of the input is asked for."""
 
     def uses(self) -> Sequence[WeightHolder]:
-        raise NotImplementedError
+        return list(self.children())  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def declared(self) -> tuple[DeclaredBlock, ...]:
-        """The blocks, as the communicator wants them."""
-        return tuple(
-            DeclaredBlock(name=f"{i}", module=self, uses=(DeclaredUse(name="use", layer=layer),))
-            for i, layer in enumerate(self.uses())
-        )
 
 
 def plainly(case: type[Case], x: Tensor, full: Full) -> Tensor:
@@ -83,12 +77,8 @@ class Bias(Case):
         self.one = layers.column(D, (8,), bias=True, std=0.5)
         self.two = layers.row(8, D, bias=True, std=0.5)
 
-    def uses(self) -> Sequence[WeightHolder]:
-        return (self.one, self.two)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.two(torch.tanh(self.one(x)))
-        return y
+        return self.two(torch.tanh(self.one(x)))
 
 
 class CalledTwice(Case):
@@ -108,8 +98,7 @@ class CalledTwice(Case):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.shared(self.one(x)))
-        y: Tensor = self.shared(torch.sin(self.two(x)))
-        return y
+        return self.shared(torch.sin(self.two(x)))
 
 
 class CalledTwiceDeclaredOnce(CalledTwice):
@@ -126,12 +115,8 @@ class FirstCalledTwice(Case):
         self.one = layers.column(D, (D,), bias=True, std=0.5)
         self.two = layers.column(D, (D,), std=0.5)
 
-    def uses(self) -> Sequence[WeightHolder]:
-        return (self.one, self.two)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.two(torch.tanh(self.one(torch.sin(self.one(x)))))
-        return y
+        return self.two(torch.tanh(self.one(torch.sin(self.one(x)))))
 
 
 class Tied(Case):
@@ -146,12 +131,20 @@ class Tied(Case):
         self.one = layers.column(D, (D,), std=0.5)
         self.head = layers.head(D, V, std=0.5, tied_to=self.embedding)
 
-    def uses(self) -> Sequence[WeightHolder]:
-        return (self.embedding, self.one, self.head)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.one(self.embedding(x))))
+
+
+class SharedWeight(Case):
+    """Catches the bias of the first layer that reads a weight in the place of the others'."""
+
+    def __init__(self, layers: ToolkitLayers) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (layers.row(D, D, bias=True, std=0.5) for _ in range(3))
+        self.three.weight = self.one.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(torch.tanh(self.one(self.embedding(x))))
-        return y
+        return self.three(torch.tanh(self.two(self.one(x))))
 
 
 class Untied(Case):
@@ -165,12 +158,8 @@ class Untied(Case):
         self.embedding = layers.embedding(V, D, std=1.0)
         self.head = layers.head(D, V, std=0.5)
 
-    def uses(self) -> Sequence[WeightHolder]:
-        return (self.embedding, self.head)
-
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(torch.tanh(self.embedding(x)))
-        return y
+        return self.head(torch.tanh(self.embedding(x)))
 
 
 class Frozen(Case):
@@ -186,13 +175,9 @@ class Frozen(Case):
         for parameter in frozen:
             parameter.requires_grad_(False)
 
-    def uses(self) -> Sequence[WeightHolder]:
-        return (self.one, self.still, self.third, self.last)
-
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.still(torch.tanh(self.one(x))))
-        y: Tensor = self.last(torch.sin(self.third(x)))
-        return y
+        return self.last(torch.sin(self.third(x)))
 
 
 class Adapters(Case):
@@ -213,9 +198,6 @@ class Adapters(Case):
             self.add_module(f"a{i}", layers.column(D, (2,), std=0.5))
             self.add_module(f"b{i}", layers.column(2, (D,), std=0.5))
 
-    def uses(self) -> Sequence[WeightHolder]:
-        return [self.get_submodule(f"{n}{i}") for i in (1, 2) for n in ("base", "a", "b")]  # type: ignore[misc]
-
     def forward(self, x: Tensor) -> Tensor:
         for i in (1, 2):
             base, a, b = (self.get_submodule(f"{n}{i}") for n in ("base", "a", "b"))
@@ -233,13 +215,9 @@ class UnevenRows(Case):
         self.one = layers.column(3, (1,), bias=True, std=0.5)
         self.wide = layers.row(1, 5, bias=True, std=0.5)
 
-    def uses(self) -> Sequence[WeightHolder]:
-        return (self.seven, self.three, self.one, self.wide)
-
     def forward(self, x: Tensor) -> Tensor:
         x = torch.sin(self.three(torch.tanh(self.seven(x))))
-        y: Tensor = self.wide(self.one(x))
-        return y
+        return self.wide(self.one(x))
 
 
 class Undeclared(Case):
@@ -255,8 +233,7 @@ class Undeclared(Case):
         return (self.one, self.two)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.two(torch.tanh(self.stranger(torch.sin(self.one(x)))))
-        return y
+        return self.two(torch.tanh(self.stranger(torch.sin(self.one(x)))))
 
 
 CASES: tuple[type[Case], ...] = (
@@ -265,6 +242,7 @@ CASES: tuple[type[Case], ...] = (
     CalledTwiceDeclaredOnce,
     FirstCalledTwice,
     Tied,
+    SharedWeight,
     Untied,
     Frozen,
     Adapters,

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isp.comm import Channel, Mesh
-from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
+from isp.parallel import Axis
 from isp.parallel.config import Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import CPU, ToolkitLayers, blocks_of, weight_mesh
 
 I, O, TOKENS = 24, 32, 3  # noqa: E741
 FULL, SHARD = O * I, O * I // 2
@@ -79,25 +77,15 @@ def one_linear(
     rank: int, overlap: bool, out_features: int
 ) -> tuple[Callable[[], WriteCounter], Tensor]:
     """What runs a step through one linear and counts, and the shard."""
-    mesh = Mesh(Topology.create(2, ParallelConfig(weight=WeightConfig(size=2))), rank)
+    weight = weight_mesh(rank, 2)[Axis.WEIGHT]
     communicator = ISPCommunicator(
-        mesh[Axis.WEIGHT],
-        ISPCommModelConfig(device=torch.device("cpu")),
-        prefetch=Prefetch(overlap=overlap),
+        weight, ISPCommModelConfig(device=CPU), prefetch=Prefetch(overlap=overlap)
     )
-    layers = ToolkitLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=mesh[Axis.WEIGHT],
-        communicator=communicator,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    layers = ToolkitLayers(weight=weight, communicator=communicator, dtype=torch.float32)
     layer = layers.column(I, (out_features,), std=0.1)
     torch.nn.init.normal_(layer.weight)
     layer.name = "layer"
-    use = DeclaredUse(name="layer", layer=layer)
-    communicator.declare([[DeclaredBlock(name="layer", module=layer, uses=(use,))]])
+    communicator.declare([blocks_of(layer)])
     x = torch.randn(1, TOKENS, I, requires_grad=True)
 
     def step() -> WriteCounter:

@@ -14,18 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, Mesh
 from isp.layers.module import bind_names, named_parameters
-from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
+from isp.parallel import Axis
 from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers, init_weights
+from tests.toolkit import CPU, ToolkitLayers, blocks_of, init_weights, weight_mesh
 from tests.weights.echo import leased_bytes
 from tests.weights.parameter_cases import CASES, B, Case, D, Full, S, V, plainly
 
-CPU = torch.device("cpu")
 LR = 0.002
 MICRO = 2
 
@@ -58,8 +56,7 @@ class Bench:
     """A rank's place in the world, and what makes models on it."""
 
     def __init__(self, rank: int, world: int) -> None:
-        parallel = ParallelConfig(weight=WeightConfig(size=world))
-        self.channel = Mesh(Topology.create(world, parallel), rank)[Axis.WEIGHT]
+        self.channel = weight_mesh(rank, world)[Axis.WEIGHT]
 
     def communicator(self, way: Way) -> ISPCommunicator:
         return ISPCommunicator(
@@ -71,13 +68,7 @@ class Bench:
 
     def layers(self, communicator: ISPCommunicator, *, split_hidden: bool = False) -> ToolkitLayers:
         return ToolkitLayers(
-            mode=Mode.ISP,
-            tensor=Channel.solo("tensor"),
-            weight=self.channel,
-            communicator=communicator,
-            embed_split_hidden=split_hidden,
-            device=CPU,
-            dtype=torch.float64,
+            weight=self.channel, communicator=communicator, embed_split_hidden=split_hidden
         )
 
     def inputs(self, case: type[Case], step: int) -> list[list[Tensor]]:
@@ -162,7 +153,7 @@ def run_case(bench: Bench, case: type[Case], way: Way, split_hidden: bool) -> li
     communicator = bench.communicator(way)
     model = case(bench.layers(communicator, split_hidden=split_hidden))  # type: ignore[call-arg]
     full = start(model)
-    communicator.declare([model.declared()])
+    communicator.declare([blocks_of(*model.uses())])
     seen: list[Tensor] = []
     for number in range(2):
         if way.announced:

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, Mesh
+from isp.comm import Mesh
 from isp.comm.channel import DryChannel
 from isp.layers.linear import ParallelLinear
 from isp.layers.module import bind_names, named_parameters
 from isp.optim import MainGradients
-from isp.parallel import Axis, Mode, ParallelConfig, Topology, WeightConfig
+from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.planner.rank import Heard
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -29,9 +29,8 @@ from isp.weights.transfers import (
     ShardedParameter,
 )
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import CPU, ToolkitLayers, weight_mesh
 
-CPU = torch.device("cpu")
 WORLD, I, O, TOKENS, MICRO = 4, 6, 8, 5, 2  # noqa: E741
 
 
@@ -64,14 +63,7 @@ def setting(
         reduce_channel=mesh.open(Axis.WEIGHT, "reduce", sum_locally=sum_locally),
         poison=True,
     )
-    layers = ToolkitLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=mesh[Axis.WEIGHT],
-        communicator=communicator,
-        device=CPU,
-        dtype=dtype,
-    )
+    layers = ToolkitLayers(weight=mesh[Axis.WEIGHT], communicator=communicator, dtype=dtype)
     layer = layers.column(I, (O,), std=0.1)
     bind_names(nn.ModuleDict({"layer": layer}))
     nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(mesh.rank))
@@ -149,7 +141,7 @@ def in_the_gradients_own_dtype(mesh: Mesh) -> None:
 
 
 def run_precision(rank: int) -> None:
-    mesh = Mesh(Topology.create(WORLD, ParallelConfig(weight=WeightConfig(size=WORLD))), rank)
+    mesh = weight_mesh(rank, WORLD)
     in_float32_in_rank_order(mesh)
     in_the_gradients_own_dtype(mesh)
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.layers.linear import ParallelLinear
 from isp.layers.rank_layers import RankLayers
 from isp.parallel.config import OverlapUnit
-from isp.weights.declare import DeclaredBlock, DeclaredUse
 from isp.weights.trace import sequential_actions
 from isp.weights.wp import ISPCommunicatorWrapper
 from tests.ranks import run_ranks
+from tests.toolkit import blocks_of
 from tests.weights.echo import leased_bytes
 from tests.weights.parameter_cases import Bias, D, linear
 from tests.weights.test_parameters import MICRO, Bench, Way, check_and_update, start
@@ -33,15 +32,6 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.two(torch.tanh(self.expert(torch.sin(self.one(x)))))
         return y
-
-
-def blocks_of(*layers: ParallelLinear) -> list[DeclaredBlock]:
-    return [
-        DeclaredBlock(
-            name=layer.name, module=layer, uses=(DeclaredUse(name=layer.name, layer=layer),)
-        )
-        for layer in layers
-    ]
 
 
 def run_experts(bench: Bench, announced: bool) -> None:
