@@ -332,6 +332,23 @@ def test_two_weights_of_one_name_are_refused() -> None:
         communicator.declare([donor.declared()])
 
 
+def test_autograd_sees_no_zeros() -> None:
+    """Catches zeros handed to autograd in place of a gradient that is still on its way."""
+    net, communicator, _ = echo_net(bias=True, num_recomputed=1)
+    weights = dict(net.named_parameters())
+    seen: list[Tensor | None] = []
+    for parameter in weights.values():
+        parameter.register_hook(seen.append)
+    communicator.begin(sequential_actions(1))
+    net(IDS).square().sum().backward()
+    assert seen == [None] * len(weights)  # each was passed, and had nothing
+    assert [name for name, p in weights.items() if p.grad is not None] == []
+    communicator.finish()
+    for name, p in weights.items():
+        assert p.grad is not None, name
+        assert p.grad.count_nonzero() > 0, name
+
+
 def test_embedding_is_gathered_ahead_and_not_in_backward() -> None:
     """Catches a table gathered at the moment of use, or again in backward, which reads no table."""
     net, communicator, channel = echo_net(num_blocks=2)

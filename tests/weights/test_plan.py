@@ -166,6 +166,37 @@ def test_a_linear_without_input_gradient_reads_nothing_in_backward() -> None:
     assert lines[-2:] == ["B0 a.w2: wait a.w2 | free a.w2", "B0 a.w1:"]
 
 
+def _in_tiles(chunks: Chunks) -> Chunks:
+    """The MLPs of a decoder's layers in tiles."""
+
+    def tiled(block: Block) -> Block:
+        if not block.name.startswith("layers"):
+            return block
+        wqkv, attn, wo, w1, w2 = block.uses
+        w1 = w1._replace(in_recompute=False)
+        w2 = w2._replace(in_recompute=False, with_previous=True)
+        return block._replace(uses=(wqkv, attn, wo, w1, w2))
+
+    return tuple(tuple(tiled(block) for block in chunk) for chunk in chunks)
+
+
+def test_weights_that_are_read_together_are_one_unit() -> None:
+    """Catches: the first of two freed while the second is read, or the second requested late."""
+    chunks = _in_tiles(decoder(2, 1.0))
+    made = plan(chunks, sequential_actions(1), Prefetch(unit=OverlapUnit.MODULE))
+    of_first = [line for line in events(made, chunks) if "layers.0" in line.split(":")[0]]
+    assert of_first[2:5] == [
+        "F0 layers.0.wo: wait layers.0.wo; gather layers.0.w1 layers.0.w2 | free layers.0.wo",
+        "F0 layers.0.w1: wait layers.0.w1",
+        "F0 layers.0.w2: wait layers.0.w2; gather layers.1.wqkv | free layers.0.w1 layers.0.w2",
+    ]
+    places = [line.split(":")[0] for line in of_first[5:]]
+    assert places == [
+        *(f"R0 layers.0.{name}" for name in ("wqkv", "attn", "wo")),
+        *(f"B0 layers.0.{name}" for name in ("w2", "w1", "wo", "wqkv")),
+    ]
+
+
 @pytest.mark.parametrize("between", [1, 3])
 def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> None:
     """Catches: a weight gathered again for a bias that the first of its layers does not have.
