@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.comm import Channel, Mesh
 from isp.layers.embedding import look_up
@@ -20,7 +22,16 @@ from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
 
-__all__ = ["CPU", "RMSNorm", "Table", "ToolkitLayers", "blocks_of", "init_weights", "weight_mesh"]
+__all__ = [
+    "CPU",
+    "Operations",
+    "RMSNorm",
+    "Table",
+    "ToolkitLayers",
+    "blocks_of",
+    "init_weights",
+    "weight_mesh",
+]
 
 CPU = torch.device("cpu")
 
@@ -171,6 +182,19 @@ class Table(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         return look_up(ids, self.weight, self)
+
+
+class Operations(TorchDispatchMode):
+    """Calls `note(name, args, out)` behind every operation of torch's, such as `mm`."""
+
+    def __init__(self, note: Callable[[str, tuple[Any, ...], Any], object]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._note(func.overloadpacket.__name__, args, out)
+        return out
 
 
 def weight_mesh(rank: int, world: int) -> Mesh:

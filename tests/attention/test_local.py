@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from isp.attention import AttentionMask, CpuAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
@@ -22,6 +22,7 @@ from tests.attention.reference import (
     random_inputs,
     with_gradients,
 )
+from tests.toolkit import Operations
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
@@ -172,23 +173,6 @@ def test_scale() -> None:
         torch.testing.assert_close(scaled, make()(q, k, v, mask=AttentionMask()))
 
 
-class _Largest(TorchDispatchMode):
-    """Records the elements of the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, Tensor):
-                self.elements = max(self.elements, x.numel())
-        return result
-
-
 @pytest.mark.parametrize(
     "mask", [AttentionMask(), make_mask([1000, 3096]), AttentionMask(window=64)]
 )
@@ -196,9 +180,14 @@ def test_no_mask_of_all_queries_by_all_keys(mask: AttentionMask) -> None:
     """Catches S x S scores or masks, forward or backward, packed or windowed or neither."""
     length, heads, head_dim = 4096, 2, 4
     inputs, dout = random_inputs(1, length, heads, 1, head_dim, dtype=torch.float32)
-    with _Largest() as largest:
+    sizes = []
+
+    def note(_: str, __: Any, out: Any) -> None:
+        sizes.extend(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))
+
+    with Operations(note):
         torch.autograd.grad(CpuAttention()(*inputs, mask=mask), inputs, dout)
-    assert length * heads * head_dim <= largest.elements < length * length / 16
+    assert length * heads * head_dim <= max(sizes) < length * length / 16
 
 
 def test_many_documents_make_one_node() -> None:
@@ -206,19 +195,9 @@ def test_many_documents_make_one_node() -> None:
     inputs, dout = random_inputs(1, 512, 2, 1)
     mask = make_mask([5, 6] * 46 + [6])
     made = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if str(func).startswith("aten.new_zeros"):
-                made.append(result.numel())
-            return result
-
-    with Count():
+    with Operations(lambda name, *_: made.append(name)):
         torch.autograd.grad(CpuAttention()(*inputs, mask=mask), inputs, dout)
-    assert len(made) == 4  # the result, and the gradients of q, k and v
+    assert made.count("new_zeros") == 4  # the result, and the gradients of q, k and v
 
 
 # -- on a GPU ------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from isp.parallel import (
     Zero1Config,
 )
 from isp.settings import OptimizerConfig
-from isp.weights.wp import LocalWeights
 from tests.toolkit import ToolkitLayers
 
 __all__ = ["LION", "Layout", "Run", "chosen", "clear", "expect", "fill", "make_run", "whole_value"]
@@ -114,7 +113,6 @@ def make_run(
         mode=topology.mode,
         tensor=mesh[Axis.TENSOR],
         weight=mesh[Axis.WEIGHT],
-        communicator=LocalWeights(),  # nothing is computed here
         device=torch.device(device),
         dtype=dtype,
     )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import Channel, Mesh
+from isp.comm import Mesh
 from isp.layers.head import HeadLoss, num_chunks
 from isp.layers.linear import ParallelLinear
 from isp.layers.loss import IGNORED
@@ -20,14 +20,13 @@ from isp.parallel import Axis, Mode, WeightConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import CPU, Operations, ToolkitLayers
 from tests.train.runs import Layout, Meshes
 
 B, S, D, V = 2, 12, 8, 52
 CHUNKS = (0, 1, 5, 7, 18, 1000)
 """Tokens; the losses of a chunk are of B rows, so 1 is one position of each."""
 VOCAB = WeightConfig(vocab_parallel_loss=True)
-CPU = torch.device("cpu")
 
 
 class Full(NamedTuple):
@@ -76,8 +75,6 @@ def loss_of(
         weight=mesh[Axis.WEIGHT],
         communicator=runtime or LocalWeights(),
         vocab_parallel_loss=vocab_parallel,
-        device=CPU,
-        dtype=torch.float64,
     )
     head = layers.head(D, V, std=1.0)
     head.name = "head"
@@ -151,14 +148,7 @@ def test_every_chunk_size_gives_loss_and_gradients_of_plain_torch(world: int) ->
 def solo_head(
     chunk_tokens: int, dtype: torch.dtype = torch.float64
 ) -> tuple[ParallelLinear, HeadLoss]:
-    layers = ToolkitLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=Channel.solo("weight"),
-        communicator=LocalWeights(),
-        device=CPU,
-        dtype=dtype,
-    )
+    layers = ToolkitLayers(dtype=dtype)
     head = layers.head(D, V, std=1.0)
     with torch.no_grad():
         head.weight.copy_(plain().weight)
@@ -170,11 +160,9 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
     """Catches gradients of a frozen head or input, and those of an evaluation."""
     wanted, products = plain(), []
 
-    class Products(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-                products.append(func)
-            return func(*args, **(kwargs or {}))
+    def note(name: str, *_: Any) -> None:
+        if name in ("mm", "addmm"):
+            products.append(name)
 
     head, of_head = solo_head(chunk)
     chunks = num_chunks(wanted.x, wanted.labels.numel(), chunk)
@@ -189,7 +177,7 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
         head.weight.requires_grad_(of_w)
         x = wanted.x.clone().requires_grad_(of_x)
         products.clear()
-        with Products(), torch.set_grad_enabled(training):
+        with Operations(note), torch.set_grad_enabled(training):
             loss = of_head.total(x, wanted.labels)
         assert len(products) == number * chunks
         if training:

@@ -180,14 +180,8 @@ class Gathering(LocalWeights):
 
 
 def linear(mode: Mode = Mode.MTP, *, gathers: bool = False, dtype: torch.dtype = DTYPE) -> Any:
-    layers = ToolkitLayers(
-        mode=mode,
-        tensor=Channel.solo(),
-        weight=Channel.solo(),
-        communicator=Gathering() if gathers else LocalWeights(),
-        device=torch.device("cpu"),
-        dtype=dtype,
-    )
+    communicator = Gathering() if gathers else LocalWeights()
+    layers = ToolkitLayers(mode=mode, communicator=communicator, dtype=dtype)
     return layers.column(WIDTH, (INNER,), std=0.02)
 
 

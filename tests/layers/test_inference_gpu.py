@@ -20,7 +20,6 @@ from isp.comm.symmetric import why_no_symmetric_rows
 from isp.layers.inference import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
 from isp.layers.workspace import InferenceWorkspace
 from isp.parallel import Mode
-from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
 from tests.toolkit import ToolkitLayers, init_weights
 
@@ -35,12 +34,7 @@ class Block:
         self, group: Channel, device: torch.device, dtype: torch.dtype, symmetric: bool
     ) -> None:
         layers = ToolkitLayers(
-            mode=Mode.MSP,
-            tensor=group,
-            weight=group,
-            communicator=LocalWeights(),
-            device=device,
-            dtype=dtype,
+            mode=Mode.MSP, tensor=group, weight=group, device=device, dtype=dtype
         )
         self.norm = layers.rms_norm(WIDTH, eps=1e-6)
         column, row = layers.column(WIDTH, (INNER,), std=0.3), layers.row(INNER, WIDTH, std=0.3)

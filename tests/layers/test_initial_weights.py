@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.layers.module import MasterStream
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
+from tests.toolkit import Operations
 
 STREAM = MasterStream(5, "layers.3.attention.qkv")
 SHAPES = {
@@ -51,15 +51,16 @@ def _normal(stream: MasterStream, layout: ParameterLayout, std: float) -> Tensor
     return stream.drawn(layout, lambda tile, g: tile.normal_(0.0, std, generator=g))
 
 
-class Drawn(TorchDispatchMode):
+class Drawn(Operations):
     """Counts the numbers that are drawn."""
 
-    total = 0
+    def __init__(self) -> None:
+        super().__init__(self._count)
+        self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.normal_.default and not args[0].is_meta:
+    def _count(self, name: str, args: tuple[Any, ...], _: Any) -> None:
+        if name == "normal_" and not args[0].is_meta:
             self.total += args[0].numel()
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.comm import Channel, Pending
 from isp.comm.tag import Tag
@@ -40,6 +39,7 @@ from tests.layers.megatron import (
     slice_of,
 )
 from tests.ranks import run_each, run_ranks
+from tests.toolkit import Operations
 
 
 def _routes(rank: int, sequence_parallel: bool) -> None:
@@ -218,22 +218,6 @@ class _Recorded(Channel):
         return super()._launch(kind, tag, *args, **kwargs).then(arrived)
 
 
-class _Products(TorchDispatchMode):
-    """Notes each matrix product, by the shape of what it gives."""
-
-    def __init__(self, names: dict[tuple[int, ...], str], events: list[str]) -> None:
-        super().__init__()
-        self.names, self.events = names, events
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.events.append(self.names[tuple(out.shape)])
-        return out
-
-
 ORDERS = {
     "column": ["dx made", "dx launched: all_reduce", "dw made", "dx there"],
     "column, sequence parallel": [
@@ -257,7 +241,13 @@ def _order(rank: int, name: str) -> list[str]:
     rows = S * B * (2 if options.get("sequence_parallel") else 1)
     y, _ = layer(drawn(S, B, features).requires_grad_())
     events.clear()
-    with _Products({(rows, features): "dx made", tuple(layer.weight.shape): "dw made"}, events):
+    products = {(rows, features): "dx made", tuple(layer.weight.shape): "dw made"}
+
+    def note(name: str, _: Any, out: Any) -> None:
+        if name in ("mm", "addmm"):
+            events.append(products[tuple(out.shape)])
+
+    with Operations(note):
         y.sum().backward()
     return events
 

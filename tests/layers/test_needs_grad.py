@@ -22,10 +22,9 @@ from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import CPU, ToolkitLayers
 
 B, S, D, F_, V = 2, 4, 6, 8, 10
-CPU = torch.device("cpu")
 ROUTES = ("at once", "into main gradients", "deferred")
 Full = dict[str, Tensor]
 
@@ -73,8 +72,6 @@ class Bench:
             tensor=mesh[Axis.TENSOR],
             weight=mesh[Axis.WEIGHT],
             communicator=self.communicator or LocalWeights(),
-            device=CPU,
-            dtype=torch.float64,
         )
         self.net = Net(layers, recomputes=recomputes)
         self.items = list(named_parameters(self.net))

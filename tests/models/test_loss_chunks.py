@@ -16,6 +16,7 @@ from isp.parallel import Mode, WeightConfig
 from tests.models.models import Rows, job, packed_rows, plain_loss, tiny
 from tests.models.own import Own
 from tests.ranks import run_ranks
+from tests.toolkit import Operations
 
 pytest.importorskip("transformers", minversion="5.23")
 CHUNK = 24
@@ -146,25 +147,20 @@ def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
         TracedModel(tiny("llama", vocab_size=98)).check_layout(parallel, 48)
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most elements of a tensor of logits, of 200 or of 100 that a rank has."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() > 2 and out.shape[-1] in (100, 200):
-            self.numel = max(self.numel, out.numel())
-        return out
-
-
 def _largest(rank: int) -> dict[str, int]:
+    """The most elements of a tensor of logits, of 200 or of 100 that a rank has."""
     found = {}
     for layout in LAYOUTS:
         run = isp.parallelize(tiny("gemma2", vocab_size=200), layout.job(chunk=80))
-        with Largest() as largest:
+        sizes: list[int] = []
+
+        def note(_: str, __: Any, out: Any, sizes: list[int] = sizes) -> None:
+            if isinstance(out, torch.Tensor) and out.dim() > 2 and out.shape[-1] in (100, 200):
+                sizes.append(out.numel())
+
+        with Operations(note):
             run.step(run.loss(*packed_rows(1, 320, [[320]])))
-        found[str(layout)] = largest.numel
+        found[str(layout)] = max(sizes)
         run.train_step.drain()
     return found
 
