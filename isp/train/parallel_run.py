@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -15,25 +16,32 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from isp.checkpoint import Checkpointer
 from isp.checkpoint.plain import Plain
+from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.models.build import parameter_shapes
 from isp.models.model import TracedModel
 from isp.optim.torch_optimizer import MakeOptimizer
 from isp.parallel import Axis
+from isp.settings import CheckpointConfig
 from isp.train.asked import Asking
 from isp.train.callers_graphs import CallersGraphs
 from isp.train.gathered_weights import GatheredWeights
-from isp.train.loop_checkpoints import LoopCheckpoints, LoopProgress
 from isp.train.off_device import OffDevice
 from isp.train.own_losses import OwnLosses
 from isp.train.parameter_guard import ParameterGuard
 from isp.train.peft_adapters import turned_off
 from isp.train.rows import RowReader
+from isp.train.saved_step import SavedStep
 from isp.train.step import make_train_step
 from isp.train.step_work import StepOutcome, StepWork
 
 __all__ = ["ParallelRun"]
+
+_EXTRA = "extra"
+"""The key of the caller's own values in a checkpoint."""
 
 
 class ParallelRun(OwnLosses):
@@ -75,8 +83,9 @@ class ParallelRun(OwnLosses):
         self._has_stepped = self._adapters_are_off = False
         self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
         self.weights = GatheredWeights(traced, self.train_step.built, mesh, config.training.dtype)
-        self._checkpoints = LoopCheckpoints(self.train_step, mesh, device)
-        self._done = LoopProgress()
+        self._saved = SavedStep(self.train_step)
+        self.num_steps = self._num_tokens = 0
+        """Steps so far, including skipped ones and those before `load`, and their tokens."""
         self._off_device = OffDevice(self.train_step, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
         self._rows = RowReader(mesh[Axis.TENSOR].size, traced.vocab_size, device)
@@ -99,11 +108,6 @@ class ParallelRun(OwnLosses):
         """The optimizer passed to `parallelize`; None: the configuration's update rule is used."""
         updates = self.train_step.optimizer.torch_updates
         return None if updates is None else updates.optimizer
-
-    @property
-    def num_steps(self) -> int:
-        """Steps so far, including skipped ones and those before `load`."""
-        return self._done.steps
 
     def loss(
         self,
@@ -219,8 +223,8 @@ class ParallelRun(OwnLosses):
             self.train_step.backward(loss, last=True)
             outcome = self.train_step.finish(work, lr)
             self._graphs.drop()
-        steps, tokens = self._done
-        self._done = LoopProgress(steps + 1, tokens + outcome.valid_tokens)
+        self.num_steps += 1
+        self._num_tokens += outcome.valid_tokens
         if not self._has_stepped:
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
             self._has_stepped = True
@@ -270,7 +274,14 @@ class ParallelRun(OwnLosses):
         any rank cannot write.
         """
         self._check(trains=False)
-        self._checkpoints.save(Path(folder), self._done, dict(extra or {}), keep=keep)
+        self.train_step.optimizer.take_up_weights(only_written=True)
+        self._saved.save(
+            self._checkpointer.at(Path(folder), keep_latest_k=keep),
+            self.num_steps,
+            tokens=self._num_tokens,
+            shared={_EXTRA: dict(extra or {})},
+            wait=True,
+        )
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Plain]:
         """Load a checkpoint of `save` or `isp train`, of any layout; returns its `extra`.
@@ -283,8 +294,17 @@ class ParallelRun(OwnLosses):
         self._check(trains=False)
         self._pending = None
         self._graphs.drop()
-        self._done, extra = self._checkpoints.load(Path(path), weights_only=weights_only)
-        return extra
+        own, model = self._checkpointer.at(Path(path)), self._traced
+        info = own.choose() or own.choose_initial(Path(path))
+        check_shapes(info, parameter_shapes(model), model.earlier_names)
+        found = self._saved.load(own, info, weights_only=weights_only)
+        self.num_steps, self._num_tokens = (0, 0) if weights_only else (found.step, found.tokens)
+        return dict(found.shared.get(_EXTRA, {}))
+
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        """Opened, which all ranks do together, by the first that is saved or loaded."""
+        return Checkpointer("", CheckpointConfig(), world=self.mesh[Axis.WORLD])
 
     def _check(self, *, trains: bool) -> None:
         """Raise RuntimeError for what cannot be computed or trained now."""

@@ -7,20 +7,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed, TrainState
+from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed
 from isp.checkpoint.agreement import attempt
 from isp.checkpoint.plain import Plain
 from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.metrics import StepRecord
 from isp.parallel import Axis
-from isp.rng import generator_states, restore_generators
 from isp.train.begin_from import load_folder
 from isp.train.resume import Start, check_changes, saved_values
+from isp.train.saved_step import SavedStep
 from isp.train.step import TrainStep
-from isp.train.torch_states import TORCH_OPTIMIZER, take_up_values, values_of_all
 
 __all__ = ["Progress", "RunCheckpoints"]
 
@@ -53,25 +50,11 @@ class RunCheckpoints:
     All methods are collectives over the world.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: JobConfig,
-        train_step: TrainStep,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, folder: Path, config: JobConfig, train_step: TrainStep, mesh: Mesh) -> None:
         self._config = config
         self._mesh = mesh
-        self._device = device
         self._train_step = train_step
-        self._optimizer = train_step.optimizer
-        self._state = TrainState(
-            parameters=train_step.built.saved,
-            optimizer=train_step.optimizer,
-            topology=mesh.topology,
-            earlier_names=train_step.built.model.earlier_names,
-        )
+        self._saved = SavedStep(train_step)
         self.checkpointer = Checkpointer(folder, config.checkpoint, world=mesh[Axis.WORLD])
 
     def begin(self, start: Start) -> Progress:
@@ -93,12 +76,13 @@ class RunCheckpoints:
             initial = self.checkpointer.choose_initial(Path(checkpoint.initial_load_path))
             if not checkpoint.initial_load_model_only:
                 return self._go_on_from(initial)._replace(record=None)  # in another's metrics
-            self.checkpointer.load(initial, self._state, weights_only=True)
-            self._train_step.weights_changed()
+            self._saved.load(self.checkpointer, initial, weights_only=True)
             logger.info("begins at step 0 with the weights of %s", initial.describe())
         elif (source := self._config.model.init_from) is not None:
             what = f"loading model.init_from={source}"
-            attempt(self._mesh.host, what, lambda: load_folder(self._state, self._config.model))
+            attempt(
+                self._mesh.host, what, lambda: load_folder(self._saved.state, self._config.model)
+            )
             self._train_step.weights_changed()
             logger.info("begins at step 0 with the weights of %s", source)
         else:
@@ -116,20 +100,15 @@ class RunCheckpoints:
 
     def save(self, done: Progress, *, wait: bool = False) -> None:
         """Save; see `Checkpointer.save`, also for what it raises."""
-        updates = self._optimizer.torch_updates
-        own = {} if updates is None else {TORCH_OPTIMIZER: values_of_all(updates, self._mesh)}
-        self.checkpointer.save(
+        self._saved.save(
+            self.checkpointer,
             done.step,
-            self._state,
             tokens=done.tokens,
             shared={
-                **own,
-                "skips": self._optimizer.skip_state(),
                 _RECORD: None if done.record is None else done.record.to_json(),
                 **({} if done.place is None else {_PLACE: done.place}),
                 **saved_values(self._config, self._mesh.topology),
             },
-            local={"rng": generator_states(self._device)},
             wait=wait,
         )
 
@@ -156,23 +135,12 @@ class RunCheckpoints:
     def _go_on_from(self, info: CheckpointInfo) -> Progress:
         """Load all of a checkpoint. Raises ValueError if it is of another model or other data."""
         changes = check_changes(info, self._config, self._mesh.topology)
-        if (updates := self._optimizer.torch_updates) is not None:
-            take_up_values(updates, info)
-        resumed = self.checkpointer.load(info, self._state)
-        attempt(self._mesh.host, f"loading {info.path}", lambda: self._restore(resumed))
-        self._train_step.weights_changed()
+        resumed = self._saved.load(self.checkpointer, info)
         logger.info("resumed from %s", info.describe())
         for change in changes:
             logger.info("  %s", change)
         place = resumed.shared.get(_PLACE)
         return Progress(resumed.step, resumed.tokens, _saved_record(resumed), place)
-
-    def _restore(self, resumed: Resumed) -> None:
-        """Take up what was kept beside the tensors; a stranger's may not be what it should be."""
-        if "skips" in resumed.shared:
-            self._optimizer.load_skip_state(resumed.shared["skips"])
-        if resumed.local is not None:
-            restore_generators(self._device, resumed.local["rng"])
 
 
 def _saved_record(resumed: Resumed) -> StepRecord | None:

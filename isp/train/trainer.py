@@ -90,7 +90,7 @@ class Trainer:
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self.optimizer = self.train_step.optimizer
         self._balance = ContextBalance(self.train_step.built.sequence)
-        self._checkpoints = RunCheckpoints(start.checkpoints, config, self.train_step, mesh, device)
+        self._checkpoints = RunCheckpoints(start.checkpoints, config, self.train_step, mesh)
         self.checkpointer = self._checkpoints.checkpointer
         self._profiler: StepProfiler | None = None
         if config.profiler.enable_profiling:
