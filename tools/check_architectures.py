@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import sys
 import time
 import warnings
@@ -110,13 +111,14 @@ def fact(architecture: str) -> Fact:
     try:
         traced.check_layout(SPLIT[0].of(ParallelConfig()), SPLIT[0].tensor)
     except ValueError as error:
-        reason = str(error).partition("not do: ")[2].partition("; use mode isp")[0]
+        reason = str(error).partition("mode needs: ")[2].partition("; use mode isp")[0]
     return Fact(architecture, name, kinds, "", reason)
 
 
 def _in_line(reason: str) -> str:
-    """What fits into a table: the first part of a message."""
-    return " ".join(reason.partition(". ")[0].split())[:300].replace("|", "/")
+    """What fits into a table: the first part of a message, without a line of the model's code."""
+    first = re.split(r"\. | \(\w+\.py:", reason)[0]
+    return " ".join(first.split())[:300].replace("|", "/")
 
 
 def _kinds(trace: ModelTrace) -> list[str]:

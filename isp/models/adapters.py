@@ -108,7 +108,9 @@ class _Wrapped:
             return self._function(*args, **kwargs)
         for given in _STATES:
             if kwargs.pop(given, None) not in (None, False):
-                raise ValueError(f"{self._name} is called with {given}: isp knows the documents")
+                raise ValueError(
+                    f"{self._name} is called with {given}, which isp sets itself from the documents"
+                )
         return self._ours(*args, **kwargs)
 
 
@@ -153,7 +155,7 @@ def _mamba2(
     **_: Any,
 ) -> Tensor:
     if z is not None:
-        raise ValueError("mamba2_chunk_scan is called with a gate, z: isp has none")
+        raise ValueError("mamba2_chunk_scan with a gate (z) is not supported")
     options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     return state_space_scan(hidden_states, dt, A, B, C, D=D, **options)
 

@@ -79,9 +79,9 @@ class ComputedAhead:
             y = self._forward(x)
         elif not same_rows(x, tokens):
             raise RuntimeError(
-                f"{self._name} was called with other tokens than the experts before it, and with"
-                f" the same ones when the model was traced: isp computes it ahead. Register hooks"
-                f" that change what a module is given before isp.parallelize"
+                f"{self._name} was called with other tokens than the experts before it, but with"
+                f" the same tokens when the model was traced, so isp computed it early. Register"
+                f" hooks that change a module's input before isp.parallelize"
             )
         return y.reshape(*x.shape[:-1], y.shape[-1])
 

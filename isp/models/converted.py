@@ -101,7 +101,7 @@ class ConvertedFiles(DequantisedFiles):
         except (RuntimeError, KeyError, IndexError) as error:
             parts = ", ".join(f"{len(names)} {pattern}" for pattern, names in tensors.items())
             raise ValueError(
-                f"the weights in {self.folder} are not this model's; {name} cannot be made of"
+                f"the weights in {self.folder} do not fit this model: {name} cannot be made from"
                 f" {parts}: {error}"
             ) from None
         parameter: Tensor = made[0] if isinstance(made, list) else made

@@ -30,10 +30,11 @@ def check_readable(quantisation: Mapping[str, Any] | None) -> None:
     """Raise ValueError for a `quantization_config` whose weights are not read."""
     if quantisation and quantisation.get("quant_method") not in ("fp8", "mxfp4"):
         raise ValueError(
-            f"its weights are quantised (config.json has quantization_config.quant_method="
-            f"{quantisation.get('quant_method')}), and isp reads whole ones, fp8 and mxfp4: write"
-            f" them by transformers' dequantize and save_pretrained, or leave the entry out if they"
-            f" are whole"
+            f"the weights are quantised"
+            f" (quantization_config.quant_method={quantisation.get('quant_method')} in"
+            f" config.json), and isp reads only unquantised, fp8 and mxfp4 weights: convert them"
+            f" with transformers' dequantize and save_pretrained, or remove the entry if they are"
+            f" not quantised"
         )
 
 

@@ -34,8 +34,8 @@ def hand_on_factors(model: nn.Module) -> None:
         experts: Any = module.get_base_layer()
         if not holds_experts(experts) or module.get_param().dim() != 3:
             raise ValueError(
-                f"target_parameters puts an adapter on {module.parameter_name} of {name}, which is"
-                f" no stack of experts: name linears by target_modules"
+                f"target_parameters adapts {module.parameter_name} of {name}, which is not a stack"
+                f" of experts: use target_modules for linear layers"
             )
         module.__class__ = _handing_on(type(module))
         kind: Any = type(experts)

@@ -58,23 +58,24 @@ def check_spread(
         key, way = f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes}", "leave it out"
     if tiles and of.max_gathered_bytes is not None:
         raise ValueError(
-            f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} does not go with"
-            f" model.mlp_tile_tokens={tiles}, for which all experts are there at once: use 0"
+            f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} cannot be combined with"
+            f" model.mlp_tile_tokens={tiles}, which needs all experts at once: leave one of them"
+            f" out"
         )
     if not trace.elements(ParameterRole.EXPERT):
-        raise ValueError(f"{key} needs experts that isp cuts, and {name} has none: {way}")
+        raise ValueError(f"{key} needs experts that isp can shard, and {name} has none: {way}")
     if config.get("zero_expert_num"):
-        raise ValueError(f"{key}: tokens of {name} go to experts without weights, too: {way}")
+        raise ValueError(f"{key}: {name} also sends tokens to experts without weights: {way}")
     for call in (call for call in trace.calls if call.kind is Kind.EXPERTS):
         if of.max_gathered_bytes is not None and call.module.endswith(".base_layer"):
             raise ValueError(
-                f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} does not go with"
-                f" PEFT's target_parameters of experts: leave it out"
+                f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} cannot be combined"
+                f" with PEFT's target_parameters on experts: leave one of them out"
             )
         if not call.weighs:
             raise ValueError(
-                f"{key}: {call.module} is called without weights [N, k] beside the experts'"
-                f" numbers, so that it cannot be called with the tokens of some of them: {way}"
+                f"{key}: {call.module} is called without routing weights [N, k] next to the expert"
+                f" indices, so it cannot be called with a subset of the tokens: {way}"
             )
 
 

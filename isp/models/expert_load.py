@@ -82,13 +82,15 @@ def check_bias_update(
     key = f"model.moe_router_bias_update_rate={rate}"
     if not _biases_of(model, experts):
         raise ValueError(
-            f"{key}: no router of {type(model).__name__} has a bias by which it chooses experts"
-            f" ({' or '.join(_BIASES)}): use 0, or model.router_aux_loss_coef"
+            f"{key}: no router of {type(model).__name__} has a bias for choosing experts"
+            f" ({' or '.join(_BIASES)}): set it to 0, or use model.router_aux_loss_coef"
         )
     if hasattr(model, "peft_config"):
-        raise ValueError(f"{key} changes the base model, and adapters are saved alone: use 0")
+        raise ValueError(f"{key} changes the base model, but only adapters are saved: set it to 0")
     if tiles:
-        raise ValueError(f"{key} does not go with model.mlp_tile_tokens={tiles}: use 0 for one")
+        raise ValueError(
+            f"{key} cannot be combined with model.mlp_tile_tokens={tiles}: set one of them to 0"
+        )
 
 
 class ExpertLoad:

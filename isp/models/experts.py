@@ -134,11 +134,13 @@ class CalledExperts:
         versions = [x._version for x in counted]
         out = torch.func.functional_call(self._call, parameters, args, kwargs)
         if not isinstance(out, Tensor):
-            raise TypeError(f"{self.name} gives a {type(out).__name__}: experts give one tensor")
+            raise TypeError(
+                f"{self.name} returns a {type(out).__name__}: experts must return one tensor"
+            )
         if versions != [x._version for x in counted]:
             raise RuntimeError(
-                f"{self.name} writes into a tensor that it is given, of which gradients would not"
-                f" know: let it make a new one"
+                f"{self.name} modifies an input tensor in place, which gradients would not see:"
+                f" return a new tensor instead"
             )
         memory = {x.untyped_storage()._cdata for x in full}  # another's as soon as this is over
         return out.clone() if out.untyped_storage()._cdata in memory else out
@@ -147,8 +149,8 @@ class CalledExperts:
         """Raise RuntimeError if the graph, the first one, leads on to what is outside."""
         if not self._checked and graph.leaves():
             raise RuntimeError(
-                f"{self.name} reads a tensor that has a gradient and is neither given to it nor its"
-                f" parameter: that gradient would be lost. Give it as an argument"
+                f"{self.name} reads a tensor that requires a gradient but is neither an argument"
+                f" nor its parameter, so its gradient would be lost: pass it as an argument"
             )
         self._checked = True
 

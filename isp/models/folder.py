@@ -55,12 +55,12 @@ class WeightFiles:
         if (folder / _INDEX).exists():
             files = read_json(folder / _INDEX).get("weight_map")
             if not isinstance(files, dict):
-                raise ValueError(f"{folder / _INDEX} is damaged: it holds no weight_map")
+                raise ValueError(f"{folder / _INDEX} is damaged: it has no weight_map")
             for name, file in files.items():
                 if not isinstance(file, str) or Path(file).name != file:
                     raise ValueError(
-                        f"{folder / _INDEX} is damaged: the weight_map has {file!r} for {name},"
-                        f" which names no file beside it"
+                        f"{folder / _INDEX} is damaged: weight_map gives {file!r} for {name},"
+                        f" which is not a file in the same folder"
                     )
             self._files: dict[str, str] = files
         elif (folder / _SINGLE).exists():
@@ -99,14 +99,14 @@ class WeightFiles:
         ]
         if faults:
             raise ValueError(
-                f"the weights in {self.folder} are not this model's; {'; '.join(faults)}"
+                f"the weights in {self.folder} do not fit this model: {'; '.join(faults)}"
             )
         for name in sorted(shapes.keys() - set(integers)):
             if odd := self._dtypes(name) - _FLOATS:
                 raise ValueError(
-                    f"{name} in {self.folder} is of {min(odd)}, the dtype of quantised weights, and"
-                    f" isp reads {', '.join(sorted(_FLOATS))}: write the model by transformers'"
-                    f" dequantize and save_pretrained"
+                    f"{name} in {self.folder} has dtype {min(odd)}, as quantised weights do, and"
+                    f" isp reads {', '.join(sorted(_FLOATS))}: convert the model with"
+                    f" transformers' dequantize and save_pretrained"
                 )
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class WeightFiles:
         try:
             return safe_open(self.folder / file, framework="pt")
         except FileNotFoundError:
-            raise ValueError(f"{self.folder / file} is missing, which {_INDEX} names") from None
+            raise ValueError(f"{self.folder / file} is missing, but {_INDEX} names it") from None
         except (SafetensorError, OSError) as error:
             raise self._damaged(file, error) from None
 

@@ -81,9 +81,10 @@ class CallFollower:
         """The pass in which a module is called.  Raises RuntimeError if there is none."""
         if self._forward_pass is None:
             raise RuntimeError(
-                f"{called} was called outside of the forward that isp runs: a parallelised model is"
-                f" called by the run's `loss` alone, or by isp.integrations.transformers.Trainer,"
-                f" and recomputed by model.checkpoint, not by gradient checkpointing of its own"
+                f"{called} was called outside of a forward that isp runs: call a parallelised"
+                f" model through the run's `loss` or isp.integrations.transformers.Trainer only,"
+                f" and use model.checkpoint for recomputation, not the model's own gradient"
+                f" checkpointing"
             )
         return self._forward_pass
 

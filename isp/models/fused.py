@@ -141,8 +141,8 @@ class FusedLinears:
             self._x, self._outputs = x, list(self._multiply(x))[::-1]
         elif x is not self._x:
             raise RuntimeError(
-                f"{self._names[number]} was called with another tensor than {self._names[0]}, and"
-                f" with the same one when the model was traced: isp computes them as one"
+                f"{self._names[number]} was called with a different tensor than {self._names[0]},"
+                f" but with the same one when the model was traced, so isp computed them together"
             )
         y = self._outputs.pop()
         if not self._outputs:

@@ -108,8 +108,8 @@ class HuggingFace(Host):
     def connect(self, model: nn.Module) -> None:
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise ValueError(
-                "gradient checkpointing is on: call model.gradient_checkpointing_disable(), and set"
-                " model.checkpoint, the fraction of blocks that isp recomputes"
+                "gradient checkpointing is on: call model.gradient_checkpointing_disable() and"
+                " set model.checkpoint, the fraction of blocks to recompute"
             )
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -126,8 +126,8 @@ class HuggingFace(Host):
             whole.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
         if text._attn_implementation != "isp":
             raise ValueError(
-                f"{type(model).__name__} attends by code of its own, not by transformers' attention"
-                f" interface, so that isp cannot split its sequence"
+                f"{type(model).__name__} computes attention in its own code, not through"
+                f" transformers' attention interface, so isp cannot shard its sequence"
             )
         wrap_free_functions(model)
         give_positions(model)
@@ -166,8 +166,8 @@ class HuggingFace(Host):
         whole: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
         if not hasattr(whole, "score"):
             raise ValueError(
-                f"{type(whole).__name__} classifies sequences by more than a linear, `score`, at"
-                f" the last token: isp has no other such head"
+                f"{type(whole).__name__} classifies sequences with more than a linear layer"
+                f" (`score`) at the last token, which is not supported"
             )
 
         def end(_: nn.Module, __: Any, found: Tensor) -> None:
@@ -260,9 +260,9 @@ def check_row(most: int | None, tokens: int) -> None:
     """Raise ValueError for rows of as many `tokens` as `Host.most_tokens` or more."""
     if most is not None and tokens >= most:
         raise ValueError(
-            f"attn_temperature_tuning in the model's configuration counts the tokens that a rank"
-            f" has, which matters in sequences of {tokens} tokens: use fewer than {most}, or set"
-            f" it to false"
+            f"attn_temperature_tuning in the model's configuration counts only the tokens of one"
+            f" rank, which changes the result for sequences of {tokens} tokens: use fewer than"
+            f" {most}, or set it to false"
         )
 
 
@@ -294,15 +294,19 @@ def _attention_function(
     chosen = chosen_by(module, others)
     foreign = [name for name in _BIASES if others.get(name) is not None]
     if foreign and chosen is None:
-        raise ValueError(f"{type(module).__name__} gives attention {foreign[0]}: isp has none")
+        raise ValueError(
+            f"{type(module).__name__} passes {foreign[0]} to attention, which is not supported"
+        )
     if attention_mask is not None and chosen is None:
-        raise ValueError(f"{type(module).__name__} gives attention a mask of its own")
+        raise ValueError(
+            f"{type(module).__name__} passes a mask of its own to attention, which is not supported"
+        )
     check_dropout(module, dropout)
     mixers = current_mixers()
     if mixers is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called outside of the forward that isp runs: a"
-            f" parallelised model is called by the run's `loss` alone"
+            f"{type(module).__name__} was called outside of a forward that isp runs: call a"
+            f" parallelised model through the run's `loss` only"
         )
     causal = is_causal
     if causal is None:  # BigBird-Pegasus' is a decoder's, and says that it is not causal

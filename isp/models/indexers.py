@@ -141,8 +141,8 @@ def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
     heads, kv_heads = module.num_heads, module.config.num_key_value_heads
     if heads not in (1, kv_heads):
         raise ValueError(
-            f"index_n_heads={heads} in the model's configuration chooses keys for other heads than"
-            f" the {kv_heads} KV heads: isp takes 1 or as many"
+            f"index_n_heads={heads} in the model's configuration does not match the {kv_heads} KV"
+            f" heads: use 1 or {kv_heads}"
         )
     sizes = _Sizes(heads, num_choices=heads, most=module.topk_blocks, run=module.block_size)
     return _Indexer(module, arguments, sizes)
@@ -177,8 +177,8 @@ _KINDS = {
 def _refuse(module: nn.Module, *_: Any, **__: Any) -> None:
     """Of DeepSeek-V4: rows shorter than a window would not show that it has keys of windows."""
     raise ValueError(
-        f"{type(module).__name__} makes a key of each window of tokens, beside those of tokens:"
-        f" attention to compressed windows is not supported"
+        f"{type(module).__name__} adds a key for each window of tokens: attention to compressed"
+        f" windows is not supported"
     )
 
 

@@ -50,7 +50,8 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
         linears = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
         raise ValueError(
             f"model.adapter.target_modules={json.dumps(adapter_keys(adapter)['target_modules'])}:"
-            f" {str(error).splitlines()[0]} Its linears are {', '.join(sorted(linears))}"
+            f" {str(error).splitlines()[0]} The model's linear layers:"
+            f" {', '.join(sorted(linears))}"
         ) from None
     found.peft_config["default"].base_model_name_or_path = str(Path(base).absolute())
     return found
@@ -75,8 +76,8 @@ class AdapterWeights:
         odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
         if odd:
             raise ValueError(
-                f"model.adapter.folder: {self._file} is of another model: {odd[0]} is"
-                f" {there.get(odd[0], 'missing')} there, {own.get(odd[0], 'missing')} here"
+                f"model.adapter.folder: {self._file} belongs to another model: {odd[0]} is"
+                f" {there.get(odd[0], 'missing')} there and {own.get(odd[0], 'missing')} here"
             )
 
     @torch.no_grad()

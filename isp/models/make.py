@@ -58,8 +58,7 @@ def leave_alone(model: nn.Module, shape: nn.Module, unused: Iterable[str]) -> No
         shape.get_parameter(name).requires_grad_(False)
     if trained:
         logger.warning(
-            "no gradient of a forward of tokens reaches %d parameters of %s: they are not"
-            " trained (%s)",
+            "%d parameters of %s get no gradient from a forward of tokens and are not trained (%s)",
             len(trained),
             type(model).__name__,
             ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),

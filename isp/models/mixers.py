@@ -128,7 +128,7 @@ class TracedMixers:
             way = cheaper_way(recurrence, flat, placement)
             if not self._reported and placement.channel.size > 1:
                 self._reported = True
-                logger.info("scans: by %s (auto, by the bytes that a rank receives)", way)
+                logger.info("scans: by %s (auto: fewest bytes received per rank)", way)
         scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
         return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
 
@@ -137,7 +137,7 @@ class TracedMixers:
         keys, forward_pass = indexer.keys, self._follower.under_way("an indexer")
         layers = self._layers
         if layers.splits_features:
-            raise ValueError(f"{forward_pass.name} chooses the keys that its attention sees")
+            raise ValueError(f"{forward_pass.name} uses an indexer to choose keys for attention")
         cache, tensor = layers.cache, layers.tensor
         documents = []
         if cache is not None and cache.keeps:

@@ -98,13 +98,13 @@ class TracedModel:
         probed = check_local(shape, model.buffers(), self.trace, self.host.forward)
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
-                f"{type(model).__name__} does not look at position_ids: it would count the tokens"
-                f" of each rank, and of packed documents, from the wrong place"
+                f"{type(model).__name__} ignores position_ids: positions within each rank's part"
+                f" and within packed documents would be wrong"
             )
         if not all(call.sizes.causal for call in self.trace.calls if call.sizes is not None):
             logger.warning(
-                "%s attends in both directions: where a token's label is the next token, the loss"
-                " sees the answer (models of transformers: is_decoder=True in the configuration)",
+                "%s uses bidirectional attention: if labels are next tokens, the loss sees the"
+                " answer (models of transformers: set is_decoder=True in the configuration)",
                 type(model).__name__,
             )
 
@@ -134,8 +134,8 @@ class TracedModel:
         if self.recomputation.mlp_tile_tokens and not self.trace.by_token:
             raise ValueError(
                 f"model.mlp_tile_tokens={self.recomputation.mlp_tile_tokens}: no module in the"
-                f" blocks of {type(self.model).__name__} that takes one tensor of tokens has"
-                f" several linears and no attention: use 0"
+                f" blocks of {type(self.model).__name__} can be tiled (it must take one tensor of"
+                f" tokens and contain several linear layers but no attention): use 0"
             )
 
     @property
@@ -292,13 +292,13 @@ class TracedModel:
         vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
         if self.trace.head is None:
             raise ValueError(
-                f"{key}=true needs logits that are made of what the last linear gives alone, and"
-                f" those of {type(self.model).__name__} are made of more: use false"
+                f"{key}=true needs logits that come from the last linear layer alone, but"
+                f" {type(self.model).__name__} uses more than that: use false"
             )
         if vocab % size:
             raise ValueError(
-                f"parallel.tensor.size={size} must divide the {vocab} logits of a token for {key}:"
-                f" use a divisor, or {key}=false"
+                f"parallel.tensor.size={size} must divide the vocabulary of {vocab} logits for"
+                f" {key}: use a divisor, or {key}=false"
             )
 
     def _check_stages(self, num_stages: int, pipeline: PipelineConfig) -> None:
@@ -313,7 +313,7 @@ class TracedModel:
                 own = PipelineOrder(pipeline).stages_of(rank)
                 names = frozenset[str]().union(*(stages[number].parameters for number in own))
                 if not any(self._shape.get_parameter(name).requires_grad for name in names):
-                    raise ValueError(f"no weight of rank {rank} of the pipeline is trained")
+                    raise ValueError(f"pipeline rank {rank} has no trainable weights")
         except ValueError as error:
             raise ValueError(
                 f"parallel.pipeline.size={pipeline.size} cannot cut {type(self.model).__name__}"
@@ -327,7 +327,7 @@ class TracedModel:
         """The cuts of the modes that split features; raises ValueError if it has none."""
         try:
             if hasattr(self.model, "peft_config"):
-                raise ValueError("it does not name adapters")
+                raise ValueError("it does not cover adapters")
             return tensor_plan(self._shape, self.trace, self.host.tensor_styles(self._shape))
         except ValueError as error:
             raise self._not_split(error) from None
@@ -346,9 +346,8 @@ class TracedModel:
     def _not_split(self, why: Exception) -> ValueError:
         reason = next(iter(str(why).splitlines()), "")
         return ValueError(
-            f"parallel.tensor.mode splits the features of {type(self.model).__name__} by its"
-            f" tensor-parallel plan, which does not do: {reason}; use mode isp, which runs a"
-            f" model as it is"
+            f"{type(self.model).__name__} cannot be sharded by its tensor-parallel plan, as"
+            f" parallel.tensor.mode needs: {reason}; use mode isp, which needs no plan"
         )
 
     def build(
@@ -384,8 +383,8 @@ class TracedModel:
         sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
         if layers.cache is not None and any(s.chunk or s.relative for s in sizes):
             raise ValueError(
-                f"{type(self.model).__name__} attends in chunks of tokens or with a bias by"
-                f" distance, for which isp has no cache of keys: generate with transformers"
+                f"{type(self.model).__name__} uses chunked attention or a bias by distance, for"
+                f" which isp has no KV cache: generate with transformers"
             )
         plan = self._tensor_plan if layers.splits_features else None
         follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
@@ -400,10 +399,10 @@ class TracedModel:
         )
         if not plans_or_generates and self.loss_chunk_tokens and self.trace.head is None:
             logger.warning(
-                "the logits of %s exist as a whole, model.loss_chunk_tokens=%d notwithstanding:"
-                " they are made of more than what its last linear gives",
-                type(self.model).__name__,
+                "model.loss_chunk_tokens=%d has no effect: %s computes its logits from more than"
+                " its last linear layer, so all logits are in memory at once",
                 self.loss_chunk_tokens,
+                type(self.model).__name__,
             )
         return chunk
 

@@ -63,8 +63,8 @@ def check_model_folder(folder: str, parallel: ParallelConfig) -> None:
     for name in _DROPOUT:
         if config.get(name):
             raise ValueError(
-                f"model.hf={folder}: {name}={config[name]} in config.json drops attention, which"
-                f" isp does not have: set it to 0 there"
+                f"model.hf={folder}: {name}={config[name]} in config.json sets attention dropout,"
+                f" which isp does not support: set it to 0"
             )
     try:
         check_model_config(config, parallel)
@@ -79,22 +79,22 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
     named = config.get("layer_types") is not None or config.get("model_type") == "llama4_text"
     if chunk and not named:  # of Llama 4, transformers names them
         raise ValueError(
-            f"attention_chunk_size={chunk} in config.json attends in chunks of tokens, in layers"
-            f" that layer_types names, which is not there: add it, or take the key out"
+            f"attention_chunk_size={chunk} in config.json needs layer_types, which says which"
+            f" layers use chunked attention: add layer_types, or remove the key"
         )
     context = parallel.sequence_2D.context_size or 1
     if "chunked_attention" in kinds and context > 1:
         raise ValueError(
-            f"chunked_attention in config.json cuts documents into chunks, which"
-            f" parallel.sequence_2D.context_size={context} does not: use 1"
+            f"chunked_attention in config.json cannot be combined with"
+            f" parallel.sequence_2D.context_size={context}: use 1"
         )
     size = parallel.tensor.size
     for name, kind, by_layer in _rope_kinds(config):
         if (kind == "dynamic" or (kind == "longrope" and by_layer)) and size > 1:
             raise ValueError(
-                f"{name} of type {kind} in config.json looks at the positions of"
-                f" the whole row, of which each of parallel.tensor.size={size} ranks has a part:"
-                f" use size 1, or another type"
+                f"{name} of type {kind} in config.json needs the positions of the whole sequence,"
+                f" but each of parallel.tensor.size={size} ranks has only a part: use size 1, or"
+                f" another type"
             )
 
 
@@ -112,7 +112,7 @@ def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
     tensor = parallel.tensor
     if seq_len % tensor.size:
         raise ValueError(
-            f"parallel.tensor.size={tensor.size} must divide the {seq_len} tokens of a row"
+            f"parallel.tensor.size={tensor.size} must divide the sequence of {seq_len} tokens"
             f" (data.seq_len, times data.micro_bsz if data.pack)"
         )
 

@@ -31,8 +31,8 @@ def check_dropout(module: nn.Module, dropout: float) -> None:
     """Raise ValueError for attention with dropout."""
     if dropout and module.training:
         raise ValueError(
-            f"{type(module).__name__} asks for attention dropout {dropout}, which isp does not"
-            f" have: make the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+            f"{type(module).__name__} uses attention dropout {dropout}, which isp does not"
+            f" support: build the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         )
 
 
@@ -70,7 +70,9 @@ def _bart(
 ) -> _Attended:
     check_dropout(module, _dropout(module))
     if attn_prompt is not None:
-        raise ValueError(f"{type(module).__name__} attends to a prompt of its own: isp has none")
+        raise ValueError(
+            f"{type(module).__name__} attends to a prompt of its own, which is not supported"
+        )
     linears = module.q_proj, module.k_proj, module.v_proj
     q, k, v = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in linears)
     return module.out_proj(attention(q, k, v, causal=module.is_decoder).flatten(2)), None

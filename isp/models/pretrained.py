@@ -73,8 +73,8 @@ def _read_and_traced(
     except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device
         first = str(error).splitlines()[0]
         raise ValueError(
-            f"model.hf={folder}: the order of its calls depends on values, so it cannot be traced:"
-            f" {first}"
+            f"model.hf={folder}: the model's control flow depends on tensor values, so it cannot"
+            f" be traced: {first}"
         ) from error
 
 
@@ -94,8 +94,8 @@ def saved_again(
     own = {n: tuple(_tensor(model, n).shape) for n in _names(model) if n not in kept}
     if odd := [name for name in {**own, **shapes} if own.get(name) != shapes.get(name)]:
         raise ValueError(
-            f"the weights are not of the model in {folder}: {odd[0]} is"
-            f" {shapes.get(odd[0], 'missing')}, not {own.get(odd[0], 'of the model')}"
+            f"the weights do not fit the model in {folder}: {odd[0]} is"
+            f" {shapes.get(odd[0], 'missing')} instead of {own.get(odd[0], 'absent')}"
         )
     if kept:
         weights.fill(model, (), 0)
@@ -133,8 +133,8 @@ def _made(folder: str, dtype: torch.dtype) -> nn.Module:
         if "custom code" in first:
             first += " isp runs no code that a folder brings: give isp.parallelize the model"
         raise ValueError(
-            f"transformers {transformers.__version__} makes no causal language model of it:"
-            f" {type(error).__name__}: {first}"
+            f"transformers {transformers.__version__} cannot build a causal language model from"
+            f" it: {type(error).__name__}: {first}"
         ) from None
     if dtype is torch.float64:
         model = kept_in_float64(model)
@@ -146,8 +146,8 @@ def _check_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(
-                f"{name} drops {module.p:g} of its input, which isp does not do: set the dropout"
-                f" that it is made with to 0 in config.json"
+                f"{name} applies dropout {module.p:g}, which isp does not support: set that"
+                f" dropout to 0 in config.json"
             )
 
 
@@ -159,8 +159,8 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     if not any(folder.glob("*.safetensors*")):
         if others := sorted(path.name for path in folder.glob("*.bin")):
             raise ValueError(
-                f"its weights are {others[0]}, and isp reads safetensors: save the model once with"
-                f" transformers' save_pretrained"
+                f"the weights are in {others[0]}, but isp reads only safetensors: load the model"
+                f" and save it again with transformers' save_pretrained"
             )
         take_out_tower(model)
         return _Random(model)
@@ -235,7 +235,7 @@ class _Files:
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
         """As `InitialWeights`; in hand is one shard at a time."""
         if shards:
-            logger.info("weights     of %s", self._files.folder)
+            logger.info("weights     from %s", self._files.folder)
         for item in shards:
             item.parameter.copy_(self._read(item.name, item.layout))
         for name, buffer in _kept_buffers(model):
@@ -270,11 +270,11 @@ class _Random:
             return
         shape: Any = copy.deepcopy(self._shape)
         if hasattr(shape, "_init_weights"):
-            logger.info("weights     random, as the model begins them")
+            logger.info("weights     random, as the model initializes them")
         else:
             logger.warning(
-                "weights     random, as torch begins each module: what else the model's own code"
-                " does to them is not done for a model on the meta device"
+                "weights     random, as torch initializes each module: the model is on the meta"
+                " device, so its own initialization code does not run"
             )
         drawn: dict[str, Drawing] = {}
         values: dict[str, Tensor] = {}
@@ -292,8 +292,8 @@ class _Random:
                 own = layout.shard(values[local])
             if own.isnan().any():
                 raise ValueError(
-                    f"{type(shape).__name__} does not say how {name} begins: give the model with"
-                    f" weights"
+                    f"{type(shape).__name__} does not say how to initialize {name}: pass the model"
+                    f" with weights"
                 )
             item.parameter.copy_(own)
 
@@ -311,15 +311,15 @@ def begun_by_the_model(
         return None
     if len(empty) < sum(1 for _ in model.parameters()):
         raise ValueError(
-            f"{empty[0]} is on the meta device, other parameters are not: load it, too"
+            f"{empty[0]} is on the meta device, but other parameters are not: load it, too"
         )
     twin, kind = model, type(model)
     if any(buffer.is_meta for buffer in model.buffers()):
         config = getattr(model, "config", None)
         if config is None or hasattr(model, "peft_config"):
             raise ValueError(
-                f"{kind.__name__} has buffers on the meta device, whose values isp does not know:"
-                f" make it in isp.models.pretrained.parameters_on_meta(), which leaves them alone"
+                f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
+                f" it inside isp.models.pretrained.parameters_on_meta(), which keeps buffers"
             )
         with parameters_on_meta():
             twin = kind(config)

@@ -52,10 +52,9 @@ _LARGEST = 1e-5
 """Largest difference that is none, as a part of the largest logit: float32 sums in other orders."""
 
 _SEEN = {
-    "changed": "if a token is changed, what it gives for other tokens changes, too",
-    "permuted": "if tokens and their positions are put in another order, what it gives for them is"
-    " not the same in that order",
-    "part": "for a part of the tokens and their positions it gives other values than for all",
+    "changed": "changing one token changes its output for other tokens",
+    "permuted": "permuting tokens together with their positions changes its output",
+    "part": "its output for a part of the tokens differs from that for all tokens",
 }
 
 _KNOWN = "transformers.", "model.decoder"
@@ -95,8 +94,9 @@ def check_local(
                 whole = _run(model, forward, ids, positions, trace.called)
         except Exception as error:  # somebody else's code, on other numbers than its own
             logger.warning(
-                "%s was not probed for code that mixes tokens beside attention (isp.check compares"
-                " a small model's layouts): on random weights it said: %s",
+                "%s was not checked for code that mixes tokens outside of attention, because the"
+                " check failed on random weights (isp.check compares layouts on a small model):"
+                " %s",
                 type(model).__name__,
                 next(iter(str(error).splitlines()), type(error).__name__),
             )
@@ -106,8 +106,8 @@ def check_local(
                 found = _run(model, forward, tokens, their_positions, trace.called)
             except Exception as error:
                 raise ValueError(
-                    f"{type(model).__name__} runs on {_TOKENS} tokens, and not on {len(rows)} of"
-                    f" them: {error}"
+                    f"{type(model).__name__} runs on {_TOKENS} tokens but not on {len(rows)}:"
+                    f" {error}"
                 ) from error
             apart = (found.logits - whole.logits[:, rows]).abs() / whole.logits.abs().max()
             if case == "changed":
@@ -116,10 +116,10 @@ def check_local(
                 place = _first_apart(whole, found, rows, unlike=case == "changed")
                 kind = type(model.get_submodule(place)).__name__
                 raise ValueError(
-                    f"{f'{place} ({kind})' if place else kind} mixes or counts tokens beside"
-                    f" attention, which cannot be split by sequence: {_SEEN[case]}. Let it use the"
-                    f" positions that the model is called with, and attention for what a token sees"
-                    f" of others"
+                    f"{f'{place} ({kind})' if place else kind} mixes or counts tokens outside of"
+                    f" attention, so its sequence cannot be sharded: {_SEEN[case]}. Use the"
+                    f" positions that the model is called with, and mix tokens only through"
+                    f" attention"
                 )
     return True
 

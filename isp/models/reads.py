@@ -93,10 +93,10 @@ def check_reads(reads: dict[str, str], roles: dict[str, ParameterRole]) -> None:
     for name, by in reads.items():
         if roles[name] is ParameterRole.SHARDED:
             raise ValueError(
-                f"{name} is read by {by}, and a rank has a part of it, which is gathered where its"
-                f" nn.Linear is called, or where its nn.Embedding looks up the rows of ids"
-                f" (F.embedding with the table's own options, or weight[ids]): call the module (for"
-                f" a tied head, an nn.Linear whose weight is the table's)"
+                f"{name} is read by {by}, but each rank holds only a part of it, and isp gathers"
+                f" it only where its nn.Linear is called or its nn.Embedding looks up ids"
+                f" (F.embedding with the table's own options, or weight[ids]): call the module"
+                f" instead (for a tied head, an nn.Linear with the table's weight)"
             )
 
 

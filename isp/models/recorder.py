@@ -80,9 +80,9 @@ class CallRecorder:
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
             turned = q.dim() == 4 and q.shape[2] == TOKENS
             raise ValueError(
-                f"{self._block or type(self._model).__name__} attends with q, k, v of {shapes} to"
-                f" {TOKENS} tokens: attention takes [B, S, H, d]"
-                f"{', so transpose(1, 2) what is [B, H, S, d]' if turned else ''}"
+                f"{self._block or type(self._model).__name__} calls attention with q, k, v of"
+                f" {shapes} for {TOKENS} tokens: attention takes [B, S, H,"
+                f" d]{', so transpose(1, 2) tensors of [B, H, S, d]' if turned else ''}"
             )
         _read(options.profiles)
         self.mixing.update(self._open)

@@ -55,7 +55,9 @@ class Entrance:
     def column(self, x: Tensor) -> Iterator[None]:
         """A column multiplies x.  Raises ValueError for another than the module was given."""
         if x is not self.shown:
-            raise ValueError(f"a column of {self.name} reads another tensor than its input")
+            raise ValueError(
+                f"a column-parallel linear layer of {self.name} reads a tensor other than its input"
+            )
         self.in_column = True
         try:
             if self.regathers and x.grad_fn is not None:
@@ -78,8 +80,8 @@ class Entrance:
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
-                f"{self.name} is called with {len(found)} tensors [.., {self._width}] of tokens,"
-                f" not one"
+                f"{self.name} is called with {len(found)} tensors [.., {self._width}] of tokens"
+                f" instead of one"
             )
         own = found[0]
         self.shown = shown = _Enter.apply(own, self)
@@ -158,7 +160,7 @@ class OnlyColumnsRead(TorchFunctionMode):
             for entrance in self._entrances:
                 if not entrance.in_column and id(entrance.shown) in read:
                     raise ValueError(
-                        f"{entrance.name} gives its input to {getattr(func, '__name__', func)},"
-                        f" beside the linears of its plan"
+                        f"{entrance.name} passes its input to {getattr(func, '__name__', func)},"
+                        f" not only to the linear layers of its plan"
                     )
         return out

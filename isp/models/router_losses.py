@@ -63,7 +63,7 @@ def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
         ]
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no routers whose logits transformers records: leave out"
+            f"transformers does not record router logits of {type(model).__name__}: leave out"
             f" model.router_aux_loss_coef, model.router_z_loss_coef and output_router_logits"
         )
     return found
@@ -247,11 +247,11 @@ def check_router_losses(
     _experts_of_a_token(config)
     if num_stages > 1:
         raise ValueError(
-            "the losses of routers are of all layers together, so that pipelines cannot have them:"
+            "router losses are computed over all layers together, which pipelines do not support:"
             " use parallel.pipeline.size=1, or model.router_aux_loss_coef=0 and"
             " output_router_logits=false in the model's configuration"
         )
     if tiles:
         raise ValueError(
-            f"model.mlp_tile_tokens={tiles} does not go with the losses of routers: use 0"
+            f"model.mlp_tile_tokens={tiles} cannot be combined with router losses: use 0"
         )

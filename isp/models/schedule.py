@@ -110,8 +110,8 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
     mode, order = parallel.tensor.mode, PipelineOrder(parallel.pipeline)
     if not mode.gathers_weights:
         raise ValueError(
-            f"parallel.tensor.mode={mode} gathers no weights, so there is no schedule to show:"
-            f" use isp"
+            f"parallel.tensor.mode={mode} gathers no weights, so there is no schedule to show: use"
+            f" isp"
         )
     found = []
     stay = 1 < parallel.expert.size == parallel.weight.size

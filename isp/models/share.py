@@ -53,7 +53,7 @@ def run_with_a_share(
         expected = [(tokens, heads), (tokens, kv_heads), (tokens, kv_heads)]
         found = [tuple(x.shape[1:3]) for x in (q, k, v)]
         if found != expected or (sinks is not None and len(sinks) != heads):
-            raise ValueError(f"{call.block} attends with other heads than its rank's")
+            raise ValueError(f"{call.block} calls attention with heads of other ranks")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
     chunk = build(layers, attend)

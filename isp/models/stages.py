@@ -82,11 +82,11 @@ def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
     """Raise ValueError if a block gives nothing that travels, or as many features as no other."""
     for block in (block for span in spans[:-1] for block in span):
         if block not in trace.outputs:
-            raise ValueError(f"{block} gives the next no hidden state [B, S, ..]")
+            raise ValueError(f"{block} does not pass a hidden state [B, S, ..] to the next block")
     cut = trace.blocks[:1] + tuple(span[-1] for span in spans[:-1])
     widths = {trace.outputs[block].width for block in cut if len(spans) > 1}
     if len(widths) > 1:
-        raise ValueError(f"its blocks give hidden states of {sorted(widths)} features")
+        raise ValueError(f"its blocks return hidden states of different widths: {sorted(widths)}")
 
 
 def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> set[int]:
@@ -171,11 +171,9 @@ def check_stages(
             except ForwardEnd as end:
                 received = end.hidden
             except Exception as error:  # somebody else's code, on other values than its own
-                raise ValueError(f"a stage fails without the others: {error}") from error
+                raise ValueError(f"a stage fails when it runs alone: {error}") from error
     if not torch.equal(received, whole):
-        raise ValueError(
-            "its blocks use more of the blocks and tables before them than the hidden state"
-        )
+        raise ValueError("its blocks use more from earlier blocks and tables than the hidden state")
 
 
 def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) -> None:

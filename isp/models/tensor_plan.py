@@ -110,8 +110,8 @@ class TensorPlan(NamedTuple):
             features = (in_features if cut.role is Role.ROW else _out_features)(linear)
             if name != self.head and features % size:
                 raise ValueError(
-                    f"parallel.tensor.size={size} must divide the {features} features by which"
-                    f" {name} is cut"
+                    f"parallel.tensor.size={size} must divide the {features} features along which"
+                    f" {name} is sharded"
                 )
         for call in trace.calls:
             if call.sizes is None:
@@ -158,24 +158,28 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         regions += of_block
         cuts |= of_linears
     if not cuts:
-        raise ValueError("it has no plan, or one that cuts no linear that is called")
+        raise ValueError(
+            "it has no tensor-parallel plan, or none of the linear layers in its plan is called"
+        )
     tables = [c.module for c in trace.calls if c.kind is Kind.TABLE]
     last = trace.calls[-1]
     if len(tables) > 1:
-        raise ValueError(f"{tables[1]} is a second table, which its plan does not cut")
+        raise ValueError(f"{tables[1]} is a second embedding table, and the plan does not shard it")
     if last.kind is not Kind.LINEAR or last.block is not None:
-        raise ValueError("its forward does not end with the linear that gives the logits")
+        raise ValueError("its forward does not end with the linear layer that computes the logits")
     if _out_features(model.get_submodule(last.module)) != trace.vocab_size:
-        raise ValueError(f"its logits are not all that {last.module} gives")
+        raise ValueError(f"its logits are not the whole output of {last.module}")
     cuts[last.module] = LinearCut(Role.COLUMN)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ValueError(f"{name} drops {module.p:g}, in each rank something else")
+            raise ValueError(
+                f"{name} applies dropout {module.p:g}, which would differ between ranks"
+            )
         inside = next((r for r in regions if name.startswith(f"{r.module}.")), None)
         if inside is None or not is_linear(module) or name not in trace.called:
             continue
         if name not in cuts or cuts[name].alone:
-            raise ValueError(f"{name} lies in {inside.module}, and its plan does not cut it")
+            raise ValueError(f"the plan does not shard {name}, which is inside {inside.module}")
     vectors = frozenset(_own_vectors(regions, trace, styles))
     return TensorPlan(cuts, tuple(regions), vectors, tables[0], last.module)
 
@@ -195,7 +199,7 @@ def _own_vectors(
         if owner in trace.called and owner != region.module:
             continue
         if region.whole or styles.get(_pattern(name)) != "colwise":
-            raise ValueError(f"{name} lies in {region.module}, and its plan does not cut it")
+            raise ValueError(f"the plan does not shard {name}, which is inside {region.module}")
         yield name
 
 
@@ -228,9 +232,11 @@ def _regions(
         regions.append(_region(block, (*columns, call.module), cut.whole, inside, trace))
         columns.clear()
     if attentions:
-        raise ValueError(f"its plan does not cut what {block} attends with")
+        raise ValueError(f"the plan does not shard the attention projections of {block}")
     if begun[False]:
-        raise ValueError(f"its plan ends {block} without a row behind {next(iter(begun[False]))}")
+        raise ValueError(
+            f"the plan has no row-parallel layer after {next(iter(begun[False]))} in {block}"
+        )
     return regions, cuts | {name: cuts[name]._replace(alone=True) for name in begun[True]}
 
 
@@ -241,11 +247,12 @@ def _region(
     module = _common_parent(linears)
     if len(linears) < 2 or not module.startswith(f"{block}."):
         raise ValueError(
-            f"its plan cuts {', '.join(linears)}: not columns and their row in one module"
+            f"the plan shards {', '.join(linears)}, which are not column-parallel layers followed"
+            f" by a row-parallel one in one module"
         )
     for call in calls:
         if call.kind.mixes and call.kind is not Kind.ATTENTION:
-            raise ValueError(f"its plan cuts {module}, which mixes tokens by a {call.kind}")
+            raise ValueError(f"the plan shards {module}, which mixes tokens with a {call.kind}")
     first, *_, row = linears
     order = {name: place for place, name in enumerate(trace.called)}
     between = tuple(

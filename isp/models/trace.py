@@ -112,19 +112,19 @@ def check_supported(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has a forward of its own beside"
-                f" its class's: it was parallelised before, or another library has wrapped it. Give"
-                f" the model as it was made"
+                f"{name or 'the model'} ({type(module).__name__}) has a forward that is not its"
+                f" class's: it was parallelised before, or another library has wrapped it. Pass"
+                f" the original model"
             )
     check_not_compiled(model)
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise ValueError(f"{name} is a scalar, of which no rank has a row: give it shape [1]")
+            raise ValueError(f"{name} is a scalar, which cannot be sharded: give it shape [1]")
     for name, adapter in getattr(model, "peft_config", {}).items():
         if getattr(adapter, "use_dora", False):
             raise ValueError(
-                f"the adapter {name!r} is DoRA, which takes the norm of each whole weight, of which"
-                f" a rank has a part: make it with use_dora=False (LoRA)"
+                f"the adapter {name!r} uses DoRA, which needs the norm of each whole weight, but"
+                f" each rank holds only a part: use use_dora=False (LoRA)"
             )
 
 
@@ -133,8 +133,8 @@ def check_not_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None:
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) was compiled: isp runs modules"
-                f" one by one. Leave out compile(), before isp.parallelize and behind it"
+                f"{name or 'the model'} ({type(module).__name__}) is compiled, but isp runs"
+                f" modules one by one: do not call compile() before or after isp.parallelize"
             )
 
 
@@ -211,8 +211,8 @@ def _check_logits(model: nn.Module, logits: object) -> None:
         return
     found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
     raise ValueError(
-        f"{type(model).__name__} gives {found} for tokens [1, {TOKENS}]: isp.parallelize takes a"
-        f" model whose forward gives its logits, one tensor [B, S, V]"
+        f"{type(model).__name__} returns {found} for tokens [1, {TOKENS}]: isp.parallelize needs a"
+        f" model whose forward returns its logits as one tensor [B, S, V]"
     )
 
 
@@ -286,30 +286,30 @@ def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]
     mixing = [call for call in calls if call.kind.mixes]
     if not mixing:
         raise ValueError(
-            f"{type(model).__name__} has no call that mixes tokens and that isp can trace: {_HOW}"
+            f"{type(model).__name__} never mixes tokens through a call that isp can trace: {_HOW}"
         )
     for call in mixing:
         if call.block is None:
             raise ValueError(
-                f"{type(model).__name__} calls {call.kind} outside of the entries of an"
-                f" nn.ModuleList: put its blocks into one"
+                f"{type(model).__name__} calls {call.kind} outside of an nn.ModuleList: put its"
+                f" blocks into one"
             )
         if call.sizes is not None and call.sizes.value_size > call.sizes.head_size:
             raise ValueError(
-                f"{call.block} attends with values of {call.sizes.value_size} features and keys of"
-                f" {call.sizes.head_size}: no attention of isp takes values larger than keys"
+                f"{call.block} uses attention with values of {call.sizes.value_size} features and"
+                f" keys of {call.sizes.head_size}: values larger than keys are not supported"
             )
     lists = {list_of(call.block) for call in mixing if call.block}
     for name, entry in list_entries(model):
         if list_of(name) in lists and entered[name] > 1:
             raise ValueError(
-                f"{name} ({type(entry).__name__}) is called {entered[name]} times in a forward:"
-                f" isp gathers the weights of a block for one call"
+                f"{name} ({type(entry).__name__}) is called {entered[name]} times in one forward,"
+                f" but isp gathers a block's weights for one call"
             )
 
 
 _HOW = (
-    "a layer has to call transformers' attention interface, isp.attention, isp.causal_conv1d,"
+    "a layer must call transformers' attention interface, isp.attention, isp.causal_conv1d,"
     " isp.gated_delta_rule or isp.state_space_scan"
 )
 
@@ -331,19 +331,19 @@ def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception, toke
         line = code.line or ""
         text = f" ({Path(code.filename).name}:{code.lineno}: {line})"
     return (
-        f"{place} could not be traced: {_cause(error, line)}{text}. The model is called with tokens"
-        f" and positions [1, {tokens}] on the meta device"
+        f"{place} could not be traced: {_cause(error, line)}{text}. The model is called with"
+        f" tokens and positions [1, {tokens}] on the meta device"
     )
 
 
 def _cause(error: Exception, line: str) -> str:
     if "NoneType" in str(error) and "mask" in line:
         return (
-            "it reads an attention mask, and isp gives none: attention that chooses keys for each"
-            " token (sparse attention) is supported where isp knows the indexer"
+            "it reads an attention mask, but isp passes none: attention that chooses keys for"
+            " each token (sparse attention) is supported only with indexers that isp knows"
         )
     if "meta tensor" in str(error) or "data-independent" in str(error):
-        return "what it does depends on the values of tensors, which a trace does not have"
+        return "its shapes or control flow depend on tensor values, which a trace does not have"
     return f"{type(error).__name__}: {error}"
 
 

@@ -276,7 +276,10 @@ def test_sizes_that_do_not_fit_are_refused(
 def test_models_whose_tokens_cannot_travel_are_refused() -> None:
     """Catches a size that is silently without effect, and experts called without weights."""
     parallel = _config(1, 2, 2).parallel
-    for model, words in ((tiny("llama"), "has none"), (Unweighted(), "is called without weights")):
+    for model, words in (
+        (tiny("llama"), "has none"),
+        (Unweighted(), "is called without routing weights"),
+    ):
         with pytest.raises(ValueError, match=words):
             TracedModel(model, in_place=False).check_layout(parallel, 64)
 

@@ -189,7 +189,7 @@ def test_biases_that_are_not_there_are_refused() -> None:
     """Catches a rate that moves nothing."""
     of = RouterCoefficients(bias_rate=0.001)
     model = TracedModel(tiny("qwen3_moe"), router_losses=of)
-    assert "has a bias by which" in raised(model.check_layout, job().parallel, 24)
+    assert "has a bias for choosing experts" in raised(model.check_layout, job().parallel, 24)
 
 
 def _half(rank: int, _: None) -> Any:

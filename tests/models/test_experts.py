@@ -233,7 +233,11 @@ def _refused(rank: int, trouble: str) -> str:
 
 def test_experts_that_would_lose_gradients_are_refused() -> None:
     """Catches gradients that are silently other than the plain model's."""
-    faults = {"writes": "writes into", "two": "gives a tuple", "beside": "neither given to it"}
+    faults = {
+        "writes": "modifies an input",
+        "two": "returns a tuple",
+        "beside": "neither an argument",
+    }
     cases = {trouble: trouble for trouble in faults}
     for trouble, of_ranks in run_each(2, _refused, cases).items():
         for found in of_ranks:

@@ -65,7 +65,10 @@ def test_sizes_come_from_the_folder_and_are_printed_in_full(folder: Path) -> Non
         (["--model.preset=tiny"], 'model.preset="tiny" is given beside model.hf='),
         (["--model.init_std=0.1"], "model.init_std=0.1 is given beside model.hf="),
         (["--model.checkpoint_mlp_activation"], "set both, or none"),
-        (["--parallel.tensor.size=5"], "parallel.tensor.size=5 must divide the 64 tokens"),
+        (
+            ["--parallel.tensor.size=5"],
+            "parallel.tensor.size=5 must divide the sequence of 64 tokens",
+        ),
     ],
 )
 def test_keys_that_do_not_go_with_a_folder_are_named(
@@ -80,8 +83,8 @@ def test_keys_that_do_not_go_with_a_folder_are_named(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 in config.json drops attention"),
-        ({"attention_chunk_size": 16}, "attention_chunk_size=16 in config.json attends in chunks"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 in config.json sets attention"),
+        ({"attention_chunk_size": 16}, "attention_chunk_size=16 in config.json needs layer_types"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             "rope_scaling of type dynamic in config.json",
@@ -128,7 +131,7 @@ def test_weights_of_another_model_are_named(folder: Path, message: str) -> None:
     """Catches a tensor that is left random, ignored, or cut to fit."""
     change_weights(folder, **FAULTS[message])
     config = config_of(folder)
-    with pytest.raises(ValueError, match=r"the weights in .* are not this model's") as refused:
+    with pytest.raises(ValueError, match=r"the weights in .* do not fit this model") as refused:
         _ = config.language_model
     assert message in str(refused.value)
 
@@ -140,7 +143,7 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short"):
         _ = config.language_model
     file.rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"its weights are pytorch_model\.bin, and isp reads"):
+    with pytest.raises(ValueError, match=r"the weights are in pytorch_model\.bin, but isp reads"):
         _ = config.language_model
 
 
@@ -148,17 +151,15 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
 def test_weights_of_a_quantised_dtype_are_refused(folder: Path, dtype: torch.dtype) -> None:
     """Catches whole numbers, whose scales are elsewhere or nowhere, that train as weights."""
     change_weights(folder, model__norm__weight=torch.ones(32).to(dtype))
-    with pytest.raises(
-        ValueError, match=r"model\.norm\.weight in .* the dtype of quantised weights"
-    ):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* as quantised weights do"):
         _ = config_of(folder).language_model
 
 
 INDEXES = {
-    "has 5 for model.norm.weight": '{"weight_map": {"model.norm.weight": 5}}',
-    "has '../w.safetensors'": '{"weight_map": {"model.norm.weight": "../w.safetensors"}}',
-    "has '/w.safetensors'": '{"weight_map": {"model.norm.weight": "/w.safetensors"}}',
-    "holds no weight_map": '{"weight_map": 5}',
+    "gives 5 for model.norm.weight": '{"weight_map": {"model.norm.weight": 5}}',
+    "gives '../w.safetensors'": '{"weight_map": {"model.norm.weight": "../w.safetensors"}}',
+    "gives '/w.safetensors'": '{"weight_map": {"model.norm.weight": "/w.safetensors"}}',
+    "has no weight_map": '{"weight_map": 5}',
     "Exceeds the limit": '{"weight_map": ' + 5000 * "1" + "}",
 }
 
@@ -176,13 +177,17 @@ def test_damaged_indexes_are_named(folder: Path, message: str) -> None:
 def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:
     """Catches a traceback of transformers', its question whether to run code, and dropout."""
     change(folder, model_type="unheard_of")
-    with pytest.raises(ValueError, match=r"model\.hf=.*makes no causal language model of it"):
+    with pytest.raises(
+        ValueError, match=r"model\.hf=.*cannot build a causal language model from it"
+    ):
         _ = config_of(folder).language_model
     change(folder, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
     with pytest.raises(ValueError, match=r"isp runs no code that a folder brings"):
         _ = config_of(folder).language_model
     drops = write_folder(folder.parent / "drops", "gpt2", weights=False, resid_pdrop=0.1)
-    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.resid_dropout drops 0\.1"):
+    with pytest.raises(
+        ValueError, match=r"transformer\.h\.0\.attn\.resid_dropout applies dropout 0\.1"
+    ):
         _ = config_of(drops).language_model
 
 

@@ -168,4 +168,4 @@ def _called_otherwise(rank: int) -> str:
 def test_another_input_than_the_trace_saw_is_refused_by_name() -> None:
     """Catches outputs of one tensor that are given for another."""
     for text in run_ranks(2, _called_otherwise):
-        assert text.startswith("blocks.1.k was called with another tensor than blocks.1.q")
+        assert text.startswith("blocks.1.k was called with a different tensor than blocks.1.q")

@@ -100,7 +100,7 @@ def _other_order(run: ParallelRun, rows: Rows) -> None:
 
 def _direct_call(run: ParallelRun, rows: Rows) -> None:
     positions = torch.arange(64).unsqueeze(0)
-    assert "by the run's `loss` alone" in raised(run.model, rows.input_ids, positions)
+    assert "through the run's `loss`" in raised(run.model, rows.input_ids, positions)
 
 
 def _backward_by_hand(run: ParallelRun, rows: Rows) -> None:

@@ -230,8 +230,11 @@ def _without_positions() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "twice": (_parallelised, "was parallelised before, or another library has wrapped it"),
-    "copy": (lambda: copy.copy(_wrapped()), "norm (LayerNorm) has a forward of its own"),
-    "compiled": (_compiled, "blocks.1 (OwnBlock) was compiled"),
+    "copy": (
+        lambda: copy.copy(_wrapped()),
+        "norm (LayerNorm) has a forward that is not its class's",
+    ),
+    "compiled": (_compiled, "blocks.1 (OwnBlock) is compiled"),
     "quantised": (_quantised, "blocks.0.q.weight is of torch.int8"),
     "tied by hand": (_TiedByHand, "tokens.weight is read by"),
     "a table's rows by number": (lambda: _reading("slice"), "positions.weight is read by __getit"),
@@ -239,58 +242,61 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # plain, both rows of number 0 would take a gradient
     "a padding row": (lambda: _reading("embedding", 0), "positions.weight is read by embedding"),
     "a padding row by index": (lambda: _reading("index", 0), "positions.weight is read by __getit"),
-    "scalar": (_Scalar, "scale is a scalar, of which no rank has a row: give it shape [1]"),
-    "called twice": (_CalledTwice, "blocks.0 (OwnBlock) is called 2 times in a forward"),
+    "scalar": (_Scalar, "scale is a scalar, which cannot be sharded: give it shape [1]"),
+    "called twice": (_CalledTwice, "blocks.0 (OwnBlock) is called 2 times in one forward"),
     "large values": (lambda: _with_block(_LargeValues), "values of 8 features and keys of 4"),
     "no attention": (
         _NoAttention,
-        "_NoAttention has no call that mixes tokens and that isp can trace",
+        "_NoAttention never mixes tokens through a call that isp can trace",
     ),
     "other call": (
         lambda: nn.Sequential(nn.Linear(4, 4)),
         "Sequential could not be traced: TypeError: ",
     ),
-    "counts": (_Counting, "_Counting mixes or counts tokens beside attention"),
+    "counts": (_Counting, "_Counting mixes or counts tokens outside of attention"),
     "cumsum": (lambda: _with_block(_Mixing), "blocks.1 (_Mixing) mixes or counts tokens"),
     "mean": (_mixing(lambda x: x - 1e-2 * x.mean(1)), "blocks.1 (_Mixing) mixes or counts tokens"),
-    "shift": (_mixing(lambda x: x + F.pad(x, (0, 0, 1, -1))), "if a token is changed, what it"),
-    "length": (_mixing(lambda x: x / x.shape[1]), "for a part of the tokens and their positions"),
+    "shift": (
+        _mixing(lambda x: x + F.pad(x, (0, 0, 1, -1))),
+        "changing one token changes its output",
+    ),
+    "length": (_mixing(lambda x: x / x.shape[1]), "its output for a part of the tokens"),
     "in training": (lambda: _with_block(_InTraining), "blocks.1 (_InTraining) mixes or counts"),
     "sliced angles": (lambda: _with_block(_SlicedAngles), "blocks.1 (_SlicedAngles) mixes or"),
     "convolution": (_convolution, "blocks.2.norm2.1 (_ShortConvolution) mixes or counts tokens"),
     "a leak": (_leaking, "model.layers.1.mlp (_Shifting) mixes or counts tokens"),
-    "tuple": (_Tuple, "_Tuple gives a tuple for tokens [1, 17]"),
+    "tuple": (_Tuple, "_Tuple returns a tuple for tokens [1, 17]"),
     "heads first": (
         lambda: _with_block(_HeadsFirst),
-        "blocks.1 attends with q, k, v of [1, 4, 17, 8], [1, 4, 17, 8], [1, 4, 17, 8] to 17 tokens:"
-        " attention takes [B, S, H, d], so transpose(1, 2) what is [B, H, S, d]",
+        "blocks.1 calls attention with q, k, v of [1, 4, 17, 8], [1, 4, 17, 8], [1, 4, 17, 8] for"
+        " 17 tokens: attention takes [B, S, H, d], so transpose(1, 2) tensors of [B, H, S, d]",
     ),
     "values": (
         lambda: _with_block(_ReadsValues),
-        "blocks.1 (_ReadsValues) of Own could not be traced: what it does depends on the values of"
-        " tensors, which a trace does not have (test_refusals.py:",
+        "blocks.1 (_ReadsValues) of Own could not be traced: its shapes or control flow depend"
+        " on tensor values, which a trace does not have (test_refusals.py:",
     ),
     "sparse": (
         lambda: tiny("qwen4_exp_text", num_hidden_layers=4, **_QWEN4),
         "model.layers.3.self_attn.indexer (Qwen4ExpTextQSAIndexer) of Qwen4ExpForCausalLM could not"
-        " be traced: it reads an attention mask, and isp gives none: attention that chooses keys",
+        " be traced: it reads an attention mask, but isp passes none: attention that chooses keys",
     ),
     "heads of an indexer": (
         lambda: tiny("minimax_m3_vl_text", **_MINIMAX3),
-        "index_n_heads=4 in the model's configuration chooses keys for other heads than the 2 KV",
+        "index_n_heads=4 in the model's configuration does not match the 2 KV heads",
     ),
     "compressed windows": (
         lambda: tiny("deepseek_v4", **_DEEPSEEK4),
-        "DeepseekV4HCACompressor makes a key of each window of tokens",
+        "DeepseekV4HCACompressor adds a key for each window of tokens",
     ),
     "own attention": (
         lambda: tiny("cpmant"),
-        "CpmAntForCausalLM attends by code of its own",
+        "CpmAntForCausalLM computes attention in its own code",
     ),
     "dropout of own attention": (lambda: tiny("bloom", attention_dropout=0.1), "dropout 0.1"),
-    "DoRA": (_dora, "the adapter 'default' is DoRA"),
+    "DoRA": (_dora, "the adapter 'default' uses DoRA"),
     "checkpointing": (_checkpointing, "model.gradient_checkpointing_disable()"),
-    "dropout": (lambda: tiny("llama", attention_dropout=0.1), "asks for attention dropout 0.1"),
+    "dropout": (lambda: tiny("llama", attention_dropout=0.1), "uses attention dropout 0.1"),
     "counts by itself": (
         _without_positions,
         "(TrOCRSinusoidalPositionalEmbedding) mixes or counts tokens",
@@ -317,7 +323,7 @@ def test_a_model_that_the_probe_cannot_run_is_warned_of(caplog: pytest.LogCaptur
         return x.cumsum(1)
 
     isp.parallelize(_mixing(elsewhere)(), job())
-    assert "was not probed" in caplog.text
+    assert "was not checked for code that mixes" in caplog.text
     assert "no kernel for the CPU" in caplog.text
 
 
@@ -335,7 +341,7 @@ def test_rows_in_which_a_models_own_count_of_tokens_matters_are_refused() -> Non
     run = isp.parallelize(tiny("llama4_text", floor_scale=40, **kinds), job())
     run.loss(torch.ones(1, 32, dtype=torch.int64))
     with pytest.raises(
-        ValueError, match=r"in sequences of 64 tokens: use fewer than 40, or set it to"
+        ValueError, match=r"for sequences of 64 tokens: use fewer than 40, or set it to"
     ):
         run.loss(torch.ones(1, 64, dtype=torch.int64))
     run.train_step.drain()
@@ -357,7 +363,7 @@ def test_a_model_that_is_compiled_afterwards_is_refused() -> None:
     """Catches a compiled copy of what calls collectives, which fails deep inside of torch."""
     run = isp.parallelize(Own(), job())
     run.model.compile()
-    with pytest.raises(ValueError, match=r"the model \(Own\) was compiled"):
+    with pytest.raises(ValueError, match=r"the model \(Own\) is compiled"):
         run.loss(torch.ones(1, 16, dtype=torch.int64))
 
 
@@ -367,14 +373,14 @@ def test_a_warning_says_that_the_loss_sees_the_answer(caplog: pytest.LogCaptureF
     TracedModel(tiny("bert", is_decoder=True, **sizes))
     assert not caplog.text
     TracedModel(tiny("bert", **sizes))
-    assert "BertLMHeadModel attends in both directions" in caplog.text
+    assert "BertLMHeadModel uses bidirectional attention" in caplog.text
 
 
 def test_chunks_of_attention_are_refused_where_a_sequence_is_cut_by_tokens() -> None:
     """Catches keys of other ranks that a plan of whole documents takes for those of a chunk."""
     model = tiny("llama4_text", num_local_experts=2)
     with pytest.raises(
-        ValueError, match=r"into chunks, which parallel\.sequence_2D\.context_size=2"
+        ValueError, match=r"chunked_attention .* parallel\.sequence_2D\.context_size=2"
     ):
         isp.parallelize(model, job(tensor=2, context=2))
     assert not dist.is_initialized()

@@ -129,7 +129,9 @@ def test_losses_of_routers_are_those_of_the_formulas() -> None:
 def test_what_has_no_such_loss_is_refused() -> None:
     """Catches a loss that is asked for and left out."""
     dense = replace(job().model, router_aux_loss_coef=0.1)
-    assert "has no routers" in raised(isp.parallelize, tiny("llama"), replace(job(), model=dense))
+    assert "does not record router logits" in raised(
+        isp.parallelize, tiny("llama"), replace(job(), model=dense)
+    )
     staged = replace(job().parallel, pipeline=PipelineConfig(size=2))
     model = TracedModel(tiny("mixtral"), router_losses=RouterCoefficients(0.1))
-    assert "of all layers together" in raised(model.check_layout, staged, 24)
+    assert "over all layers together" in raised(model.check_layout, staged, 24)

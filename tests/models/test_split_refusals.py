@@ -113,37 +113,41 @@ _ATTENTION_CUTS = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {
 }
 
 SPLIT: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
-    "own": (Own, 2, "its plan does not cut what blocks.0 attends with"),
-    "no plan": (lambda: tiny("stablelm"), 2, "its plan does not cut what model.layers.0 attends"),
-    "latent": (lambda: tiny("deepseek_v3"), 2, "its plan does not cut what model.layers.0 attends"),
-    "no cuts": (lambda: tiny("mamba"), 2, "it has no plan, or one that cuts no linear"),
+    "own": (Own, 2, "the attention projections of blocks.0"),
+    "no plan": (lambda: tiny("stablelm"), 2, "the attention projections of model.layers.0"),
+    "latent": (lambda: tiny("deepseek_v3"), 2, "the attention projections of model.layers.0"),
+    "no cuts": (lambda: tiny("mamba"), 2, "it has no tensor-parallel plan, or none"),
     "cut convolution": (
         _planned({**_ATTENTION_CUTS, "conv.in_proj": "colwise", "conv.out_proj": "rowwise"}),
         2,
-        "its plan cuts model.layers.0.conv, which mixes tokens by a convolution",
+        "the plan shards model.layers.0.conv, which mixes tokens with a convolution",
     ),
     "no row": (
         _planned(dict.fromkeys(_ATTENTION_CUTS, "colwise_gather_output")),
         2,
-        "its plan does not cut what model.layers.1 attends with",
+        "the attention projections of model.layers.1",
     ),
     "column inside": (
         _planned({**_ATTENTION_CUTS, "self_attn.v_proj": "colwise_gather_output"}),
         2,
-        "model.layers.1.self_attn.v_proj lies in model.layers.1.self_attn",
+        "does not shard model.layers.1.self_attn.v_proj, which is inside",
     ),
     "heads": (lambda: tiny("llama"), 4, "size=4 must divide the 4 heads and 2 KV heads"),
     "features": (
         lambda: tiny("phi3", intermediate_size=49),
         2,
-        "must divide the 49 features by which model.layers.0.mlp.down_proj is cut",
+        "the 49 features along which model.layers.0.mlp.down_proj is",
     ),
-    "reads": (_router, 2, "model.layers.1.mlp gives its input to mean"),
-    "dropout": (lambda: tiny("phi", resid_pdrop=0.1), 2, "resid_dropout drops 0.1"),
-    "counted heads": (_counted_heads, 2, "model.layers.1 attends with other heads than its rank's"),
-    "own vector": (_own_vector, 2, "model.layers.1.self_attn.temperature lies in model.layers.1."),
+    "reads": (_router, 2, "model.layers.1.mlp passes its input to mean"),
+    "dropout": (lambda: tiny("phi", resid_pdrop=0.1), 2, "resid_dropout applies dropout 0.1"),
+    "counted heads": (
+        _counted_heads,
+        2,
+        "model.layers.1 calls attention with heads of other ranks",
+    ),
+    "own vector": (_own_vector, 2, "does not shard model.layers.1.self_attn.temperature"),
     "outside": (_outside, 2, "[1, 8, 1]"),
-    "fewer logits": (_fewer_logits, 2, "its logits are not all that lm_head gives"),
+    "fewer logits": (_fewer_logits, 2, "its logits are not the whole output of lm_head"),
 }
 
 

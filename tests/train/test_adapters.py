@@ -127,8 +127,8 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
         "use_dora": "use false, which is LoRA",
         "r=0": "model.adapter.r=0 must be at least 1",
         "lora_r=4": "no such key",
-        "target_modules=[k]": r'target_modules=\["k"\]: Target modules .* Its linears are k_proj,',
-        "target_parameters=[mlp.gate.weight]": "which is no stack of experts: name linears",
+        "target_modules=[k]": r'target_modules=\["k"\]: Target .* linear layers: k_proj,',
+        "target_parameters=[mlp.gate.weight]": "which is not a stack of experts: use",
     }.items():
         with pytest.raises(ValueError, match=why):
             _ = load_config(job, [f"--model.adapter.{words}"]).language_model
