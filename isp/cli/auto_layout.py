@@ -80,7 +80,7 @@ def choose_layout(
     from isp.planner import search
     from isp.planner.lengths import silent
     from isp.planner.search import rows_of
-    from isp.train.resume import resumed
+    from isp.train.resume import resumed, saved_config, saved_sequences
 
     check_planned(config)
     given = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}
@@ -90,9 +90,10 @@ def choose_layout(
 
     say = _say if speaks() else _say_nothing
     there, rows = resumed(config), rows_of(config, ranks)
-    if there is not None and there.world_size == ranks and there.sequences == rows:
-        words = layout_words(config, there.config)
-        if there.config and not contradicts(words):
+    there_ranks = None if there is None else there.manifest.topology.world_size
+    if there is not None and there_ranks == ranks and saved_sequences(there) == rows:
+        words = layout_words(config, saved_config(there) or {})
+        if saved_config(there) and not contradicts(words):
             keys = shlex.join(words) or "those of the configuration"
             say(
                 "layout",
@@ -100,8 +101,8 @@ def choose_layout(
             )
             say("keys", keys)
             return words
-    if there is not None and there.world_size != ranks and not config.training.global_batch_size:
-        rows = there.sequences or rows  # the batch of the run
+    if there is not None and there_ranks != ranks and not config.training.global_batch_size:
+        rows = saved_sequences(there) or rows  # the batch of the run
     machine = _find_machine(config, ranks, fabric)
     machine.fabric.check(ranks)
     show = show_progress if speaks() else silent

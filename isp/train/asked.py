@@ -1,4 +1,4 @@
-"""What a caller asks of each token: from arguments to `Asked`, from results to what it gets.
+"""What a caller asks of each token: from arguments to `Asked`.
 
 B batch, S sequence, V vocabulary, K results of a token
 """
@@ -26,7 +26,7 @@ from isp.models.model import TracedModel
 from isp.train.callers_graphs import Asked
 from isp.train.rows import RowReader
 
-__all__ = ["Asking", "Question", "TokenScores", "TopTokens"]
+__all__ = ["Asking", "TokenScores", "TopTokens"]
 
 
 class TokenScores(NamedTuple):
@@ -47,16 +47,8 @@ class TopTokens(NamedTuple):
     """The tokens whose logits they are."""
 
 
-class Question(NamedTuple):
-    """What is asked, and how the caller gets it."""
-
-    asked: Asked
-    answer: Callable[[Tensor], Any]
-    """Of the results [B, S, K]."""
-
-
 class Asking:
-    """Makes questions to a model; all raise ValueError for what does not fit."""
+    """What can be asked of a model; all raise ValueError for what does not fit."""
 
     def __init__(self, traced: TracedModel, rows: RowReader) -> None:
         self._traced, self._rows = traced, rows
@@ -79,7 +71,7 @@ class Asking:
         *,
         temperature: float,
         entropy: bool,
-    ) -> Question:
+    ) -> Asked:
         """As `ParallelRun.log_probs`."""
         self.check_predicts("log_probs")
         _check_temperature(temperature)
@@ -87,10 +79,15 @@ class Asking:
 
         rules = partial(TokenScoreRules, temperature=temperature, entropy=entropy)
         num_labels = (batch.labels != IGNORED).sum().double()
-        find, length = partial(_find, rules), input_ids.shape[1]
-        return Question(
-            Asked(batch, 2 + entropy, find, batch.labels, num_labels, ahead=1),
-            lambda found: TokenScores(*found[:, :length].unbind(-1)),
+        length = input_ids.shape[1]
+        return Asked(
+            batch=batch,
+            width=2 + entropy,
+            find=partial(_find, rules),
+            beside=batch.labels,
+            num_labels=num_labels,
+            answer=lambda found: TokenScores(*found[:, :length].unbind(-1)),
+            ahead=1,
         )
 
     def logits(
@@ -102,7 +99,7 @@ class Asking:
         *,
         top_k: int | None = None,
         temperature: float = 1.0,
-    ) -> Question:
+    ) -> Asked:
         """As `ParallelRun.logits`."""
         _check_temperature(temperature)
         size = self._traced.vocab_size
@@ -127,11 +124,11 @@ class Asking:
             values, indices = found.split(top_k, -1)
             return TopTokens(values / temperature, indices.detach().long())
 
-        return Question(asked._replace(width=width, find=partial(_find, rules)), answer)
+        return asked._replace(width=width, find=partial(_find, rules), answer=answer)
 
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
-    ) -> Question:
+    ) -> Asked:
         """As `ParallelRun.hidden`."""
         head, model = self._traced.trace.head, self._traced.model
         if head is None:
@@ -140,8 +137,7 @@ class Asking:
                 f" {type(model).__name__} are made of more: use run.logits"
             )
         width: Any = model.get_submodule(head).in_features
-        asked, length = self._asked(input_ids, position_ids, attention_mask), input_ids.shape[1]
-        return Question(asked._replace(width=width), lambda found: found[:, :length])
+        return self._asked(input_ids, position_ids, attention_mask)._replace(width=width)
 
     def _asked(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
@@ -151,7 +147,15 @@ class Asking:
         batch = self._rows.read_padded(input_ids, nothing, position_ids, attention_mask)
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         num_labels = seen.to(self._rows.device).sum().double()
-        return Asked(batch, 0, _hidden, batch.tokens, num_labels)
+        length = input_ids.shape[1]
+        return Asked(
+            batch=batch,
+            width=0,
+            find=_hidden,
+            beside=batch.tokens,
+            num_labels=num_labels,
+            answer=lambda found: found[:, :length],
+        )
 
     def _check_choice(self, input_ids: Tensor, pick: Tensor | None, top_k: int | None) -> None:
         size = self._traced.vocab_size

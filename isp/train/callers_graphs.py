@@ -43,6 +43,8 @@ class Asked(NamedTuple):
     """Something of each token of the whole rows, [B, S, ..]."""
     num_labels: Tensor
     """The tokens that count as such with a label; []."""
+    answer: Callable[[Tensor], Any]
+    """What the caller gets of the results [B, S, K]."""
     ahead: int = 0
     """How many places on in its row a result lies: 1 where it is of the next token."""
 

@@ -17,8 +17,8 @@ from isp.comm.tag import Tag
 from isp.config import JobConfig
 from isp.models.hosts import LogitsOf
 from isp.parallel import Axis
-from isp.train.asked import Asking, Question, TokenScores, TopTokens
-from isp.train.callers_graphs import CallersGraphs
+from isp.train.asked import Asking, TokenScores, TopTokens
+from isp.train.callers_graphs import Asked, CallersGraphs
 from isp.train.step import TrainStep
 from isp.train.step_work import StepWork
 
@@ -63,8 +63,8 @@ class OwnLosses:
         stages: use `forward_backward`.
         """
         rows = input_ids, labels, position_ids, attention_mask
-        question = self._asking.scores(*rows, temperature=temperature, entropy=entropy)
-        scores: TokenScores = self._answer("log_probs", question)
+        asked = self._asking.scores(*rows, temperature=temperature, entropy=entropy)
+        scores: TokenScores = self._answer("log_probs", asked)
         return scores
 
     @overload
@@ -110,10 +110,10 @@ class OwnLosses:
         result is [B, labels], taken at the last token that is not the configuration's
         `pad_token_id`, as in transformers. Raises as `log_probs` does.
         """
-        question = self._asking.logits(
+        asked = self._asking.logits(
             input_ids, pick, position_ids, attention_mask, top_k=top_k, temperature=temperature
         )
-        found: Tensor | TopTokens = self._answer("logits", question)
+        found: Tensor | TopTokens = self._answer("logits", asked)
         return found
 
     def hidden(
@@ -129,15 +129,15 @@ class OwnLosses:
         `log_probs`. Keep your head the same on all ranks: its gradients are those of one data
         rank's sequences. Raises as `log_probs` does, and for a model that does not end in a linear.
         """
-        question = self._asking.hidden(input_ids, position_ids, attention_mask)
-        found: Tensor = self._answer("hidden", question)
+        asked = self._asking.hidden(input_ids, position_ids, attention_mask)
+        found: Tensor = self._answer("hidden", asked)
         return found
 
-    def _answer(self, name: str, question: Question) -> Any:
+    def _answer(self, name: str, asked: Asked) -> Any:
         self._check_stages(name)
         self._pending = None
         self._check(trains=torch.is_grad_enabled())
-        return question.answer(self._graphs.results(question.asked))
+        return asked.answer(self._graphs.results(asked))
 
     def _check_trained(self, name: str) -> None:
         """Raise RuntimeError where `name` would have to go backward, and there is nothing to."""
@@ -178,17 +178,16 @@ class OwnLosses:
             raise ValueError("forward_backward was given no batches")
         pipeline.check_micro_batches(len(batches), "len(batches)")
         self._check_trained("forward_backward")
-        questions = [self._question(batch, temperature, entropy) for batch in batches]
+        asked = [self._asked(batch, temperature, entropy) for batch in batches]
         self._pending = None
         self._check(trains=torch.is_grad_enabled())
 
         def of_results(index: int, found: Tensor) -> Tensor:
-            return loss_function(questions[index].answer(found), batches[index])
+            return loss_function(asked[index].answer(found), batches[index])
 
-        asked = [question.asked for question in questions]
         return self._graphs.forward_backward(asked, of_results, last=last)
 
-    def _question(self, batch: Mapping[str, Any], temperature: float, entropy: bool) -> Question:
+    def _asked(self, batch: Mapping[str, Any], temperature: float, entropy: bool) -> Asked:
         if "input_ids" not in batch:
             raise ValueError(f"a batch has no input_ids: it has {', '.join(map(str, batch))}")
         others: Any = [batch.get(name) for name in ("labels", "position_ids", "attention_mask")]

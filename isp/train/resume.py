@@ -45,12 +45,13 @@ from isp.settings.section import KeyRole
 from isp.train.begin_from import check_folder
 
 __all__ = [
-    "Resumed",
     "Start",
     "check_changes",
     "check_start",
     "open_run",
     "resumed",
+    "saved_config",
+    "saved_sequences",
     "saved_values",
 ]
 
@@ -72,17 +73,6 @@ class Start(NamedTuple):
     """Time the run was started, by the clock; an earlier one's restarts do not count."""
     note: str
     """Reason why the run before is not resumed; "" if there is none."""
-
-
-class Resumed(NamedTuple):
-    """What a checkpoint says of the run that saved it."""
-
-    path: Path
-    world_size: int
-    config: dict[str, Any]
-    """Sections of plain values; empty if it does not say."""
-    sequences: int | None
-    """Of a step, over all ranks."""
 
 
 class _Place(NamedTuple):
@@ -108,22 +98,12 @@ def check_start(config: JobConfig, topology: Topology) -> None:
             check_can_create(config.job)
 
 
-def resumed(config: JobConfig) -> Resumed | None:
+def resumed(config: JobConfig) -> CheckpointInfo | None:
     """The checkpoint that `config` would resume from, whatever the layout; None: a new run begins.
 
     Nothing is made. Raises ValueError or OSError as `open_run` does, as far as it is known.
     """
-    info = _own_checkpoint(config, _find(config, None))
-    if info is None:
-        return None
-    saved = info.manifest.shared
-    there = saved.get(_CONFIG)
-    return Resumed(
-        info.path,
-        info.manifest.topology.world_size,
-        there if isinstance(there, dict) else {},
-        saved.get(_SEQUENCES),
-    )
+    return _own_checkpoint(config, _find(config, None))
 
 
 @contextmanager
@@ -346,6 +326,17 @@ def _launch_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
+def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:
+    """The plain values of the configuration in a checkpoint; None if it does not say."""
+    found = info.manifest.shared.get(_CONFIG)
+    return found if isinstance(found, dict) else None
+
+
+def saved_sequences(info: CheckpointInfo) -> int | None:
+    """Sequences of a step, over all ranks, of the run that saved a checkpoint."""
+    return info.manifest.shared.get(_SEQUENCES)
+
+
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """The values a checkpoint keeps, plain, to be compared when a run is resumed."""
     return {_CONFIG: to_plain(config), _SEQUENCES: _sequences(config, topology)}
@@ -376,18 +367,21 @@ def _compare(
 
     Without a topology, which is still to be chosen, ranks and sequences are not compared.
     """
-    saved = info.manifest.shared
-    if not isinstance(saved.get(_CONFIG), dict):
+    saved = saved_config(info)
+    if saved is None:
         return [], ["it does not say its configuration, so nothing was compared"]
     lines: list[str] = []
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
-    for key, there, here in differences(saved[_CONFIG], to_plain(config)):
+    for key, there, here in differences(saved, to_plain(config)):
         line = f"{key}: {there} there, {here} now"
-        (refused if _is_refused(key, keys) else lines).append(line)
+        # Another value makes another model or other data; what is no key of ours may, too.
+        role = keys.role(tuple(key.split(".")))
+        makes_another = role in (KeyRole.MODEL, KeyRole.DATA, None)
+        (refused if makes_another else lines).append(line)
     if topology is None:
         return refused, lines
-    there, here = saved.get(_SEQUENCES), _sequences(config, topology)
+    there, here = saved_sequences(info), _sequences(config, topology)
     if there != here:
         refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
     if (there := info.manifest.topology.world_size) != topology.world_size:
@@ -399,8 +393,3 @@ def _sequences(config: JobConfig, topology: Topology) -> int:
     """Samples of a step, over all ranks."""
     own = config.data.micro_bsz * config.data.num_micro_batches
     return config.training.global_batch_size or own * topology.size(Axis.DATA)
-
-
-def _is_refused(key: str, keys: KeyTable) -> bool:
-    """Whether another value makes another model or other data; what is no key of ours may."""
-    return keys.role(tuple(key.split("."))) in (KeyRole.MODEL, KeyRole.DATA, None)
