@@ -406,7 +406,7 @@ def test_what_to_begin_from_has_to_be_there(
         _check(load(key, str(path), "--data.seq_len", "128"))  # only weights: data may change
     with pytest.raises(ValueError, match="does not exist"):
         _check(load(key, str(tmp_path / "absent")))
-    with pytest.raises(ValueError, match="belongs to another model"):
+    with pytest.raises(ValueError, match="is of another model"):
         _check(load(key, str(trained), "--model.num_layers", "2"))
     all_of_it = [key, str(trained), "--checkpoint.initial_load_model_only", "false"]
     _check(load(*all_of_it))
