@@ -31,51 +31,51 @@ class ModelConfig:
     """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder."""
 
     preset: Annotated[str | None, KeyRole.PLACE] = None
-    """Name of a known model (see `model.presets`) whose sizes hold where none are given here."""
+    """Name of a known model (see `model/presets.py`). Sizes given here override its sizes."""
     hf: Annotated[str | None, KeyRole.PLACE] = None
-    """Folder of a Hugging Face causal language model, which is run as it is: a config.json, which
-    has the sizes, with safetensors, or without for random weights. Of the other keys only
-    checkpoint and checkpoint_*, loss_chunk_tokens, attention_backend and adapter go with it."""
+    """Folder of a Hugging Face causal language model, trained unchanged: config.json, and
+    safetensors unless the weights should be random. Only checkpoint, checkpoint_*,
+    loss_chunk_tokens, attention_backend and adapter can be combined with it."""
     adapter: AdapterConfig | None = None
-    """Adapters on the model of hf, which are trained in its place; null: all of it is trained."""
+    """Adapters on the model of hf: only they are trained; null: the whole model is."""
     init_from: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE,
-    InternLM2): its sizes hold, and a run without checkpoints begins from its weights."""
+    InternLM2) whose sizes are used and whose weights a run without checkpoints starts from."""
     vocab_size: Size = 32000
-    """Entries of the embedding table and of the logits; at least those of the tokenizer."""
+    """Entries of the embedding table and of the logits, at least as many as the tokenizer has."""
     hidden_size: Size = 4096
-    """Features of a token between the blocks."""
+    """Size of the hidden state between blocks."""
     num_layers: Annotated[int, Field(ge=1, le=10_000)] = 32
-    """Blocks."""
+    """Number of blocks."""
     num_heads: Size = 32
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: Size | None = None
-    """Key and value heads, a divisor of num_heads; null: as many as num_heads."""
+    """Number of key and value heads, a divisor of num_heads; null: num_heads."""
     head_dim: Size | None = None
-    """Features of a head; null: hidden_size / num_heads."""
+    """Size of a head; null: hidden_size / num_heads."""
     intermediate_size: Size = 11008
-    """Hidden features of the MLP."""
+    """Hidden size of the MLP."""
     num_experts: CountOrZero = 0
-    """Experts in the place of an MLP; 0: none."""
+    """Number of experts that replace an MLP; 0: none."""
     experts_per_token: Size = 2
-    """Experts that a token goes to, those with the largest probabilities."""
+    """Number of experts for each token, those with the largest probabilities."""
     moe_intermediate_size: Size | None = None
-    """Hidden features of an expert; null: intermediate_size."""
+    """Hidden size of an expert; null: intermediate_size."""
     norm_topk_prob: bool = True
     """Divide the probabilities of a token's experts by their sum (Mixtral always does)."""
     shared_expert_intermediate_size: CountOrZero = 0
-    """Hidden features of an expert that all tokens go to, times a sigmoid gate (Qwen2-MoE); 0:
-    none."""
+    """Hidden size of an expert for all tokens, multiplied by a sigmoid gate (Qwen2-MoE); 0: no
+    such expert."""
     num_dense_layers: CountOrZero = 0
-    """First blocks that have an MLP and no experts."""
+    """Number of first blocks that have an MLP instead of experts."""
     norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """Added to the mean square in RMSNorm."""
     rope_theta: Annotated[float, Field(ge=1, le=1e30)] = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretches rotary positions to longer contexts; null: not at all."""
+    """Scales rotary positions to longer contexts; null: no scaling."""
     sliding_window: Count | None = None
-    """Tokens a token attends to, itself included; null: all before it."""
+    """Number of tokens that a token attends to, including itself; null: all tokens before it."""
     qkv_bias: bool = False
     """Whether the projections to q, k and v have a bias (Qwen2)."""
     qk_norm: bool = False
@@ -85,47 +85,49 @@ class ModelConfig:
     attention_backend: Annotated[AttentionBackend, KeyRole.METHOD] = AttentionBackend.AUTO
     """Backend of attention; auto: the fastest that runs here."""
     compile: Annotated[bool | Literal["auto"], KeyRole.METHOD] = "auto"
-    """Compute rotations and SwiGLU by a kernel each that torch.compile makes at the start, and
-    rounds less; auto: on CUDA. Of isp's own model alone: others are computed as they are written.
-    It takes part of a millisecond of Python a layer: with few tokens a rank, false may be
-    faster."""
+    """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer
+    roundings; auto: on CUDA. This applies to ISP's own decoder only. Each layer costs a fraction
+    of a millisecond of Python, so false may be faster with few tokens per rank."""
     init_std: NotNegative = 0.02
-    """Standard deviation of the initial weights; the output projections of a block have it divided
-    by sqrt(2 num_layers)."""
+    """Standard deviation of the initial weights; for the output projections of blocks, it is
+    divided by sqrt(2 num_layers)."""
 
     loss_chunk_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 4096
-    """Tokens whose logits and losses a rank computes at a time; 0: all at once."""
+    """Number of tokens for which a rank computes logits and losses at a time; 0: all at once."""
     router_aux_loss_coef: Annotated[NotNegative, KeyRole.METHOD] = 0.0
-    """Weight of the load-balancing loss of experts; 0: that of config.json, if it has
-    output_router_logits.  Name and loss: transformers."""
+    """Coefficient of the load-balancing loss of experts; 0: that of config.json, if
+    output_router_logits is set there.  Name and loss: transformers."""
     router_z_loss_coef: Annotated[NotNegative, KeyRole.METHOD] = 0.0
-    """Weight of the routers' z-loss, the mean square of their logits' log-sum-exp."""
+    """Coefficient of the router z-loss, the mean square of the log-sum-exp of router logits."""
     moe_router_bias_update_rate: Annotated[NotNegative, KeyRole.METHOD] = 0.0
-    """Let each step move the biases by which routers choose experts so much towards the mean of
-    their tokens, as DeepSeek-V3 without a loss (0.001 there); 0: not.  Name: Megatron."""
+    """Rate at which each step moves the biases for choosing experts towards an even load, as in
+    DeepSeek-V3's balancing without a loss (0.001 there); 0: never.  Name: Megatron."""
     checkpoint: Annotated[Fraction, KeyRole.METHOD] = 0.0
-    """Fraction of the blocks, the first ones, whose activations are recomputed in backward."""
+    """Fraction of the blocks, counted from the first, whose activations are recomputed in
+    backward."""
     checkpoint_keeps_attention: Annotated[bool, KeyRole.METHOD] = False
-    """Recompute all but attention, with what it takes and gives: q, k, v and the heads' outputs."""
+    """Recompute everything except attention: its inputs q, k, v and its outputs are kept."""
     checkpoint_distribute_activations: Annotated[bool, KeyRole.METHOD] = False
-    """mtp: keep 1/p of a recomputed block's input on each tensor rank; gather it in backward."""
+    """mtp: each tensor rank keeps 1/p of a recomputed block's input, which is gathered in
+    backward."""
     checkpoint_offload: Annotated[bool, KeyRole.METHOD] = False
-    """Keep the inputs of recomputed blocks in host memory, pinned where there is a device: they
-    are copied out behind the forward, and back one block ahead of the backward."""
+    """Keep the inputs of recomputed blocks in host memory (pinned on CUDA). They are copied out
+    during forward, and back one block ahead of backward."""
     checkpoint_segment: Annotated[CountOrZero, KeyRole.METHOD] = 0
-    """Recompute in two levels: keep the input of every so many-th recomputed block only, and
-    compute those between again in backward, by one more forward; 0: keep all. Of a stage with n
-    such blocks, about sqrt(n) keeps least."""
+    """Recompute in two levels: keep only the input of every n-th recomputed block, and compute the
+    inputs between again in backward, with one more forward; 0: keep all. With m recomputed blocks
+    in a stage, n = sqrt(m) keeps the least."""
     checkpoint_norm_outputs: Annotated[bool, KeyRole.METHOD] = False
-    """In blocks that are not recomputed: recompute all that lies between linears, attention,
-    convolutions and scans; then linears gather again in msp mode, too. Goes with
-    checkpoint_mlp_activation."""
+    """In blocks that are not recomputed: recompute everything between linears, attention,
+    convolutions and scans. In msp mode, inputs of linears are then gathered again. Must be set
+    together with checkpoint_mlp_activation."""
     checkpoint_mlp_activation: Annotated[bool, KeyRole.METHOD] = False
-    """Goes with checkpoint_norm_outputs."""
+    """Must be set together with checkpoint_norm_outputs."""
     mlp_tile_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 0
-    """Compute the MLP for so many tokens of a rank at a time, and again in backward; more than a
-    micro-batch has: for all at once; 0: the MLP as any layer. 8192 and more cost little. Of
-    model.hf: the modules of a block that have several linears or experts and no attention."""
+    """Compute the MLP for this many tokens at a time, and again in backward. With a value above
+    the tokens of a micro-batch: for all at once; 0: no tiles and no recomputation. The cost is
+    small from 8192 on. With model.hf, it applies to modules of a block with several linears or
+    experts and no attention."""
 
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:

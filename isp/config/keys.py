@@ -99,7 +99,7 @@ class KeyTable:
         if not chosen:
             known = ", ".join(".".join(path) for path in self.sections if path)
             raise ValueError(f"{name} is not a section: use one of {known}")
-        return "\n\n".join(self._section_text(path) for path in chosen if path)
+        return "\n\n".join(dict.fromkeys(self._section_text(path) for path in chosen if path))
 
     def _section_text(self, path: KeyPath) -> str:
         section = self.classes[path]

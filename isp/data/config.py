@@ -87,13 +87,13 @@ class SourcePart:
     """An entry of `data.source`: a source of a mixture."""
 
     path: Source
-    """What `source` itself takes."""
+    """A path, as `source` takes it."""
     weight: Positive = 1.0
-    """Its share of the tokens, in proportion to the other weights."""
+    """Share of the tokens, relative to the other weights."""
     epochs: Positive | None = None
-    """It is drawn this many times at most, then the others take its place; null: no limit."""
+    """Passes over this source before the others take its place; null: no limit."""
     name: Annotated[str | None, Field(pattern=r"^\w[\w.-]*$"), KeyRole.PLACE] = None
-    """Its name in metrics, letters, digits and `._-`; null: its path."""
+    """Name in metrics: letters, digits and `._-`; null: its path."""
 
     @property
     def title(self) -> str:
@@ -112,46 +112,47 @@ class DataConfig:
     """`data`: where the text comes from, and the shape of a micro-batch."""
 
     source: Sources
-    """Text files, .jsonl, .parquet and .arrow files, folders, also of `save_to_disk`, globs,
-    Megatron .bin/.idx prefixes, s3:// and other URLs, hf://OWNER/NAME[:SPLIT], `python-stdlib`; or
-    a mixture of these: entries with `path`, `weight`, `epochs` and `name`, or Megatron's
-    [WEIGHT, PATH, WEIGHT, PATH]."""
+    """Text files, .jsonl, .parquet and .arrow files, folders (also of `save_to_disk`), globs,
+    prefixes of Megatron .bin/.idx files, s3:// and other URLs, hf://OWNER/NAME[:SPLIT],
+    `python-stdlib`; or a mixture: entries with `path`, `weight`, `epochs` and `name`, or
+    Megatron's [WEIGHT, PATH, WEIGHT, PATH]."""
 
     format: Format = Format.AUTO
-    """`text`, `messages` (conversations), `tokens` (`input_ids` and `labels`), `preferences`
-    (`chosen` and `rejected`), `completions` (`prompt` and `completion`) in each line of a .jsonl
-    file, or row of a table; `auto`: as the keys of a file's first line say."""
+    """What each line of a .jsonl file or row of a table holds: `text`, `messages` (conversations),
+    `tokens` (`input_ids` and `labels`), `preferences` (`chosen` and `rejected`) or `completions`
+    (`prompt` and `completion`); `auto`: found from the keys of the first line."""
 
     text_key: Text = "text"
-    """The key that holds the text in each line of a .jsonl file."""
+    """Key of a .jsonl line, or column of a table, that holds the text."""
 
     valid_source: Annotated[Sources | None, KeyRole.METHOD] = None
-    """Text that evaluation reads, in the forms of `source`; of a mixture, each source alone, and
-    the mean of their losses by weight."""
+    """Held-out text for evaluation, in the same forms as `source`. Each source of a mixture is
+    evaluated alone, and then their weighted mean."""
 
     valid_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Without `valid_source`: the fraction of the documents of `source` held out for evaluation; of
-    a single text, its end."""
+    """Without `valid_source`: the fraction of documents of `source` held out for evaluation; of a
+    single text, its end."""
 
     streaming: bool = False
-    """Read text in order, and never as a whole: for sources too large for memory. Files and blocks
-    of documents are shuffled, and checkpoints keep the place in the stream."""
+    """Read the text in a stream, for sources that are too large for memory. Files and blocks of
+    documents are shuffled, and checkpoints save the position in the stream."""
 
     tokenizer: Text = BYTE_TOKENIZER
     """`bytes`, a Hugging Face tokenizer.json, or a folder that holds one."""
 
     eos_token: str | None = None
-    """The token that ends a document, where the tokenizer's own files do not tell."""
+    """Token that ends a document, if the tokenizer's files do not say."""
 
     chat_template: Text | None = None
-    """A Jinja file that renders `messages`, in place of the template beside the tokenizer."""
+    """Jinja file that renders `messages`, instead of the tokenizer's chat template."""
 
     train_on: TrainOn = TrainOn.ASSISTANT
-    """Of `messages`, the tokens with a loss: `assistant`, those that the assistant writes; `last`,
-    those of its last message; `all`, every token."""
+    """Tokens of `messages` on which the loss is computed: `assistant`: those of the assistant;
+    `last`: those of its last message; `all`: every token."""
 
     excess_length_strategy: ExcessLength = ExcessLength.TRUNCATE
-    """`messages` and `tokens` longer than `seq_len`: `truncate` at the end, `drop`, or `raise`."""
+    """What happens to `messages` and `tokens` longer than `seq_len`: `truncate` the end, `drop`
+    the example, or `raise` an error."""
 
     seq_len: Count = 2048
     """Tokens in a sample."""
@@ -160,12 +161,13 @@ class DataConfig:
     """Samples in a micro-batch."""
 
     micro_num: Annotated[int | None, Field(ge=1, le=65_536), KeyRole.METHOD] = None
-    """Micro-batches that a rank accumulates in a step; null: 1, or as many as
-    training.global_batch_size takes."""
+    """Number of micro-batches that a rank accumulates in a step; null: as many as
+    training.global_batch_size needs, or 1 without it."""
 
     pack: bool = True
-    """Keep attention, loss and positions inside each document; false: the plain stream, cut, or
-    one example of `messages` or `tokens` in each sample."""
+    """Pack documents into sequences, with attention, loss and positions inside each document;
+    false: cut the plain stream of text, or put one example of `messages` or `tokens` into each
+    sample."""
 
     @property
     def parts(self) -> list[SourcePart]:

@@ -33,29 +33,32 @@ class RopeScaling:
     """`model.rope_scaling`; `type` says which of the fields below it are read."""
 
     type: Annotated[RopeScalingType, Field(strict=False)] = RopeScalingType.NONE
-    """none, linear, ntk, yarn or llama3."""
+    """Kind of scaling."""
     factor: Annotated[float, Field(ge=1, le=1e6)] = 1.0
-    """Factor by which the context gets longer; at least 1."""
+    """Factor by which the context is extended, at least 1."""
     original_max_position_embeddings: CountOrZero = 0
-    """Context, in tokens, that the frequencies were trained for (ntk, yarn, llama3)."""
+    """Context length, in tokens, that the model was trained with (ntk, yarn, llama3)."""
     target_length: Count | None = None
-    """Context, in tokens, that the ntk base is fixed for; None: factor * original."""
+    """Context length, in tokens, that determines the base in ntk; null: factor *
+    original_max_position_embeddings."""
     attention_factor: Positive | None = None
-    """Factor on cos and sin in yarn; None: 0.1 ln(factor) + 1, or as the mscales say."""
+    """Factor on cos and sin in yarn; null: 0.1 ln(factor) + 1, or from mscale and
+    mscale_all_dim."""
     mscale: NotNegative | None = None
     """Numerator of yarn's attention factor; used together with `mscale_all_dim` only."""
     mscale_all_dim: NotNegative | None = None
     """Denominator of yarn's attention factor."""
     beta_fast: Positive = 32.0
-    """Rotations over the original context from which yarn keeps a frequency."""
+    """yarn keeps frequencies with at least this many rotations over the original context."""
     beta_slow: Positive = 1.0
-    """Rotations over the original context up to which yarn divides a frequency by `factor`."""
+    """yarn divides frequencies with at most this many rotations over the original context by
+    `factor`."""
     truncate: bool = True
     """Whether yarn rounds the ends of its ramp outwards to whole dims."""
     low_freq_factor: Positive = 1.0
-    """original / this = wavelength, in tokens, from which llama3 divides a frequency."""
+    """llama3 divides frequencies of wavelengths above original / this, in tokens, by `factor`."""
     high_freq_factor: Positive = 4.0
-    """original / this = wavelength, in tokens, up to which llama3 keeps a frequency."""
+    """llama3 keeps frequencies of wavelengths below original / this, in tokens."""
 
     def __post_init__(self) -> None:
         needs_original = (RopeScalingType.NTK, RopeScalingType.YARN, RopeScalingType.LLAMA3)

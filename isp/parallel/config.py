@@ -72,7 +72,7 @@ class Prefetch:
     unit: OverlapUnit = OverlapUnit.LAYER
     """The unit of prefetch while going forward."""
     launch: LaunchPoint = LaunchPoint.WO
-    """Point in a block for requesting the next block's weights, per layer."""
+    """Point in a block at which the all-gather of the next block is launched."""
     overlap: bool = True
     """False: each weight is gathered at the moment of its first read."""
     reshard_after_forward: bool = True
@@ -107,7 +107,7 @@ class TensorConfig:
     """`parallel.tensor`: the ranks that share one sequence."""
 
     size: Ranks = 1
-    """Ranks in a tensor group (in isp mode: the sequence group)."""
+    """Number of ranks in a tensor group, which share a sequence in isp, msp and fsp mode."""
     mode: Mode = Mode.ISP
     """mtp, msp, fsp or isp."""
 
@@ -117,34 +117,39 @@ class WeightConfig:
     """`parallel.weight`: the ranks that share one copy of the weights; used in isp mode only."""
 
     size: Ranks = 1
-    """Ranks in a weight group; smaller than, equal to or larger than the tensor size."""
+    """Number of ranks in a weight group; may be smaller or larger than the tensor size."""
     overlap: bool = True
-    """Gather weights ahead of their use and reduce gradients behind the backward pass."""
+    """Gather weights ahead of their use, and reduce gradients while backward continues."""
     memory_pool: bool = True
-    """Reuse gather and reduce buffers instead of allocating each."""
+    """Reuse the buffers of gathers and reductions instead of allocating new ones."""
     launch_allgather_before: LaunchPoint = LaunchPoint.WO
-    """Point in a block for requesting the next block's weights: wqkv, attn, wo or w1."""
+    """Point in a block at which the all-gather of the next block is launched."""
     forward_overlap_per: OverlapUnit = OverlapUnit.LAYER
-    """Prefetch a whole layer (block) or one module (linear) ahead while going forward."""
+    """Unit of prefetch in forward: a whole block (layer) or one linear (module)."""
     reshard_after_forward: bool = True
-    """false: gather each weight once a step and keep it until its last use in it, over all micro-
-    batches: less travels, and all weights of the stage are there.  Name: FSDP2."""
+    """false: gather each weight once per step and keep it until its last use, over all
+    micro-batches: fewer bytes are sent, but all weights of the stage are in memory.  Name:
+    FSDP2."""
     reduce_dtype: Literal["float32", "gradient"] = "float32"
-    """Gradients are summed and delivered in float32, or in their own dtype."""
+    """Dtype of the sum of gradients: float32, or that of the gradient."""
     reduce_by: Literal["auto", "reduce_scatter", "all_to_all"] = "auto"
-    """all_to_all: exchange the parts and add them up in rank order; auto: so on gloo alone."""
+    """all_to_all: exchange the parts and add them in rank order; auto: all_to_all on gloo,
+    reduce_scatter elsewhere."""
     own_reduce_group: bool = False
-    """Reduce gradients over a process group of their own, so that gathers do not queue behind."""
+    """Reduce gradients in a process group of their own, so that gathers do not queue behind
+    them."""
     nccl_ub: bool = False
-    """Gather into buffers that are registered with NCCL, which then copies less; for GPUs with
-    NVLink SHARP. Not with expandable_segments.  Name: Megatron-LM."""
+    """Gather into buffers registered with NCCL (user buffers), which saves copies, on GPUs with
+    NVLink SHARP. Cannot be combined with expandable_segments.  Name: Megatron-LM."""
     embed_split_hidden: bool = False
-    """Split the embedding table by hidden features, not by vocabulary."""
+    """Shard the embedding table by hidden features instead of vocabulary."""
     vocab_parallel_loss: bool = False
-    """Exchange logits so that each rank of a sequence has all its tokens and a part of the
-    vocabulary; by default each has its tokens and the whole vocabulary, and nothing travels."""
+    """Compute the loss with all tokens and a part of the vocabulary on each rank of a
+    sequence; by default, each rank has its own tokens and the whole vocabulary, and no
+    logits are exchanged."""
     poison_freed_buffers: bool = False
-    """For debugging: fill freed gather buffers with NaN, so that a late read shows in the loss."""
+    """For debugging: fill freed gather buffers with NaN, so that a late read shows up in
+    the loss."""
 
     @property
     def reduces_apart(self) -> bool:
@@ -171,14 +176,14 @@ class WeightConfig:
 
 @section("parallel.pipeline", KeyRole.PLACE)
 class PipelineConfig:
-    """`parallel.pipeline`: the stages that a model is cut into."""
+    """`parallel.pipeline`: the stages that a model is split into."""
 
     size: Ranks = 1
     """Number of stages."""
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    """Order of the micro-batches on each stage."""
+    """Order of micro-batches on each stage."""
     num_chunks: Ranks = 1
-    """Model chunks on each rank (virtual pipeline stages)."""
+    """Number of model chunks on each rank (virtual pipeline stages)."""
 
     def __post_init__(self) -> None:
         chunks = f"parallel.pipeline.num_chunks={self.num_chunks}"
@@ -245,7 +250,7 @@ class DevicePlacementConfig:
     """`parallel.sequence_2D.device_placement_strategy`: which ranks are neighbours."""
 
     head_first: bool = True
-    """The ranks of a head group are; false: those of a context group."""
+    """true: the ranks of a head group are neighbours; false: those of a context group."""
 
 
 @section("parallel.sequence_2D", KeyRole.PLACE)
@@ -253,14 +258,15 @@ class Sequence2DConfig:
     """`parallel.sequence_2D`: the tensor group as heads x context; used in isp mode only."""
 
     enable: bool = False
-    """Attend with the tensor group as head_size x context_size ranks."""
+    """Split the attention of a tensor group over head_size x context_size ranks."""
     head_size: Ranks | None = None
-    """Ranks that exchange tokens for heads; null: what context_size leaves, else as many as get
-    equally many KV heads and no copies of them."""
+    """Number of ranks that exchange tokens for heads; null: tensor size / context_size, or without
+    it the most that get equally many KV heads without copies."""
     context_size: Ranks | None = None
-    """Ranks that attend with the same heads to parts of a sequence; null: what head_size leaves."""
+    """Number of ranks that hold the same heads of different tokens; null: tensor size /
+    head_size."""
     exchange: ContextExchange = ContextExchange.AUTO
-    """auto, gather or ring: how keys and values reach the ranks of a context group."""
+    """How keys and values reach the ranks of a context group."""
     device_placement_strategy: DevicePlacementConfig = field(default_factory=DevicePlacementConfig)
     """Which ranks are neighbours."""
 
@@ -291,13 +297,14 @@ class Zero1Config:
     """`parallel.zero1`: the ranks over which the optimizer states of one shard are split."""
 
     size: Annotated[int, Field(ge=-1, le=2**20)] = -1
-    """Ranks in a zero1 group, a divisor of weight_data (isp) or data (others); 0 or -1: all, and
-    half as many bytes of gradients travel between replicas."""
+    """Number of ranks over which optimizer states are sharded, a divisor of weight_data (isp) or
+    data (other modes); 0 or -1: all, which also halves the bytes of gradients sent between
+    replicas."""
 
 
 @section("parallel", KeyRole.PLACE)
 class ParallelConfig:
-    """`parallel`: sizes and mode; what is left of the world is data parallel."""
+    """`parallel`: mode and sizes; the remaining factor of the ranks is data parallel."""
 
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """The ranks that share one sequence, and the mode."""
@@ -314,7 +321,8 @@ class ParallelConfig:
     expert_weight: ExpertWeightConfig = field(default_factory=ExpertWeightConfig)
     """The ranks that gather the same experts."""
     sequence_scan: SequenceScan = SequenceScan.AUTO
-    """auto, heads or state: how linear attention and state spaces are split (not in mtp)."""
+    """How linear attention and state spaces are split over ranks, by heads or by state (not in
+    mtp)."""
 
     def __post_init__(self) -> None:
         if self._has_two_axes:

@@ -14,18 +14,19 @@ __all__ = ["ExpertConfig", "ExpertParts", "ExpertWeightConfig"]
 
 @section("parallel.expert", KeyRole.PLACE)
 class ExpertConfig:
-    """`parallel.expert`: the ranks over which the experts of a layer are spread."""
+    """`parallel.expert`: the ranks over which the experts of a layer are sharded."""
 
     size: Ranks = 1
-    """Ranks that share a layer's experts, to which tokens travel: a divisor of the weight size in
-    isp mode, 1 or the tensor size in others; 1: the weights travel instead.  Name: InternEvo."""
+    """Number of ranks that share the experts of a layer, to which tokens are sent: a divisor of
+    the weight size in isp mode, 1 or the tensor size in other modes; 1: weights of experts are
+    gathered instead.  Name: InternEvo."""
     num_chunks: Ranks = 1
-    """Parts of a rank's tokens, each of which travels while the one before is computed."""
+    """Number of parts of a rank's tokens; each is sent while the one before is computed."""
     max_gathered_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
-    """Gather a layer's experts in groups, such that at most so many bytes of them are whole on a
-    rank at once, the group that is prefetched included; null: all at once. Recomputed layers gather
-    them once more. A group without tokens is gathered, too: its gather begins before the router has
-    run.  isp mode only."""
+    """Gather the experts of a layer in groups so that at most this many bytes of them, prefetched
+    ones included, are unsharded on a rank; null: all at once. Recomputed layers gather them once
+    more. Groups without tokens are gathered too, because the gather begins before the router runs.
+    isp mode only."""
 
     def check_gathers(self, *, gathers: bool, keeps: bool) -> None:
         """Raise ValueError for a limit where weights stay, on one rank each or gathered."""
@@ -48,11 +49,11 @@ class ExpertConfig:
 
 @section("parallel.expert_weight", KeyRole.PLACE)
 class ExpertWeightConfig:
-    """`parallel.expert_weight`: the ranks over which the weights of an expert rank are cut."""
+    """`parallel.expert_weight`: the ranks over which the weights of an expert rank are sharded."""
 
     size: Ranks | None = None
-    """Ranks that gather experts from each other; expert size x this is the weight size; null: what
-    that leaves.  Name: InternEvo."""
+    """Number of ranks that gather experts from each other; null: weight size / expert size.  Name:
+    InternEvo."""
 
 
 class ExpertParts(NamedTuple):

@@ -114,12 +114,12 @@ class JobSection:
     """`job`: what the run is called and where it writes."""
 
     name: Annotated[str, AfterValidator(_folder_name)] = "isp"
-    """Name of the run: it writes to `dump_folder/name/time`."""
+    """Name of the run, which writes to `dump_folder/name/time`."""
     dump_folder: Folder = "outputs"
     """Folder of all runs."""
     log_folder: Folder | None = None
-    """Folder for the logs and memory snapshots of ranks, which need not be shared: each machine
-    may have its own, on a local disk. They go to `log_folder/name/time`; null: in the run's."""
+    """Folder for logs and memory snapshots of ranks, which may be on a local disk of each machine.
+    They are written to `log_folder/name/time`; null: to the run's folder."""
 
 
 @section("training.dpo", KeyRole.METHOD)
@@ -127,61 +127,62 @@ class DPOConfig:
     """`training.dpo`: the loss of pairs of answers.  Names and definitions: TRL's."""
 
     loss_type: Literal["sigmoid", "sigmoid_norm", "ipo"] = "sigmoid"
-    """sigmoid: of the margin of summed log-probabilities; sigmoid_norm, ipo: of those a token."""
+    """sigmoid: on the margin of summed log-probabilities; sigmoid_norm and ipo: on means per
+    token."""
     beta: Positive = 0.1
-    """The weight of the reference: the larger, the less the model moves away from it."""
+    """Strength of the pull to the reference: the larger, the less the model moves away from
+    it."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The probability that the labels of a pair are swapped; not of ipo."""
+    """Assumed probability that the labels of a pair are swapped; not for ipo."""
 
 
 @section("training.distill", KeyRole.METHOD)
 class DistillConfig:
-    """`training.distill`: the loss by a teacher's distribution of each token."""
+    """`training.distill`: the loss on a teacher's distribution for each token."""
 
     teacher: Annotated[str | None, KeyRole.PLACE] = None
-    """Folder of a Hugging Face model with the same tokens."""
+    """Folder of a Hugging Face model with the same tokenizer."""
     top_k: Count = 64
-    """Tokens that the teacher holds most likely, among which its distribution is normalised."""
+    """Number of the teacher's most likely tokens, over which its distribution is normalised."""
     temperature: Positive = 1.0
-    """Logits of both are divided by it."""
+    """Temperature that divides the logits of both models."""
 
 
 @section("training", KeyRole.METHOD)
 class TrainingConfig:
-    """`training`: length, numbers and device of a run."""
+    """`training`: length, dtype and device of a run."""
 
     global_batch_size: Count | None = None
-    """Sequences of a step over all data ranks, from which data.micro_num follows on any number of
-    ranks; null: data.micro_num says it.  Name: torchtitan."""
+    """Sequences per step over all data ranks; data.micro_num follows from it on any number of
+    ranks; null: use data.micro_num.  Name: torchtitan."""
     objective: Literal["sft", "dpo", "reward", "distill"] = "sft"
-    """sft: the cross-entropy of tokens; dpo: direct preference optimization of `preferences`, with
-    the weights of model.hf as the reference, which a second copy of the model has; reward: the
-    reward of the preferred answer above that of the other, by a model.hf that classifies sequences
-    by one logit; distill: the divergence from a teacher's distribution, of tokens that have a
-    label."""
+    """sft: cross-entropy of tokens; dpo: direct preference optimization on `preferences`, with a
+    frozen copy of model.hf as the reference; reward: Bradley-Terry loss of the chosen and the
+    rejected answer, for a model.hf that classifies sequences with one logit; distill: divergence
+    from a teacher's distribution on tokens that have a label."""
     dpo: DPOConfig = field(default_factory=DPOConfig)
     """The loss of dpo."""
     distill: DistillConfig = field(default_factory=DistillConfig)
     """The loss of distill."""
     steps: Count = 100
-    """Optimizer steps to take, counted from the first of the run, also when it is resumed."""
+    """Number of optimizer steps of the whole run, including those before it was resumed."""
     max_time: Annotated[int | str | None, AfterValidator(_duration)] = None
-    """Time that a start of the run may take, the last save included: seconds, or `HH:MM:SS` or
-    `D-HH:MM:SS`; the same command resumes it. null: no limit."""
+    """Time limit of one start of the run, including the last save: seconds, `HH:MM:SS` or
+    `D-HH:MM:SS`. The same command resumes the run. null: no limit."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Dtype of weights and activations; bfloat16 and float16 keep float32 gradients and master
-    weights, and float16 scales the loss: see `optimizer.grad_scaler`."""
+    """Dtype of weights and activations; with bfloat16 and float16, gradients and master weights
+    are float32, and float16 also scales the loss (`optimizer.grad_scaler`)."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1), KeyRole.DATA] = 0
-    """Decides the initial weights, the order of the data and every random stream."""
+    """Seed of the initial weights, the order of the data and all random numbers."""
     deterministic: bool = False
-    """Use deterministic kernels only: the same run gives the same bits."""
+    """Use deterministic kernels only: a run repeats bit by bit."""
     max_norm: NotNegative = 1.0
-    """Clip the global gradient norm to this; 0: do not clip."""
+    """Clip the global gradient norm to this value; 0: no clipping."""
     gc_freq: CountOrZero = 10
-    """Steps between garbage collections, which also give freed host memory back to the system; on
-    all ranks at once. 0: neither; Python collects by itself."""
+    """Steps between garbage collections, done on all ranks at once, which also return freed host
+    memory to the system; 0: leave it to Python."""
     device: Annotated[Literal["auto", "cpu", "cuda"], KeyRole.PLACE] = "auto"
-    """Computing device; auto: cuda where there is one, else cpu."""
+    """Device to compute on; auto: cuda if there is one, else cpu."""
 
     @property
     def max_seconds(self) -> float:
@@ -194,14 +195,14 @@ class LRSchedulerConfig:
     """`lr_scheduler`: warm-up, an optional stable phase, decay.  Names: torchtitan."""
 
     warmup_steps: CountOrZero = 0
-    """Steps in which the learning rate rises in a straight line to `optimizer.lr`."""
+    """Steps in which the learning rate rises linearly to `optimizer.lr`."""
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
     decay_ratio: Fraction | None = None
-    """Last fraction of the steps that decays, after a stable phase (WSD); null: decay from the end
-    of the warm-up."""
+    """Fraction of the steps, at the end, in which the learning rate decays, after a stable phase
+    (WSD); null: decay from the end of warm-up."""
     min_lr_factor: Fraction = 0.1
-    """End of the decay, a fraction of `optimizer.lr`."""
+    """Learning rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
     def num_decay_steps(self, total_steps: int) -> int:
         """Length of the decay: the steps after the warm-up, or the last `decay_ratio` of a run."""
@@ -215,10 +216,10 @@ class ValidationConfig:
     """`validation`: the loss on held-out text."""
 
     freq: CountOrZero = 0
-    """Evaluate every this many steps; 0: never."""
+    """Steps between evaluations; 0: never."""
     steps: Count = 10
-    """Global batches (`training.global_batch_size`, or `data.micro_bsz` x `data.micro_num` of each
-    data rank) in an evaluation."""
+    """Global batches in an evaluation (`training.global_batch_size` sequences, or `data.micro_bsz`
+    x `data.micro_num` for each data rank)."""
 
 
 @section("metrics", KeyRole.PLACE)
@@ -226,26 +227,26 @@ class MetricsConfig:
     """`metrics`: what is reported."""
 
     log_freq: Count = 1
-    """Print and write the numbers of every this many steps."""
+    """Steps between log lines and writes to metrics.jsonl."""
     peak_tflops: Positive | None = None
-    """Peak TFLOP/s of a device, which mfu is a fraction of; null: that of a known GPU in dense
-    bfloat16, and no mfu on others."""
+    """Peak TFLOP/s of a device, from which mfu is computed; null: dense bfloat16 of a known GPU,
+    and no mfu on others."""
 
     loss_spike_deviations: NotNegative = 6.0
-    """Warn of a loss this many deviations above the median of the last 100 steps; 0: never."""
+    """Warn if a loss is this many deviations above the median of the last 100 steps; 0: never."""
     slow_rank_factor: NotNegative = 1.5
-    """Warn of a rank that is at work this many times as long as the others; 0: never."""
+    """Warn if a rank computes this many times as long as the others; 0: never."""
     slow_rank_steps: Count = 10
-    """Steps in a row for which a rank has to be slow."""
+    """Consecutive steps in which a rank must be slow before the warning."""
     report_to: Annotated[tuple[str, ...], AfterValidator(_trackers)] = ()
-    """Trackers that get the metrics too, each by its package: tensorboard, wandb, trackio, mlflow,
-    swanlab; or module:Class, a subclass of isp.metrics.Tracker."""
+    """Trackers that also get the metrics: tensorboard, wandb, trackio, mlflow, swanlab, each
+    through its own package; or module:Class, a subclass of isp.metrics.Tracker."""
     project: Text | None = None
-    """Project (experiment) of the run in trackers; null: `job.name`."""
+    """Project (experiment) name in trackers; null: `job.name`."""
     enable_tensorboard: bool = False
     """The same as `report_to: [tensorboard]`.  Names: torchtitan."""
     save_tb_folder: Annotated[str, AfterValidator(_inner_folder)] = "tb"
-    """Subfolder of the run for TensorBoard."""
+    """Subfolder of the run for TensorBoard files."""
 
     @property
     def trackers(self) -> list[str]:
@@ -265,34 +266,35 @@ class CheckpointConfig:
     """`checkpoint`: when to save, what to keep, where to resume from."""
 
     interval: CountOrZero = 0
-    """Save every this many steps; 0: only when the run ends or is stopped by a signal."""
+    """Steps between checkpoints; 0: save only when the run ends or is stopped by a signal."""
     keep_latest_k: CountOrZero = 0
-    """Keep only this many of the newest checkpoints; 0: keep all."""
+    """Number of newest checkpoints to keep; 0: all."""
     async_mode: Literal["disabled", "async"] = "async"
-    """async: copy the state to CPU memory and write it while training continues. This takes as
-    much memory as a rank saves. disabled: training waits for the disk. The last save waits."""
+    """async: copy the state to CPU memory and write it while training continues, which takes as
+    much memory as a rank saves; disabled: training waits for the disk. Training always waits for
+    the last save."""
     load_step: CountOrZero | None = None
-    """Resume from the checkpoint of this step; null: from the newest, if `auto_resume`."""
+    """Resume from the checkpoint of this step; null: from the newest, with `auto_resume`."""
     auto_resume: bool = True
-    """Resume from the newest checkpoint where there is one."""
+    """Resume from the newest checkpoint, if there is one."""
     allow_changes: bool = False
-    """Resume from a checkpoint even if the model, the data or their order is not as it was then."""
+    """Resume even if the model, the data or their order differ from those of the checkpoint."""
     folder: Folder | None = None
-    """Folder of the checkpoints, to save to and resume from; null: `checkpoint/` in the run's own
-    folder."""
+    """Folder to save checkpoints to and resume from; null: `checkpoint/` in the run's folder."""
     upload_to: Annotated[Text, AfterValidator(_url)] | None = None
-    """URL to which each checkpoint in `folder`, which must be named, is copied once it is complete:
-    s3://bucket/run, or what else fsspec opens. Training does not wait for it: of checkpoints that
-    are complete before the last copy is, the newest is next. A run whose `folder` is empty, as on a
-    new machine, resumes from the copies, which it has `comm.init_timeout_seconds` to fetch. Of
-    `keep_latest_k`, as many are kept."""
+    """URL to which every complete checkpoint is copied, s3://bucket/run or another that fsspec
+    opens; needs `folder`. Training does not wait: if several checkpoints complete during a copy,
+    only the newest of them is copied next. A run with an empty `folder`, as on a new machine,
+    resumes from the copies, and has `comm.init_timeout_seconds` to fetch them. `keep_latest_k`
+    applies to the copies, too."""
     initial_load_path: Folder | None = None
-    """Start of a run without checkpoints of its own: a checkpoint, a folder of them, or the
-    folder of a run, of any layout; null: random weights.  Names: torchtitan."""
+    """Checkpoint, folder of checkpoints or run folder, of any layout, that a run without
+    checkpoints starts from; null: random weights.  Names: torchtitan."""
     initial_load_model_only: bool = True
-    """Take only the weights from there and begin at step 0; false: resume with all there is."""
+    """Load only the weights from it and start at step 0; false: resume with the whole state."""
     last_save_retry_seconds: CountOrZero = 600
-    """Time to keep trying the last save of a run where it fails, on a full disk; 0: not."""
+    """Time to retry the last save of a run if it fails, for example on a full disk; 0: no
+    retries."""
 
     def __post_init__(self) -> None:
         if self.upload_to is not None and self.folder is None:
@@ -312,10 +314,11 @@ class CommConfig:
     """`comm`: how long ranks wait for each other.  Names: torchtitan."""
 
     init_timeout_seconds: Seconds = 600
-    """Time for ranks to meet, and for a collective of the first step."""
+    """Time for ranks to connect, and for each collective of the first step."""
     train_timeout_seconds: Seconds = 300
-    """Time for a collective of later steps: what separates the ranks at most, such as one that
-    waits for its data. When it is over, the run ends with an error that names who did not come."""
+    """Time for each collective of later steps, which limits how far apart ranks may be, for
+    example if one waits for data. After it, the run ends with an error that names the ranks that
+    did not join."""
 
 
 @section("profiler", KeyRole.PLACE)
@@ -325,12 +328,12 @@ class ProfilerConfig:
     enable_profiling: bool = False
     """Write a profile and a trace of every `profile_freq`-th step."""
     profile_freq: Annotated[int, Field(ge=2, le=2**31 - 1)] = 10
-    """Steps from one profile to the next; at least 2, as the step before is recorded too."""
+    """Steps between profiles, at least 2, as the step before is recorded too."""
     save_traces_folder: Annotated[str, AfterValidator(_inner_folder)] = "profile_traces"
     """Subfolder of the run for traces."""
     with_torch: bool = True
-    """Have torch.profiler's events in the trace, too; they make the profiled step slower."""
+    """Include torch.profiler's events in the trace; they slow the profiled step down."""
     enable_memory_snapshot: bool = False
-    """Record the history of CUDA memory, and write it when memory runs out.  Names: torchtitan."""
+    """Record the history of CUDA memory, and write it if memory runs out.  Names: torchtitan."""
     save_memory_snapshot_folder: Annotated[str, AfterValidator(_inner_folder)] = "memory_snapshot"
     """Subfolder of the run for snapshots."""

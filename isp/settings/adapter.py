@@ -25,29 +25,29 @@ class AdapterConfig:
     """
 
     folder: Annotated[str | None, KeyRole.PLACE] = None
-    """Folder of an adapter that PEFT has saved, from which training begins; it has the other keys,
-    too. `model.hf` may name such a folder instead, if its base model is a folder here."""
+    """Folder of an adapter saved by PEFT to start from, which also sets the other keys. `model.hf`
+    may name such a folder instead, if its base model is a local folder."""
     r: Count = 8
     """Rank of the adapters."""
     lora_alpha: Count = 8
-    """What an adapter adds is scaled by lora_alpha / r."""
+    """The adapter's output is scaled by lora_alpha / r."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of an adapter's input that is dropped in training."""
+    """Dropout probability of the adapter's input in training."""
     target_modules: str | tuple[str, ...] | None = None
-    """Modules that get an adapter: a list of the ends of their names, a regular expression for all
-    of a name, or all-linear; null: PEFT's choice for the model."""
+    """Modules that get an adapter: a list of name suffixes, a regular expression for the whole
+    name, or all-linear; null: PEFT's choice for the model."""
     exclude_modules: str | tuple[str, ...] | None = None
-    """Modules that get none, in the same words."""
+    """Modules that get none, in the same form."""
     target_parameters: tuple[str, ...] | None = None
-    """Parameters that get an adapter, by the ends of their names: stacks of experts, such as
-    mlp.experts.gate_up_proj. Each call makes whole weights of theirs, which backward keeps for
+    """Parameters that get an adapter, by name suffix: stacks of experts such as
+    mlp.experts.gate_up_proj. Each call builds their whole weights, which are kept for backward in
     blocks that are not recomputed."""
     bias: Literal["none", "all", "lora_only"] = "none"
-    """The biases that are trained, too: of no module, of all, or of those with adapters."""
+    """Biases that are trained as well: none, all, or those of modules with adapters."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead."""
     use_dora: bool = False
-    """DoRA, which is not supported: false."""
+    """DoRA is not supported: must be false."""
 
     def __post_init__(self) -> None:
         if self.use_dora:

@@ -23,24 +23,25 @@ def _pattern(pattern: str) -> str:
 
 @section("optimizer.grad_scaler", KeyRole.METHOD)
 class GradScalerConfig:
-    """`optimizer.grad_scaler`: the factor of the loss in float16.  Names: InternEvo."""
+    """`optimizer.grad_scaler`: loss scaling in float16.  Names: InternEvo."""
 
     use: Literal["auto", "always"] = "auto"
-    """auto: with `training.dtype: float16`, whose small gradients would vanish without it."""
+    """auto: scale the loss with `training.dtype: float16` only, where small gradients would become
+    0."""
     initial_scale: Positive = 2.0**16
-    """The factor of the first step; an overflow skips the step and lowers it."""
+    """Loss scale of the first step; an overflow skips the step and lowers it."""
     min_scale: Positive = 1.0
-    """The factor is not lowered below this."""
+    """Lower limit of the loss scale."""
     max_scale: Positive = 2.0**24
-    """The factor is not raised above this."""
+    """Upper limit of the loss scale."""
     growth_factor: Annotated[float, Field(gt=1, le=1e30)] = 2.0
-    """Multiplier of the factor when it is raised; powers of two round no gradient."""
+    """Factor by which the loss scale is raised; powers of two do not round gradients."""
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Multiplier of the factor when it is lowered."""
+    """Factor by which the loss scale is lowered."""
     growth_interval: Count = 1000
-    """Steps in a row without an overflow after which the factor is raised."""
+    """Consecutive steps without an overflow after which the loss scale is raised."""
     hysteresis: Count = 2
-    """Overflows, since the factor was last raised, from which on each one lowers it."""
+    """Number of overflows since the loss scale was last raised from which each one lowers it."""
 
     def __post_init__(self) -> None:
         initial, least, most = self.initial_scale, self.min_scale, self.max_scale
@@ -72,19 +73,19 @@ class ParamGroupConfig:
     """An entry of `optimizer.param_groups`: parameters with values of their own."""
 
     pattern: Annotated[Text, AfterValidator(_pattern)]
-    """A regular expression, searched for in the names of parameters in the whole model."""
+    """Regular expression, searched for in parameter names of the whole model."""
     rule: _Rule | None = None
-    """Their update rule; null: that of `optimizer.name`. muon updates matrices, tables and heads
-    among them; what has one dimension or is tied takes the other rule."""
+    """Update rule; null: `optimizer.name`. muon updates matrices, including embedding tables and
+    heads; one-dimensional and tied parameters use the other rule."""
     lr: Positive | None = None
-    """Their peak learning rate; null: that of their rule."""
+    """Peak learning rate; null: that of the rule."""
     lr_scale: NotNegative = 1.0
-    """Multiplier of their learning rate."""
+    """Multiplier of the learning rate."""
     weight_decay: NotNegative | None = None
-    """Their weight decay; null: that of their rule, and none where there is one dimension."""
+    """Weight decay; null: that of the rule, and none for one-dimensional parameters."""
     split: tuple[Count, ...] = ()
-    """muon: proportions of the matrices that are fused in each weight, such as [4, 1, 1] of q, k
-    and v, or [1, 1] of gate and up; empty: as the model's code splits them."""
+    """muon: relative sizes of the matrices fused in each weight, such as [4, 1, 1] for q, k and v,
+    or [1, 1] for gate and up; empty: as the model's code splits them."""
 
 
 @section("optimizer.muon", KeyRole.METHOD)
@@ -92,24 +93,24 @@ class MuonConfig:
     """`optimizer.muon`: whole matrices of momentum, made orthogonal.  Names: torch.optim.Muon."""
 
     lr: Positive = 1e-3
-    """Peak learning rate, of the weights that muon updates."""
+    """Peak learning rate of the weights that muon updates."""
     momentum: _Decay = 0.95
     """Decay of the momentum."""
     nesterov: bool = True
-    """Update by the gradient and the momentum behind it, not by the momentum alone."""
+    """Use Nesterov momentum."""
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    """Steps of Newton-Schulz."""
+    """Number of Newton-Schulz iterations."""
     ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315)
-    """Coefficients of its polynomial."""
+    """Coefficients of the Newton-Schulz polynomial."""
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
     """Multiplier of lr for a matrix [A, B]; original: sqrt(max(1, A / B)); match_rms_adamw: 0.2
     sqrt(max(A, B)), for the lr and weight_decay of adamw."""
     weight_decay: NotNegative = 0.1
-    """Decoupled decay of the weights, a fraction of lr."""
+    """Decoupled weight decay, multiplied by lr."""
     eps: Positive = 1e-7
-    """Least norm that a matrix is divided by."""
+    """Smallest norm by which a matrix is divided."""
     per_head: bool = False
-    """Take the rows of each attention head of q, k and v as a matrix of their own."""
+    """Treat the rows of each attention head of q, k and v as a matrix of their own."""
 
 
 _RULE_KEYS = {
@@ -124,48 +125,52 @@ _SLOWEST_NARROW = 1 - 2**-8
 
 @section("optimizer", KeyRole.METHOD)
 class OptimizerConfig:
-    """`optimizer`: the update rule and its numbers."""
+    """`optimizer`: the update rule and its hyperparameters."""
 
     name: Annotated[str, AfterValidator(_rule_or_class)] = "adamw"
-    """The update rule. lion keeps one state where adamw keeps two; its updates are larger: take a
-    third to a tenth of adamw's lr, and as many times its weight_decay. muon: of the matrices of
-    blocks, by `optimizer.muon`; of all else adamw. `module:Class`: a torch.optim.Optimizer that
-    treats elements by themselves, given those of lr, weight_decay, betas and eps that it takes."""
+    """adamw; lion: one state instead of two, and larger updates, so use a third to a tenth
+    of adamw's lr and as many times its weight_decay; muon: for the matrices of blocks
+    (`optimizer.muon`), with adamw for all other parameters; `module:Class`: an elementwise
+    torch.optim.Optimizer, which gets those of lr, weight_decay, betas and eps that it
+    accepts."""
     lr: Positive = 3e-4
-    """Peak learning rate, reached at the end of the warm-up."""
+    """Peak learning rate, reached at the end of warm-up."""
     beta1: _Decay = 0.9
-    """Decay of the first moment; lion: the part of momentum in an update."""
+    """Decay of the first moment; lion: weight of the momentum in an update."""
     beta2: _Decay = 0.95
-    """Decay of the second moment; lion: of momentum."""
+    """Decay of the second moment; lion: of the momentum."""
     eps: Positive = 1e-8
-    """adamw: added to the root of the second moment."""
+    """adamw: added to the square root of the second moment."""
     weight_decay: NotNegative = 0.1
-    """Decoupled decay of the weights, a fraction of lr."""
+    """Decoupled weight decay, multiplied by lr."""
     muon: MuonConfig = field(default_factory=MuonConfig)
     """The numbers of muon."""
     adamw_lr: Positive | None = None
-    """Peak learning rate of what adamw updates beside another rule; null: `lr`. So below."""
+    """Peak learning rate of parameters that adamw updates while `name` is another rule; null:
+    `lr`. Likewise for the next four keys."""
     adamw_beta1: _Decay | None = None
-    """Its decay of the first moment."""
+    """Decay of the first moment of those parameters."""
     adamw_beta2: _Decay | None = None
-    """Its decay of the second moment."""
+    """Decay of the second moment of those parameters."""
     adamw_eps: Positive | None = None
-    """Its eps."""
+    """eps of those parameters."""
     adamw_weight_decay: NotNegative | None = None
-    """Its decay of the weights."""
+    """Weight decay of those parameters."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the moments are kept between updates, which compute in float32 at least;
-    bfloat16: half the memory, rounded once an update; needs betas up to 0.996."""
+    """Dtype in which moments are stored between updates; updates compute in float32 or more.
+    bfloat16 halves the memory, rounds once per update, and needs betas of at most 0.996."""
     offload_states: bool = False
-    """Keep master weights and moments in the memory of the host and bring them to the GPU bucket by
-    bucket in the update, which computes the same bits. Every byte travels once there and back."""
+    """Keep master weights and moments in host memory and copy them to the GPU bucket by
+    bucket for the update, with bit-identical results. Every byte is copied there and back
+    once per step."""
     param_groups: tuple[ParamGroupConfig, ...] = ()
-    """Parameters with a rule, learning rate or weight decay of their own; first match counts."""
+    """Parameters with a rule, learning rate or weight decay of their own; the first match
+    counts."""
     grad_scaler: GradScalerConfig = field(default_factory=GradScalerConfig)
     """The scale of the loss in float16."""
     max_skipped_steps: CountOrZero = 10
-    """End the run after this many steps in a row whose gradients were not finite; those after which
-    the loss scale can still be lowered do not count. 0: never."""
+    """End the run after this many consecutive steps with non-finite gradients, not counting those
+    after which the loss scale can still be lowered; 0: never."""
 
     def __post_init__(self) -> None:
         plain = {"offload_states": False, "moment_dtype": "float32", "param_groups": ()}

@@ -11,7 +11,8 @@ class Recomputation(NamedTuple):
     """The keys of `model` that say what is kept for backward; see `ModelConfig`."""
 
     checkpoint: float = 0.0
-    """Fraction of the blocks, the first ones, that are computed again."""
+    """Fraction of the blocks, counted from the first, whose activations are recomputed in
+    backward."""
     keeps_attention: bool = False
     """Of these all but attention is."""
     distributed: bool = False

@@ -244,7 +244,7 @@ def test_the_reference_names_every_key_and_what_it_means():
     assert part == (
         "`parallel.tensor`: the ranks that share one sequence.\n"
         "  size: a whole number; default: 1\n"
-        "      Ranks in a tensor group (in isp mode: the sequence group).\n"
+        "      Number of ranks in a tensor group, which share a sequence in isp, msp and fsp mode.\n"
         "  mode: mtp or msp or fsp or isp; default: isp\n"
         "      mtp, msp, fsp or isp."
     )
