@@ -132,14 +132,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.checkpoint_distribute_activations and not self.checkpoint:
             raise ValueError(
-                "model.checkpoint_distribute_activations has nothing to distribute without"
-                " recomputed blocks: set model.checkpoint above 0"
+                "model.checkpoint_distribute_activations has no effect without recomputed blocks:"
+                " set model.checkpoint above 0"
             )
         self._check_kept_inputs()
         if self.adapter is not None and self.hf is None:
-            raise ValueError(
-                "model.adapter is for the models of model.hf: name the folder of one with that"
-            )
+            raise ValueError("model.adapter needs model.hf, the folder of the model that it adapts")
         if self.hf is not None:
             self.check_beside(f"model.hf={self.hf}")
             return
@@ -154,8 +152,8 @@ class ModelConfig:
             )
         if self.head_size % 2 or self.head_size < 4:
             raise ValueError(
-                f"a head of {self.head_size} features cannot be rotated: model.head_dim (or"
-                f" hidden_size / num_heads) must be even and at least 4"
+                f"rotary positions need a head size that is even and at least 4, not"
+                f" {self.head_size}: set model.head_dim (or hidden_size / num_heads)"
             )
 
         self._check_experts()
@@ -165,8 +163,8 @@ class ModelConfig:
             for key in ("shared_expert_intermediate_size", "num_dense_layers"):
                 if getattr(self, key):
                     raise ValueError(
-                        f"model.{key}={getattr(self, key)} is of a model with experts: set"
-                        f" model.num_experts, or leave it out"
+                        f"model.{key}={getattr(self, key)} needs experts: set model.num_experts,"
+                        f" or leave it out"
                     )
         elif self.experts_per_token > self.num_experts:
             raise ValueError(
@@ -176,15 +174,15 @@ class ModelConfig:
         elif self.num_dense_layers >= self.num_layers:
             raise ValueError(
                 f"model.num_dense_layers={self.num_dense_layers} leaves no block of"
-                f" model.num_layers={self.num_layers} with experts: use fewer, or num_experts=0"
+                f" model.num_layers={self.num_layers} for experts: use fewer, or num_experts=0"
             )
 
     def _check_kept_inputs(self) -> None:
         for key in ("checkpoint_offload", "checkpoint_segment"):
             if getattr(self, key) and not self.checkpoint:
                 raise ValueError(
-                    f"model.{key} is about the inputs of recomputed blocks, and there are none: set"
-                    f" model.checkpoint above 0"
+                    f"model.{key} applies to the inputs of recomputed blocks, but no block is"
+                    f" recomputed: set model.checkpoint above 0"
                 )
         if self.checkpoint_segment == 1:
             raise ValueError(
@@ -192,9 +190,9 @@ class ModelConfig:
             )
         if self.checkpoint_segment and self.checkpoint_keeps_attention:
             raise ValueError(
-                f"model.checkpoint_segment={self.checkpoint_segment} spares the inputs of blocks,"
-                f" and model.checkpoint_keeps_attention=true keeps more than those: set one of them"
-                f" to its default, 0 or false"
+                f"model.checkpoint_segment={self.checkpoint_segment} saves the memory of block"
+                f" inputs, but model.checkpoint_keeps_attention=true keeps more than those: set"
+                f" one of them to its default, 0 or false"
             )
 
     def check_beside(self, other: str) -> None:
@@ -202,8 +200,8 @@ class ModelConfig:
         _ = self.recomputation
         if self.compile is True:
             raise ValueError(
-                f"model.compile=true is for the layers of isp's own model, and {other} is another:"
-                f" use auto or false"
+                f"model.compile=true applies only to isp's own model, not to {other}: use auto or"
+                f" false"
             )
 
     @property
@@ -214,8 +212,8 @@ class ModelConfig:
         """
         if self.checkpoint_norm_outputs != self.checkpoint_mlp_activation:
             raise ValueError(
-                "model.checkpoint_norm_outputs and model.checkpoint_mlp_activation go together, as"
-                " all that lies between linears is recomputed: set both, or none"
+                "model.checkpoint_norm_outputs and model.checkpoint_mlp_activation must be set"
+                " together, because everything between linears is recomputed: set both, or none"
             )
         return Recomputation(
             checkpoint=self.checkpoint,
@@ -272,14 +270,14 @@ class ModelConfig:
             check_distributable(self.hidden_size, parallel, seq_len)
         if mode.splits_sequence and seq_len % size:
             raise ValueError(
-                f"parallel.tensor.size={size} must divide the {seq_len} tokens of a row"
-                f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode:"
-                f" use {_usable(seq_len, size)}"
+                f"parallel.tensor.size={size} must divide the sequence of {seq_len} tokens"
+                f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode: use"
+                f" {_usable(seq_len, size)}"
             )
         if mode.splits_features and self.vocab_size <= (size - 1) * -(-self.vocab_size // size):
             raise ValueError(
-                f"model.vocab_size={self.vocab_size} leaves some of the {size} tensor ranks without"
-                f" a row: use a multiple of {size}"
+                f"model.vocab_size={self.vocab_size} leaves some of the {size} tensor ranks"
+                f" without a part of the vocabulary: use a multiple of {size}"
             )
         exchanges_logits = not mode.splits_features and parallel.weight.vocab_parallel_loss
         if exchanges_logits and self.vocab_size % size:

@@ -91,11 +91,13 @@ def with_init_from(section: Mapping[str, Any]) -> dict[str, Any]:
     folder = Path(section["init_from"])
     if section.get("preset") is not None:
         raise ValueError(
-            f"model.preset={section['preset']}: model.init_from={folder} gives the sizes: leave the"
-            f" preset out"
+            f"model.preset={section['preset']} cannot be combined with model.init_from={folder},"
+            f" which gives the sizes: leave the preset out"
         )
     if not folder.is_dir():
-        raise ValueError(f"model.init_from={folder} is no folder: name that of a model's weights")
+        raise ValueError(
+            f"model.init_from={folder} is not a folder: name the folder of a model's weights"
+        )
     try:
         found = model_values(read_json(folder / CONFIG_FILE))
     except ValueError as error:
@@ -127,8 +129,8 @@ def model_values(found: Mapping[str, Any]) -> dict[str, Any]:
     family = found.get("model_type")
     if family not in _ARCHITECTURES:
         raise ValueError(
-            f"{CONFIG_FILE} has model_type={family}; the decoder computes"
-            f" {', '.join(_ARCHITECTURES)}: model.hf trains other models as they are"
+            f"{CONFIG_FILE} has model_type={family}, but isp's own decoder supports only"
+            f" {', '.join(_ARCHITECTURES)}: use model.hf, which trains other models unchanged"
         )
     _refuse(found)
     heads, hidden = count_of(found, "num_attention_heads"), count_of(found, "hidden_size")
@@ -168,8 +170,8 @@ def _refuse(found: Mapping[str, Any]) -> None:
     for key, computed in without.items():
         if found.get(key) not in computed:
             raise ValueError(
-                f"{CONFIG_FILE} has {key}={shown(found[key])}, which the decoder does not compute:"
-                f" model.hf trains the model as it is"
+                f"{CONFIG_FILE} has {key}={shown(found[key])}, which isp's own decoder does not"
+                f" support: use model.hf, which trains the model unchanged"
             )
 
 
@@ -182,9 +184,9 @@ def _window(found: Mapping[str, Any]) -> int | None:
     kinds = found.get("layer_types")
     if kinds is None and family == QWEN2_MOE:
         raise ValueError(
-            f"{CONFIG_FILE} has use_sliding_window and no layer_types, of which every second layer"
-            f" has the window; the decoder has one in all or in none: model.hf trains the model as"
-            f" it is"
+            f"{CONFIG_FILE} has use_sliding_window and no layer_types, so every second layer has a"
+            f" window; isp's own decoder has one in all layers or in none: use model.hf, which"
+            f" trains the model unchanged"
         )
     if kinds is None and family in (_QWEN2, _QWEN3) and window is not None:
         first, layers = found.get("max_window_layers", 28), found["num_hidden_layers"]
@@ -194,7 +196,8 @@ def _window(found: Mapping[str, Any]) -> int | None:
     if len(set(kinds)) > 1:
         raise ValueError(
             f"{CONFIG_FILE} has a window in {kinds.count('sliding_attention')} of {len(kinds)}"
-            f" layers; the decoder has one in all or in none: model.hf trains the model as it is"
+            f" layers; isp's own decoder has one in all layers or in none: use model.hf, which"
+            f" trains the model unchanged"
         )
     return window if kinds[0] == "sliding_attention" else None
 
@@ -204,8 +207,8 @@ def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(
-            f"{CONFIG_FILE} has rotary positions {rope}, by kinds of layers; the decoder has one"
-            f" kind: model.hf trains the model as it is"
+            f"{CONFIG_FILE} has different rotary positions for kinds of layers, {rope}; isp's own"
+            f" decoder has one kind: use model.hf, which trains the model unchanged"
         )
     default = 1e6 if found["model_type"] == MIXTRAL else 1e4
     theta = float(rope.get("rope_theta", found.get("rope_theta") or default))
@@ -215,8 +218,9 @@ def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None
         return theta, None
     if kind not in known or rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(
-            f"{CONFIG_FILE} has rotary positions {shown(dict(rope))}; the decoder computes"
-            f" default, {', '.join(known)} on whole heads: model.hf trains the model as it is"
+            f"{CONFIG_FILE} has rotary positions {shown(dict(rope))}; isp's own decoder supports"
+            f" default, {', '.join(known)} on whole heads: use model.hf, which trains the model"
+            f" unchanged"
         )
     values: dict[str, Any] = {"type": known[kind]}
     context = found.get("max_position_embeddings")
@@ -291,7 +295,7 @@ def _check_same(model: ModelConfig, was: Mapping[str, Any]) -> None:
     for key in _OF_THE_WEIGHTS:
         if own[key] != was[key]:
             raise ValueError(
-                f"model.init_from={model.init_from} is another model now: its {CONFIG_FILE} says"
+                f"model.init_from={model.init_from} has changed: its {CONFIG_FILE} says"
                 f" {key}={shown(was[key])}, the run had {shown(own[key])}"
             )
 
@@ -321,8 +325,8 @@ def _family(model: ModelConfig) -> str:
     """The family that computes what `model` does."""
     if model.qkv_bias and model.qk_norm:
         raise ValueError(
-            "no model of transformers that is written here has both model.qkv_bias and"
-            " model.qk_norm: train with one of them"
+            "export supports no model of transformers with both model.qkv_bias and model.qk_norm:"
+            " train with one of them"
         )
     if model.num_experts:
         return family_of_experts(model)

@@ -49,9 +49,10 @@ def expert_values(found: Mapping[str, Any]) -> dict[str, Any]:
     mixtral, dense = family == MIXTRAL, found.get("mlp_only_layers") or []
     if found.get("decoder_sparse_step", 1) != 1 or sorted(dense) != [*range(len(dense))]:
         raise ValueError(
-            f"config.json has mlp_only_layers={dense} and decoder_sparse_step="
-            f"{found.get('decoder_sparse_step', 1)}; the decoder has layers without experts ahead"
-            f" of all others alone: model.hf trains the model as it is"
+            f"config.json has mlp_only_layers={dense} and"
+            f" decoder_sparse_step={found.get('decoder_sparse_step', 1)}; isp's own decoder"
+            f" supports layers without experts only before all others: use model.hf, which trains"
+            f" the model unchanged"
         )
     counted = "num_local_experts" if "num_experts" not in found else "num_experts"
     values |= {
@@ -101,9 +102,9 @@ def family_of_experts(model: ModelConfig) -> str:
         return QWEN2_MOE if shared else QWEN3_MOE
     if shared or model.qkv_bias or model.num_dense_layers or not model.norm_topk_prob:
         raise ValueError(
-            "no model of transformers that is written here has experts so: Qwen2-MoE has"
-            " model.shared_expert_intermediate_size and no model.qk_norm, Qwen3-MoE the other way"
-            " round, and Mixtral neither, nor model.qkv_bias or model.num_dense_layers, and"
+            "export supports no model of transformers with this combination: Qwen2-MoE has"
+            " model.shared_expert_intermediate_size but no model.qk_norm, Qwen3-MoE the reverse,"
+            " and Mixtral neither, nor model.qkv_bias or model.num_dense_layers, and"
             " model.norm_topk_prob=true"
         )
     return MIXTRAL

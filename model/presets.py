@@ -138,7 +138,7 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
     if name is None:
         return section
     if name not in PRESETS:
-        raise ValueError(f"model.preset={name} is not known: use one of {', '.join(PRESETS)}")
+        raise ValueError(f"model.preset={name} is unknown: use one of {', '.join(PRESETS)}")
     found = {**PRESETS[name], **section}
     scaling, of_preset = section.get("rope_scaling"), PRESETS[name].get("rope_scaling")
     if isinstance(scaling, dict) and of_preset and "type" not in scaling:

@@ -126,7 +126,7 @@ def test_one_process_for_many_ranks_is_asked_to_start_them(job, capsys, command,
     """Catches advice to give up the split, where --nproc was forgotten; and a wrong number."""
     assert main([command, job, *words]) == 2
     said = capsys.readouterr().err
-    assert f"start them with --nproc {least}, or with torchrun" in said
+    assert f"start them with --nproc {least} or torchrun" in said
     assert "use 1" not in said
     load_config(job, words).topology(least)
 
@@ -173,7 +173,7 @@ def test_damaged_checkpoints_are_reported_before_ranks_start(job, capsys, monkey
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
     assert main(["train", job, "--nproc", "2"]) == 2
-    assert capsys.readouterr().err.startswith("error: no good checkpoint in")
+    assert capsys.readouterr().err.startswith("error: no usable checkpoint in")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
@@ -220,7 +220,7 @@ def test_data_prepare_ends_documents_as_it_is_reported(tmp_path, capsys):
         ends.append(document.tolist()[-1])
     assert ends == [4, 5]
     assert main([*words, "--eos-token", "<mine>"]) == 2
-    assert "--eos-token=<mine> has no meaning with --tokenizer=bytes" in capsys.readouterr().err
+    assert "--eos-token=<mine> has no effect with --tokenizer=bytes" in capsys.readouterr().err
 
 
 def test_errors_do_not_command_the_terminal(job, capsys):

@@ -169,7 +169,9 @@ class BoxLoadPlanner(LoadPlanner):
         loaded = {item.dest_index.fqn for plan in global_plan for item in plan.items}
         unread = [key for key, needed in self._required.items() if not loaded.issuperset(needed)]
         if unread:
-            raise ValueError(f"the checkpoint has what the run lacks: {', '.join(sorted(unread))}")
+            raise ValueError(
+                f"the checkpoint has entries that the run lacks: {', '.join(sorted(unread))}"
+            )
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:

@@ -129,9 +129,9 @@ def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> Checkp
     if found.paths:
         reasons = "".join(f"\n  {line}" for line in passed_over)
         raise CheckpointError(
-            f"no good checkpoint in {found.place}, where there should be one:{reasons}\n"
-            "choose another (in training by checkpoint.load_step), or start a new run: another"
-            " job.name, or checkpoint.auto_resume=false"
+            f"no usable checkpoint in {found.place}:{reasons}\nchoose another one (in training by"
+            f" checkpoint.load_step), or start a new run: another job.name, or"
+            f" checkpoint.auto_resume=false"
         )
     return None
 

@@ -76,7 +76,7 @@ class CheckpointFolder:
         """Make an empty temporary folder for `step`, and remove leftovers."""
         self.restore()
         for path in self.leftovers():
-            logger.info("removing %s, left over from a save that did not end", path)
+            logger.info("removing %s, left over from an unfinished save", path)
             shutil.rmtree(path)
         self.temporary(step).mkdir(parents=True)
 
@@ -143,8 +143,8 @@ def checkpoints_at(path: Path) -> list[Path]:
     if CheckpointFolder.names(path):  # one that has lost its manifest
         return [path]
     raise ValueError(
-        f"{path} is not a checkpoint, and has none in it: it {describe_contents(path)}; name the"
-        f" folder of a run, or one of the step folders in its checkpoint folder"
+        f"{path} is not a checkpoint and contains none: it {describe_contents(path)}; name a run"
+        f" folder, or a step folder inside its checkpoint folder"
     )
 
 
@@ -191,8 +191,8 @@ def _lock(descriptor: int, folder: Path) -> None:
     except BlockingIOError:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "which says no more"
         raise ValueError(
-            f"another run saves to {folder} ({holder}): wait until it has ended, or start a run of"
-            " its own with another job.name or checkpoint.folder"
+            f"another run is saving to {folder} ({holder}): wait until it has ended, or use"
+            f" another job.name or checkpoint.folder"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

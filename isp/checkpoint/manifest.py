@@ -47,7 +47,7 @@ class Damaged(CheckpointError):
 
 def _is_beside(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
-        raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
+        raise ValueError(f"{name!r} does not name a file in the checkpoint's folder")
     return name
 
 
@@ -122,7 +122,7 @@ class Manifest(BaseModel):
         """The manifest in `folder`. Raises Damaged if there is none or it is not as written."""
         with open_regular(folder / MANIFEST) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) > _MAX_MANIFEST_BYTES:
-                raise Damaged(f"{MANIFEST} has {num_bytes} bytes, which none of ours has")
+                raise Damaged(f"{MANIFEST} has {num_bytes} bytes, which is too many for a manifest")
             data = file.read()
         try:
             whole = json.loads(data)
@@ -146,7 +146,7 @@ class Manifest(BaseModel):
         try:
             content = from_json(text)
         except (ValueError, RecursionError) as error:
-            raise Damaged(f"{MANIFEST} has a content that is none: {error}") from None
+            raise Damaged(f"{MANIFEST} has invalid content: {error}") from None
         version = content.pop("format", None) if isinstance(content, dict) else None
         if version != _FORMAT:
             raise Damaged(f"{MANIFEST} has format {version}, this version reads {_FORMAT}")

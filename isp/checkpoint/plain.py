@@ -56,7 +56,7 @@ def _encode(value: Plain, place: str) -> Any:
         return {k: _encode(v, f"{place}[{k!r}]") for k, v in value.items()}
     if isinstance(value, dict) and all(isinstance(k, str | int | float | None) for k in value):
         return {"$items": [[k, _encode(v, f"{place}[{k!r}]")] for k, v in value.items()]}
-    raise TypeError(f"{place} is a {type(value).__name__}, which a checkpoint cannot keep")
+    raise TypeError(f"{place} is a {type(value).__name__}, which a checkpoint cannot store")
 
 
 def _decode(encoded: dict[str, Any]) -> Any:

@@ -218,7 +218,7 @@ def num_elements(metadata: Metadata, key: str, *, most: int) -> int:
     saved = metadata.state_dict_metadata.get(key)
     count = -1 if not isinstance(saved, TensorStorageMetadata) else math.prod(saved.size)
     if not 0 <= count <= most:
-        raise ValueError(f"the checkpoint lacks {key}, or says that it is larger than all files")
+        raise ValueError(f"the checkpoint lacks {key}, or gives it a size larger than all files")
     return count
 
 
@@ -240,6 +240,6 @@ def check_shapes(
         lines = [f"\n  {n}: {there.get(n, 'none')} there, {own.get(n, 'none')} now" for n in odd]
         more = f"\n  and {len(odd) - 5} more" if len(odd) > 5 else ""
         raise ValueError(
-            f"{info.path} is of another model, by the shapes of its parameters:"
-            f"{''.join(lines[:5])}{more}"
+            f"{info.path} belongs to another model, judging by the shapes of its"
+            f" parameters:{''.join(lines[:5])}{more}"
         )

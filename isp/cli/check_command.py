@@ -87,7 +87,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
         folder = None if keys.model.hf is None else Path(keys.model.hf)
     if keys.model.adapter is not None:
         raise ValueError(
-            "model.adapter: isp check verifies the model of model.hf without adapters: leave it out"
+            "model.adapter: isp check verifies model.hf without adapters: leave it out"
         )
     blocks = num_blocks(most_stages(args.layouts), keys.model)
     subject = (

@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
         args.rows = args.keys = 0
     else:
         if not (args.rows or args.keys):
-            raise ValueError("--rows 0 --keys 0 leave nothing to evaluate: leave out one of them")
+            raise ValueError("--rows 0 --keys 0 leaves nothing to evaluate: leave out one of them")
         args.lengths = _checked(args.lengths, source)
     args.output = _output(args, path)
     notes, rows = list[str](), None
@@ -117,7 +117,7 @@ def _checked(lengths: list[int] | None, source: Source) -> list[int]:
             )
         return lengths
     if trained is None:
-        raise ValueError("the model does not say how long its sequences were: give --lengths")
+        raise ValueError("the length of the training sequences is not known: give --lengths")
     found = sorted({max(1, trained * times // 8) for times in (1, 2, 4, 8, 16, 32)})
     return [length for length in found if limit is None or length <= limit]
 

@@ -120,7 +120,7 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
             rendered = template.prompt(record.get("messages", []), where, **keys)
             found.append((rendered, source.encode_chat(rendered)))
     if template is None and args.chat_template is not None:
-        raise ValueError("--chat-template is for conversations: add --chat")
+        raise ValueError("--chat-template needs --chat")
     turn_end = None if template is None else template.turn_end()
     return _Prompts([text for text, _ in found], [tokens for _, tokens in found], turn_end)
 

@@ -55,8 +55,8 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
         return ranks
     if nproc is None and least > 1:
         raise ValueError(
-            f"this configuration is for {least} ranks, or a multiple of {least}, and this is one"
-            f" process: start them with --nproc {least}, or with torchrun"
+            f"this configuration needs {least} ranks, or a multiple of {least}, but this is one"
+            f" process: start them with --nproc {least} or torchrun"
         )
     return nproc or 1
 

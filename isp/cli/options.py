@@ -61,8 +61,9 @@ def check_planned(config: JobConfig) -> None:
     """Raise ValueError for a step that plans do not count."""
     if config.training.objective != "sft":
         raise ValueError(
-            f"training.objective={config.training.objective}: plans are of one model and the loss"
-            f" of tokens: plan with --training.objective=sft, and add a second model's weights"
+            f"training.objective={config.training.objective}: plans cover one model with the loss"
+            f" of tokens: plan with --training.objective=sft, and add the memory of a second"
+            f" model's weights"
         )
 
 

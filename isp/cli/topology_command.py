@@ -72,8 +72,8 @@ def _run(args: argparse.Namespace) -> int:
     mode = Mode(args.mode)
     if args.context > 1 and not mode.slices_batch:
         raise ValueError(
-            f"--context {args.context} is not for {mode} mode, which splits features: use --mode"
-            f" {Mode.ISP}, or --context 1"
+            f"--context {args.context} needs --mode {Mode.ISP}, not {mode}: use that, or --context"
+            f" 1"
         )
     parallel = ParallelConfig(
         tensor=TensorConfig(size=args.tensor, mode=mode),
@@ -98,5 +98,5 @@ def _run(args: argparse.Namespace) -> int:
 def _shape(text: str) -> tuple[int, int]:
     outputs, _, inputs = text.partition("x")
     if not (outputs.isdecimal() and inputs.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write e.g. 16x8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write, for example, 16x8")
     return positive(outputs), positive(inputs)

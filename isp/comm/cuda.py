@@ -64,13 +64,13 @@ def check_registers(key: str, device_type: str) -> None:
     """Raise ValueError, in the name of `key`, where no buffers can be registered with NCCL."""
     if device_type != "cuda":
         raise ValueError(
-            f"{key}=true registers buffers with NCCL, and CPU ranks use gloo: use false"
+            f"{key}=true registers buffers with NCCL, but CPU ranks use gloo: use false"
         )
     for name in ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in os.environ.get(name, "").lower():
             raise ValueError(
-                f"{key}=true needs memory of its own kind, which torch 2.11 does not give with"
-                f" {name}={os.environ[name]}: use false, or unset the variable"
+                f"{key}=true needs a special kind of memory, which torch 2.11 does not provide"
+                f" with {name}={os.environ[name]}: use false, or unset the variable"
             )
 
 
@@ -83,7 +83,6 @@ def registered(group: dist.ProcessGroup, device: torch.device, *, key: str) -> A
     backend = group._get_backend(device)
     if not backend.supports_tensor_alloc(device):
         raise ValueError(
-            f"{key}=true needs GPUs whose memory NVLink can multicast to (NVLink SHARP), and"
-            f" {device} is none: use false"
+            f"{key}=true needs GPUs with NVLink SHARP, which {device} does not have: use false"
         )
     return lambda numel, dtype: backend.allocate_tensor(numel, dtype=dtype, device=device)

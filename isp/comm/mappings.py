@@ -108,8 +108,8 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
         return channel.all_gather(x, dim, tag=_TAG).wait()
     if len(sizes) != channel.size or sizes[channel.rank] != x.shape[dim]:
         raise ValueError(
-            f"split sizes {list(sizes)} are not those of {channel.size} ranks, of which number"
-            f" {channel.rank} has {x.shape[dim]}, dim {dim} of shape {tuple(x.shape)}"
+            f"split sizes {list(sizes)} do not fit: rank {channel.rank} of {channel.size} has"
+            f" {x.shape[dim]} in dim {dim} of shape {tuple(x.shape)}"
         )
     longest = max(sizes)
     padded = pad_rows(x.movedim(dim, 0), longest)

@@ -95,8 +95,8 @@ def _meeting_place(timeout: timedelta) -> Store:
         if "EADDRINUSE" not in str(error):
             raise
         raise ValueError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} is in use on this machine: set another one,"
-            f" the same for all ranks, or end who has it"
+            f"MASTER_PORT={os.environ['MASTER_PORT']} is already in use on this machine: set"
+            f" another port, the same for all ranks, or stop the process that uses it"
         ) from error
     store.set_timeout(timeout)
     one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"

@@ -104,8 +104,8 @@ class JobConfig:
         if self.model.init_from is not None and self.checkpoint.initial_load_path is not None:
             raise ValueError(
                 f"checkpoint.initial_load_path={self.checkpoint.initial_load_path} and"
-                f" model.init_from={self.model.init_from} both give the weights to begin from:"
-                f" leave one out (`isp config` prints the sizes to give instead of init_from)"
+                f" model.init_from={self.model.init_from} both set the initial weights: leave one"
+                f" out (`isp config` prints the sizes to give instead of init_from)"
             )
         check_objective(self)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
@@ -146,8 +146,8 @@ class JobConfig:
         positions = model.learned_positions
         if positions is not None and self.data.seq_len > positions:
             raise ValueError(
-                f"data.seq_len={self.data.seq_len} is longer than the table of positions of"
-                f" model.hf={self.model.hf}: use {positions} at most"
+                f"data.seq_len={self.data.seq_len} is longer than the position embeddings of"
+                f" model.hf={self.model.hf}: use at most {positions}"
             )
 
     @property
@@ -367,7 +367,7 @@ def _override(
             if not isinstance(section, dict):
                 if path[:end] not in keys.sections:
                     key = ".".join(path[:end])
-                    raise ValueError(f"--{'.'.join(path)}: {key} is a key, and has none below it")
+                    raise ValueError(f"--{'.'.join(path)}: {key} is a key, not a section")
                 break  # validation tells that this must be a section
         else:
             section[path[-1]] = value

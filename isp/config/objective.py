@@ -21,8 +21,8 @@ def check_objective(config: JobConfig) -> None:
     teacher = config.training.distill.teacher
     if (objective == "distill") != (teacher is not None):
         raise ValueError(
-            f"training.objective={objective} and training.distill.teacher={teacher}: distill"
-            f" needs the folder of a teacher, and nothing else does"
+            f"training.objective={objective} and training.distill.teacher={teacher}: distill needs"
+            f" the folder of a teacher, and no other objective takes one"
         )
     if teacher is not None:
         check_model_folder(teacher, config.parallel)
@@ -30,7 +30,7 @@ def check_objective(config: JobConfig) -> None:
         return
     if config.model.hf is None:
         raise ValueError(
-            f"training.objective={objective} needs model.hf, the folder of the model to begin from:"
+            f"training.objective={objective} needs model.hf, the folder of the initial model:"
             f" write one with `isp checkpoint export`"
         )
     if objective == "reward" and config.model.adapter is not None:

@@ -63,7 +63,7 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
     ):
         if form in found and len(found) > 1:
             listed = ", ".join(f"{path} ({form})" for form, path in found.items())
-            raise ValueError(f"{key} mixes {mixed}: {listed}: give one kind")
+            raise ValueError(f"{key} mixes {mixed}: {listed}: use one kind only")
     order = (Format.TEXT, Format.MESSAGES, Format.COMPLETIONS, Format.TOKENS, Format.PREFERENCES)
     return next(form for form in order if form in found)
 
@@ -296,8 +296,8 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
     check_ids(trained, vocab_size=vocab_size, where=f"{where}, 'labels'")
     if (_aligned(record, "attention_mask", where, np.ones_like(tokens)) != 1).any():
         raise ValueError(
-            f"{where}: 'attention_mask' holds others than 1: write examples without padding, and"
-            " documents of one line with 'position_ids' that restart at 0"
+            f"{where}: 'attention_mask' has values other than 1: write examples without padding;"
+            f" to put several documents on one line, use 'position_ids' that restart at 0"
         )
     for name in _OTHER_MASKS:
         if record.get(name) is not None:
@@ -312,8 +312,8 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
         expected -= np.repeat(begins, np.diff(begins, append=len(tokens)))
     if (differ := np.flatnonzero(positions != expected)).size:
         raise ValueError(
-            f"{where}: 'position_ids' has {positions[differ[0]]} at token {differ[0]}: they count"
-            " from 0 by 1, and restart at 0 at each document"
+            f"{where}: 'position_ids' has {positions[differ[0]]} at token {differ[0]}: positions"
+            f" count up from 0, and restart at 0 at each document"
         )
     return list(map(Example, np.split(tokens, begins[1:]), np.split(labels, begins[1:])))
 

@@ -129,8 +129,8 @@ class MixedDataset:
         for part, rate, end, begin in zip(self.parts, rates, ends, [0, *ends], strict=False):
             if rate and end == begin:
                 raise ValueError(
-                    f"data.source: {part.name} has the weight {part.weight:g}, too small a share"
-                    f" to be drawn: leave it out, or give it more"
+                    f"data.source: {part.name} has the weight {part.weight:g}, which is too small"
+                    f" for any sample: leave it out, or increase it"
                 )
         return tuple(ends)
 

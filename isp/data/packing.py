@@ -127,7 +127,7 @@ class ExampleDataset:
             first = int(np.flatnonzero(excess)[0])
             raise ValueError(
                 f"{tokens.where(first)} has {tokens.lengths[first]:,} tokens, more than"
-                f" {self._limit} ({counted(int(excess.sum()), 'example')} in all):"
+                f" {self._limit} ({counted(int(excess.sum()), 'example')} in all): use"
                 f" data.excess_length_strategy=truncate or drop, or a larger data.seq_len"
             )
         dropped = excess & (excess_length is ExcessLength.DROP)

@@ -58,7 +58,7 @@ def read_answers(
         texts = [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in whole]
     else:
         if template is None:
-            raise ValueError(f"{where} has messages, and the first line of the file has text")
+            raise ValueError(f"{where} has messages, but the first line of the file has text")
         more = beside(record)
         before = tokenizer.encode(template.prompt(prompt, where, **more))
         texts = [template.tokens(messages, where, **more) for messages in whole]
@@ -78,7 +78,7 @@ def _after(prompt: Any, tokens: Any, where: str) -> Example:
     differ = np.flatnonzero(prompt[:same] != tokens[:same])
     first = max(1, int(differ[0]) if differ.size else same)
     if first >= len(tokens):
-        raise ValueError(f"{where}: an answer has no token of its own behind the prompt")
+        raise ValueError(f"{where}: an answer adds no tokens to the prompt")
     labels = np.asarray(tokens).astype(np.int32)
     labels[:first] = IGNORE_INDEX
     return Example(tokens, labels)

@@ -63,11 +63,11 @@ def prepare(
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     for item in items:
         if indexed_prefix(item) is not None:
-            raise ValueError(f"input={item} is tokenised already: use it as data.source as it is")
+            raise ValueError(f"input={item} is already tokenised: use it directly as data.source")
     if eos_token is not None and tokenizer == BYTE_TOKENIZER:
         raise ValueError(
-            f"--eos-token={eos_token} has no meaning with --tokenizer={BYTE_TOKENIZER}, which has"
-            f" an end of document of its own: leave it out, or name a tokenizer.json"
+            f"--eos-token={eos_token} has no effect with --tokenizer={BYTE_TOKENIZER}, which has"
+            f" its own end-of-document token: leave it out, or name a tokenizer.json"
         )
     encoder = load_tokenizer(tokenizer, eos_token=eos_token)
     reader = SourceReader(
@@ -80,7 +80,10 @@ def prepare(
         train_on=train_on,
     )
     if reader.is_pairs:
-        raise ValueError(f"input={', '.join(items)} holds pairs, which are read from .jsonl files")
+        raise ValueError(
+            f"input={', '.join(items)} holds preference pairs, which are read from .jsonl files"
+            f" directly"
+        )
     files = find_files(reader.items, key="input")
     with tqdm(
         total=sum(file.stat().st_size for file in files),

@@ -144,7 +144,7 @@ def render(
     except TemplateError as error:
         raise _failure(error.message or type(error).__name__) from None
     except RecursionError:
-        raise _failure("it calls itself too often, or is nested too deeply") from None
+        raise _failure("it recurses too deeply") from None
     except Exception as error:  # A template can make Python raise whatever it likes.
         raise _failure(f"{type(error).__name__}: {error}") from None
     first, *rest = rendered.split(_OPEN) if marks else [rendered]
@@ -155,7 +155,7 @@ def render(
         text.append(after)
         end += len(after)
     if odd := _NO_CHARACTER.search("".join(text)):
-        raise _failure(f"it contains U+{ord(odd[0]):04X}, which is no character")
+        raise _failure(f"it contains U+{ord(odd[0]):04X}, which is not a character")
     return Rendered("".join(text), found)
 
 

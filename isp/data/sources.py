@@ -123,9 +123,9 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
     for reader in readers[: len(config.parts) * config.streaming]:
         if not reader.is_text or any(map(indexed_prefix, reader.items)):
             raise ValueError(
-                f"data.streaming is for text, and data.source={', '.join(reader.items)} holds"
-                " examples, which are packed in advance, or a .bin/.idx pair, which is read from"
-                " its file as it is: leave data.streaming out"
+                f"data.streaming is for text, but data.source={', '.join(reader.items)} holds"
+                f" examples, which are packed in advance, or a .bin/.idx pair, which is not loaded"
+                f" into memory anyway: leave data.streaming out"
             )
     return readers
 

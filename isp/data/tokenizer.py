@@ -88,7 +88,7 @@ class HFTokenizer:
         if self.vocab_size > np.iinfo(np.int32).max:
             raise ValueError(
                 f"data.tokenizer={file} has a token with the id {self.vocab_size - 1:,}, and a"
-                " model has a row for every id up to it: give the tokens smaller ids"
+                f" model needs an embedding for every id up to it: use smaller ids"
             )
         self.eos_id = self._find_eos(file, eos_token)
 
@@ -166,7 +166,7 @@ def _tokenizer_file(path: Path) -> Path:
             "tokenizer.json or of a folder that holds one"
         )
     if not path.is_dir() and not path.is_file():
-        raise ValueError(f"data.tokenizer={path} is not a regular file but a pipe or a device")
+        raise ValueError(f"data.tokenizer={path} is a pipe or a device, not a regular file")
     return path / "tokenizer.json" if path.is_dir() else path
 
 

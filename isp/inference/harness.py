@@ -178,8 +178,8 @@ class HarnessModel(TemplateLM):
     def _continuation(self, context: list[int], tokens: list[int]) -> Continuation:
         if not 0 < len(tokens) <= self.max_length:
             raise ValueError(
-                f"a task has a continuation of {len(tokens)} tokens: 1 to {self.max_length} can be"
-                f" (--max-length)"
+                f"a task has a continuation of {len(tokens)} tokens: between 1 and"
+                f" {self.max_length} are supported (--max-length)"
             )
         context = context or [self.prefix_token_id]
         return Continuation(self._last(context, self.max_length + 1 - len(tokens)), tokens)
@@ -227,7 +227,8 @@ class HarnessModel(TemplateLM):
         if len(tokens) > room and not self._has_cut:
             self._has_cut = True
             logger.warning(
-                "requests are cut at their beginning to %d tokens (--max-length): %d have no room",
+                "requests are truncated at the beginning to %d tokens (--max-length): %d tokens"
+                " are dropped",
                 self.max_length,
                 len(tokens) - room,
             )

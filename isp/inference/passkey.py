@@ -67,8 +67,8 @@ class PasskeyPrompts:
             count -= 1  # this key has more tokens
             if count < 0:
                 raise ValueError(
-                    f"a passkey prompt of {length} tokens cannot be: even without filler one has"
-                    f" about {self.shortest}: use longer ones, or fewer digits than {self.digits}"
+                    f"a passkey prompt cannot have {length} tokens: even without filler it has"
+                    f" about {self.shortest}: use more tokens, or fewer digits than {self.digits}"
                 )
         return found
 

@@ -91,8 +91,8 @@ class Source:
     def _checked(self, found: list[int]) -> list[int]:
         if (largest := max(found, default=0)) >= self.vocab_size:
             raise ValueError(
-                f"the tokenizer makes token {largest:,} of the prompt, and the model has"
-                f" {self.vocab_size:,}: name the tokenizer that it was trained with by --tokenizer"
+                f"the tokenizer produces token {largest:,} for the prompt, but the model has only"
+                f" {self.vocab_size:,}: use --tokenizer to name the tokenizer of the training run"
             )
         return found
 
@@ -192,8 +192,9 @@ def _of_checkpoint(
         data = {**data, "tokenizer": tokenizer, "eos_token": None, "chat_template": None}
     if section.hf is not None and not (Path(section.hf) / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{info.path} is of model.hf={section.hf}, which is not there: its {CONFIG_FILE} is"
-            f" needed; paths are from the folder in which the run was started"
+            f"{info.path} belongs to model.hf={section.hf}, which does not exist: its"
+            f" {CONFIG_FILE} is needed; relative paths start at the folder in which the run was"
+            f" started"
         )
     own = load_tokenizer(data["tokenizer"], eos_token=data["eos_token"])
     source = Source(

@@ -90,8 +90,8 @@ class RunModel(nn.Module):
             )
         if labels is not None and attention_mask is not None and not attention_mask[:, 0].all():
             raise ValueError(
-                "a batch with labels is padded on the left, where the Trainer counts a label more a"
-                " row than there is: set padding_side='right' of the tokenizer"
+                "a batch with labels is padded on the left, for which the Trainer counts one"
+                " label too many per sequence: set the tokenizer's padding_side='right'"
             )
         packed = position_ids is not None
         if position_ids is None and attention_mask is not None:  # as transformers, padded or not
@@ -262,18 +262,23 @@ def _config(trainer: Any, config: JobConfig) -> JobConfig:
             f"bf16=True and training.dtype={config.training.dtype} in isp_config: choose one"
         )
     if trainer.model_init is not None:
-        raise ValueError("model_init beside isp_config: give model, one for all of a run")
+        raise ValueError(
+            "model_init cannot be combined with isp_config: pass model, one for the whole run"
+        )
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ValueError(
-            "optimizers=.. have the parameters of a whole model: give optimizer_cls_and_kwargs, or"
-            " optim and lr_scheduler_type in the arguments"
+            "optimizers=.. hold the parameters of the whole model: pass optimizer_cls_and_kwargs,"
+            " or optim and lr_scheduler_type in the arguments"
         )
     if args.train_sampling_strategy == "batch_rebalance":
-        raise ValueError("train_sampling_strategy=batch_rebalance beside isp_config: leave it out")
+        raise ValueError(
+            "train_sampling_strategy=batch_rebalance cannot be combined with isp_config: leave it"
+            " out"
+        )
     if config.parallel.pipeline.size > 1:
         raise ValueError(
-            f"parallel.pipeline.size={config.parallel.pipeline.size} in isp_config: the Trainer"
-            f" goes backward batch by batch: use 1"
+            f"parallel.pipeline.size={config.parallel.pipeline.size} in isp_config is not"
+            f" supported by the Trainer, which runs backward batch by batch: use 1"
         )
     return replace(config, training=replace(config.training, max_norm=args.max_grad_norm or 0.0))
 

@@ -72,7 +72,7 @@ class ISPEngine(BaseEngine):
         config = loop_config(given.isp_config)
         if config.parallel.pipeline.size > 1:
             raise ValueError(
-                f"parallel.pipeline.size={config.parallel.pipeline.size}: verl's losses are given"
+                f"parallel.pipeline.size={config.parallel.pipeline.size}: verl's losses need the"
                 f" log-probabilities of all ranks, so use 1"
             )
         config = replace(config, training=replace(config.training, max_norm=rule.clip_grad))

@@ -77,7 +77,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
             self._failing = True
         else:
             if self._failing:
-                logger.warning("%s is written again, no step is missing", self._path)
+                logger.warning("%s can be written again; no step is missing", self._path)
             self._failing = False
 
     def close(self) -> None:

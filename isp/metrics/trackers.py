@@ -89,7 +89,8 @@ class _TrackerThread(threading.Thread):
     def give_up(self, why: str) -> None:
         if not self.failed:
             logger.warning(
-                "no more is sent to %s (%s): training continues, and metrics.jsonl has all metrics",
+                "nothing more is sent to %s (%s): training continues, and metrics.jsonl has all"
+                " metrics",
                 self._tracker_name,
                 why,
             )

@@ -202,9 +202,9 @@ class MainGradients(BucketManager):
     def _require_open(self, gradient: Gradient) -> None:
         if self.reduced or gradient.ready:
             raise RuntimeError(
-                f"a gradient of {gradient.name} came after its last one: zero() begins a"
-                f" new step, expect_last() belongs before the last backward pass of a step, and"
-                f" what is delivered after a backward pass has to be promised; between steps"
+                f"a gradient of {gradient.name} came after its last one: zero() begins a new step,"
+                f" expect_last() must be called before the last backward pass of a step, and"
+                f" gradients delivered after a backward pass must be announced; between steps,"
                 f" torch.autograd.grad gives gradients that are not kept"
             )
 
@@ -231,7 +231,7 @@ def _check(parameters: list[ShardedParameter]) -> None:
         if not parameter.requires_grad:
             raise ValueError(f"{name} requires no gradient: leave it out")
         if parameter in names:
-            raise ValueError(f"{name} is {names[parameter]}: name a shared parameter once")
+            raise ValueError(f"{name} is also {names[parameter]}: pass a shared parameter once")
         if tuple(parameter.shape) != layout.local_shape:
             raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)}, its layout says {layout.local_shape}"

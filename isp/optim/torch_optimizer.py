@@ -39,7 +39,7 @@ def optimizer_of(config: OptimizerConfig) -> MakeOptimizer | None:
         made = getattr(importlib.import_module(module), name)
         takes = inspect.signature(made).parameters
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"optimizer.name={config.name} cannot be taken: {error}") from error
+        raise ValueError(f"optimizer.name={config.name} cannot be used: {error}") from error
     values = {
         "lr": config.lr,
         "betas": (config.beta1, config.beta2),
@@ -190,9 +190,9 @@ def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torc
             y = found[name].get(kind)
             if y is None or y.shape != own.shape or not torch.allclose(y, own, 1e-9, 1e-30):
                 raise ValueError(
-                    f"optimizer=..: what it does to an element of {name} ({kind}) depends on others"
-                    f" of the weight, of which a rank has a part: use one that treats each element"
-                    f" by itself, such as SGD, Adam, AdamW, RMSprop"
+                    f"optimizer=..: its update of an element of {name} ({kind}) depends on other"
+                    f" elements of the weight, of which each rank holds only a part: use an"
+                    f" elementwise one, such as SGD, Adam, AdamW, RMSprop"
                 )
 
 
@@ -217,8 +217,8 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
         ) from error
     if left := [name for name, p in parameters.items() if id(p) not in held]:
         raise ValueError(
-            f"optimizer=..: it leaves out {left[0]}{f' +{len(left) - 1}' * (len(left) > 1)}:"
-            f" freeze what is not trained by requires_grad_(False) before isp.parallelize"
+            f"optimizer=..: it does not update {left[0]}{f' +{len(left) - 1}' * (len(left) > 1)}:"
+            f" freeze weights that are not trained by requires_grad_(False) before isp.parallelize"
         )
     if len(held) > len(parameters):
         raise ValueError(

@@ -209,9 +209,8 @@ class PipelineConfig:
         """Raise ValueError if this schedule cannot be run over so many, which `key` says."""
         if micro_num < self.size:
             raise ValueError(
-                f"parallel.pipeline.size={self.size} needs as many micro-batches to be busy, and"
-                f" {key}={micro_num}: use {key}={self.size} or more, a multiple"
-                f" of it for the smallest bubble"
+                f"parallel.pipeline.size={self.size} needs at least as many micro-batches, but"
+                f" {key}={micro_num}: use {key}={self.size} or more, ideally a multiple of it"
             )
         rounds = micro_num // self.size
         loops = (PipelineSchedule.INTERLEAVED, PipelineSchedule.INTERLEAVED_ZERO_BUBBLE)
@@ -399,7 +398,7 @@ class ParallelConfig:
         if found.head_size > query:
             usable = [n for n in divisors(tensor) if n <= query]
             raise ValueError(
-                f"parallel.sequence_2D.head_size={found.head_size} leaves ranks without one of the"
+                f"parallel.sequence_2D.head_size={found.head_size} leaves ranks without any of the"
                 f" {query} query heads: use {any_of(usable)}"
             )
         return replace(self, sequence_2D=two)

@@ -34,16 +34,16 @@ class ExpertConfig:
         if self.max_gathered_bytes is None:
             return
         if not gathers:
-            raise ValueError(f"{limit} is for isp mode, where experts are gathered: leave it out")
+            raise ValueError(f"{limit} needs isp mode, in which experts are gathered: leave it out")
         if keeps:
             raise ValueError(
-                f"{limit} with parallel.weight.reshard_after_forward=false, which keeps all that is"
-                f" gathered: use true, or leave the limit out"
+                f"{limit} cannot be combined with parallel.weight.reshard_after_forward=false,"
+                f" which keeps all gathered weights: use true, or leave the limit out"
             )
         if self.num_chunks > 1:
             raise ValueError(
-                f"{limit} with parallel.expert.num_chunks={self.num_chunks}, for each of which all"
-                f" groups of experts would be gathered: use num_chunks=1"
+                f"{limit} cannot be combined with parallel.expert.num_chunks={self.num_chunks},"
+                f" because every chunk would gather all groups: use num_chunks=1"
             )
 
 

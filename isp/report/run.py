@@ -66,7 +66,7 @@ def run_page(folder: RunFolder) -> Page:
     records = read_metrics(folder.metrics_file)
     if not records:
         raise ValueError(
-            f"{folder.metrics_file} contains no step yet: let the run finish a step first"
+            f"{folder.metrics_file} contains no step yet: wait until the run has finished a step"
         )
     config = load_config(folder.config_file)
     environment, average = _environment(folder), means(records)

@@ -36,7 +36,7 @@ def write_report(source: str | Path, output: str | Path | None = None) -> Report
     """
     folder = Path(source)
     if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; name that of a run, outputs/<job>/<time>")
+        raise ValueError(f"{folder} does not exist; name a run folder, outputs/<job>/<time>")
     require_packages()
     from isp.report.style import to_png
 

@@ -262,6 +262,6 @@ def explained(setting: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"{setting}: cannot write to {error.filename or 'it'}"
-            f" ({error.strerror}): name a folder that can be written to, with room for checkpoints"
+            f"{setting}: cannot write to {error.filename or 'it'} ({error.strerror}): name a"
+            f" writable folder with room for checkpoints"
         ) from error

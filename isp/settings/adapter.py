@@ -52,8 +52,8 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         if self.use_dora:
             raise ValueError(
-                "model.adapter.use_dora=true: DoRA reads the norms of whole weights, which ranks do"
-                " not have: use false, which is LoRA"
+                "model.adapter.use_dora=true: DoRA needs the norms of whole weights, of which"
+                " each rank holds only a part: use false (LoRA)"
             )
 
 
@@ -109,7 +109,7 @@ def _read(folder: str) -> dict[str, Any]:
         name, value = next(iter(odd.items()))
         raise ValueError(
             f"model.adapter.folder={folder}: {name}={json.dumps(value)} in {ADAPTER_FILE} is not"
-            f" supported: LoRA alone is, with the keys {', '.join(_NAMES)}"
+            f" supported: only LoRA with the keys {', '.join(_NAMES)} is"
         )
     found = {name: file[name] for name in _NAMES if name in file}
     if isinstance(alpha := found.get("lora_alpha"), float) and alpha.is_integer():

@@ -24,5 +24,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:  # no JSON, or a number of too many digits
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object")
+        raise ValueError(f"{path} is not a JSON object")
     return found

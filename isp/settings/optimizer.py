@@ -177,17 +177,17 @@ class OptimizerConfig:
         for key, value in plain.items() if self.is_torchs else ():
             if (own := getattr(self, key)) != value:
                 raise ValueError(
-                    f"optimizer.{key}={own} is of isp's own update rules: leave the key out beside"
-                    f" optimizer.name={self.name}"
+                    f"optimizer.{key}={own} applies only to isp's own update rules: leave the key"
+                    f" out with optimizer.name={self.name}"
                 )
         if self.moment_dtype != "bfloat16":
             return
         for key, decay in self._moment_decays():
             if decay > _SLOWEST_NARROW:
                 raise ValueError(
-                    f"optimizer.{key}={decay} is too near to 1 for"
-                    f" optimizer.moment_dtype=bfloat16, in whose 8 bits such a moment does not"
-                    f" decay: use at most 0.996, or moment_dtype=float32"
+                    f"optimizer.{key}={decay} is too close to 1 for"
+                    f" optimizer.moment_dtype=bfloat16: with 8 bits such a moment does not decay;"
+                    f" use at most 0.996, or moment_dtype=float32"
                 )
 
     @property

@@ -160,9 +160,12 @@ class Asking:
     def _check_choice(self, input_ids: Tensor, pick: Tensor | None, top_k: int | None) -> None:
         size = self._traced.vocab_size
         if pick is not None and top_k is not None:
-            raise ValueError("give pick or top_k, not both")
+            raise ValueError("pass pick or top_k, not both")
         if self.logits_of is LogitsOf.ROW_LABELS and (pick is not None or top_k is not None):
-            raise ValueError(f"pick and top_k are of tokens: a row has {size} logits, all given")
+            raise ValueError(
+                f"pick and top_k select tokens, but this model gives {size} logits a sequence, and"
+                f" all are returned"
+            )
         if top_k is not None and not 1 <= top_k <= size:
             raise ValueError(f"top_k={top_k} must be from 1 to {size}, the logits of a token")
         if pick is None:

@@ -217,8 +217,8 @@ class CallersGraphs:
             self._arrived = None
         if not arrived:
             raise RuntimeError(
-                "the loss is made of no result of the run that waits for a backward, such as"
-                " run.log_probs gives with gradients"
+                "the loss does not depend on a result of the run that needs backward, such as"
+                " run.log_probs returns with gradients"
             )
         # On all ranks in one order, which is not that of autograd.
         graphs = sorted(arrived, key=lambda item: item[0].number)
@@ -261,8 +261,8 @@ class CallersGraphs:
         step = self._step
         if torch.is_grad_enabled() and any(chunk.routers for chunk in step.chunks):
             raise ValueError(
-                "losses of routers belong to run.loss: set model.router_aux_loss_coef and"
-                " model.router_z_loss_coef to 0 for losses of your own"
+                "router losses are part of run.loss only: set model.router_aux_loss_coef and"
+                " model.router_z_loss_coef to 0 for your own losses"
             )
         actions = step.built.order.actions(
             self._mesh[Axis.PIPELINE].rank, len(work.tokens), training=training
@@ -342,5 +342,5 @@ def _scalar(loss: Tensor, what: str) -> Tensor:
     """The loss.  Raises ValueError if it is no scalar."""
     if not isinstance(loss, Tensor) or loss.dim():
         found = f"a loss of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"{loss!r}"
-        raise ValueError(f"{what} {found}: give one scalar, a tensor of no dimension")
+        raise ValueError(f"{what} {found}: pass one scalar, a tensor without dimensions")
     return loss

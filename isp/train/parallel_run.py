@@ -215,8 +215,8 @@ class ParallelRun(OwnLosses):
         else:
             if self._pending is None or self._pending[0] is not loss:
                 raise RuntimeError(
-                    "step takes the loss that the last call of loss gave, as it is, once; what was"
-                    " made of other results goes to backward, and step() is called without it"
+                    "step takes the unchanged loss that the last call of loss returned, once; for"
+                    " losses from other results, call backward(loss), then step() without a loss"
                 )
             (_, work, refusal), self._pending = self._pending, None
             refusal.remove()
@@ -315,7 +315,7 @@ class ParallelRun(OwnLosses):
         if trains and self._adapters_are_off:
             raise RuntimeError(
                 "adapters have no gradient in run.adapters_off(): compute there under"
-                " torch.no_grad(), and train behind it"
+                " torch.no_grad(), and train after it"
             )
         self._guard.check(trains=trains)
 

@@ -58,8 +58,8 @@ def parallelize(
         config = loop_config(config)
     if config.training.global_batch_size is not None:
         raise ValueError(
-            f"training.global_batch_size={config.training.global_batch_size}: the batch"
-            f" of isp.parallelize is the sequences that ranks give to loss: leave the key out"
+            f"training.global_batch_size={config.training.global_batch_size} has no effect in"
+            f" isp.parallelize, where the batch is what ranks pass to loss: leave the key out"
         )
     given = f"the {type(model).__name__} that isp.parallelize is given"
     config.model.check_beside(given)
@@ -129,8 +129,8 @@ def _check_optimizer(
     for key in ("offload_states", "moment_dtype", "param_groups"):
         if getattr(config.optimizer, key) != getattr(plain, key):
             raise ValueError(
-                f"optimizer.{key}={getattr(config.optimizer, key)} is of isp's own update rules:"
-                f" leave the key out beside isp.parallelize(.., optimizer=..)"
+                f"optimizer.{key}={getattr(config.optimizer, key)} applies only to isp's own"
+                f" update rules: leave the key out with isp.parallelize(.., optimizer=..)"
             )
     dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}
     check_elementwise(make, dims, device)
@@ -141,7 +141,7 @@ def _check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"{name} is of {parameter.dtype}: isp trains models of floating-point weights, not"
+                f"{name} has dtype {parameter.dtype}: isp trains floating-point weights, not"
                 f" quantised ones"
             )
     if not any(True for _ in model.parameters()):

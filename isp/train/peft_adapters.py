@@ -77,9 +77,9 @@ def turned_off(model: Any) -> Iterator[None]:
     biases = any(getattr(c, "bias", "none") != "none" for c in model.peft_config.values())
     if replaced or biases or any(not isinstance(m, LoraLayer) or m.lora_variant for m in layers):
         raise ValueError(
-            "run.adapters_off() is for plain LoRA, which only adds to what the model below gives:"
-            " with other adapters, modules_to_save or trained biases, parallelize a second, frozen"
-            " model as the reference"
+            "run.adapters_off() supports only plain LoRA, which adds to the base model's output:"
+            " with other adapters, modules_to_save or trained biases, parallelize a second,"
+            " frozen model as the reference"
         )
     before = [layer.scaling for layer in layers]
     for layer in layers:

@@ -206,7 +206,8 @@ def _check_folder(folder: Path) -> None:
     if not there.is_dir() or (there == folder and not (ours or empty)):
         raise ValueError(
             f"checkpoint.folder={folder}: {there} {contents}: name a folder of checkpoints, an"
-            " empty one, or one to be made; checkpoint.initial_load_path names what to begin from"
+            f" empty one, or a new one; use checkpoint.initial_load_path for the weights to start"
+            f" from"
         )
 
 
@@ -239,9 +240,9 @@ def _check_length(info: CheckpointInfo, config: JobConfig) -> None:
     """Raise ValueError for a checkpoint beyond the last step of the run."""
     if info.step > config.training.steps:
         raise ValueError(
-            f"{info.path} is beyond training.steps={config.training.steps}: to resume from it use"
-            f" at least {info.step} steps; for a run of its own use another job.name (or"
-            " checkpoint.folder), or checkpoint.auto_resume=false"
+            f"{info.path} is beyond training.steps={config.training.steps}: use at least"
+            f" {info.step} steps to resume from it; for a new run use another job.name (or"
+            f" checkpoint.folder), or checkpoint.auto_resume=false"
         )
 
 

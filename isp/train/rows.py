@@ -111,8 +111,8 @@ class RowReader(NamedTuple):
         foreign = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]
         if foreign.numel():
             raise ValueError(
-                f"labels has {foreign[0].item()}: give tokens below {size}, or {IGNORED} where"
-                f" there is nothing to predict"
+                f"labels has {foreign[0].item()}: use tokens below {size}, or {IGNORED} for"
+                f" positions without loss"
             )
 
 

@@ -88,7 +88,7 @@ class RunCheckpoints:
         else:
             if start.resumes:
                 folder = self.checkpointer.folder.path
-                logger.info("no checkpoint in %s: begins from the initial weights", folder)
+                logger.info("no checkpoint in %s: starting from the initial weights", folder)
             if not begun:
                 self._init_weights()
         return Progress(0, 0)

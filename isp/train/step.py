@@ -115,7 +115,7 @@ class TrainStep:
         trains = any(p.requires_grad for p in built.model.model.parameters())
         if mesh[Axis.PIPELINE].size > 1 and trains and not built.trained:
             raise ValueError(
-                "no weight of this rank is trained: train one of each pipeline stage, or use"
+                "this rank has no trainable weights: train some in each pipeline stage, or use"
                 " parallel.pipeline.size=1"
             )
         self.objective = TokenLoss() if objective is None else objective

@@ -126,7 +126,7 @@ class Trainer:
         )
         if self.optimizer.host_bytes:
             mib = f"{self.optimizer.host_bytes / 2**20:,.1f}"
-            logger.info("optimizer   %s MiB of states in the memory of the host, a rank", mib)
+            logger.info("optimizer   %s MiB of states per rank in host memory", mib)
         logger.info("%s", describe_mfu(traced.flop_rule, name, peak))
 
     def where(self) -> str:
@@ -159,7 +159,7 @@ class Trainer:
             collected_every(self.config.training.gc_freq) as collect_garbage,
         ):
             if outputs.lacks_last and begun.record is not None:
-                logger.info("completing step %d, at which the run ended before", self.step)
+                logger.info("completing step %d, during which the run ended before", self.step)
                 stopped = self._report(begun.record, outputs)
             self._meter.restart()
             first = self.step + 1
@@ -325,9 +325,8 @@ class Trainer:
         weights = {part.title: part.weight for part in self.config.data.valid_parts}
         if not losses:
             logger.warning(
-                "step %d: none of the held-out tokens evaluated has a label, so there is no"
-                " val_loss: look at data.valid_source (or data.valid_fraction) and"
-                " validation.steps",
+                "step %d: none of the evaluated held-out tokens has a label, so there is no"
+                " val_loss: check data.valid_source (or data.valid_fraction) and validation.steps",
                 self.step,
             )
             return None
@@ -378,7 +377,7 @@ class Trainer:
             what = f"ending the run in {folder.path}"
             attempt_first(self.mesh.host, what, lambda: folder.write_finished(step))
             logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
-            logger.info("text from it: %s", _how_to_generate(self.start.checkpoints))
+            logger.info("generate text: %s", _how_to_generate(self.start.checkpoints))
 
 
 def _how_to_generate(checkpoints: Path) -> str:

@@ -167,7 +167,7 @@ def check_skips(
             f" there (checkpoint.load_step={before[0]}) with"
         )
     raise ValueError(
-        f"step {step}: the gradients of {skipped} steps in a row were not finite, which is the"
+        f"step {step}: the gradients of {skipped} consecutive steps were not finite, which is the"
         f" limit optimizer.max_skipped_steps={limit}; {way_out} a smaller optimizer.lr, a longer"
         f" warm-up or other data"
     )

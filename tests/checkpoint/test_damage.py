@@ -107,7 +107,9 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(folder: Path) -> None:
     """Catches a month of training silently begun again from step 0."""
     for step in (10, 20, 30):
         (folder / f"step_{step}" / DATA).unlink()
-    with pytest.raises(CheckpointError, match=r"(?s)no good checkpoint.*step_30.*step_20.*step_10"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)no usable checkpoint.*step_30.*step_20.*step_10"
+    ):
         _choose(folder)
 
 
@@ -197,11 +199,11 @@ def _grow_manifest(path: Path) -> None:
 
 
 CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "device": (lambda path: _add_file(path, "/dev/zero"), "is not the name of a file"),
-    "outside": (lambda path: _add_file(path, "../secret"), "is not the name of a file"),
+    "device": (lambda path: _add_file(path, "/dev/zero"), "does not name a file"),
+    "outside": (lambda path: _add_file(path, "../secret"), "does not name a file"),
     "link": (_add_link, "link cannot be read"),
     "pipe": (_add_pipe, "pipe is not a regular file"),
-    "folder": (lambda path: _add_file(path, ".."), "is not the name of a file"),
+    "folder": (lambda path: _add_file(path, ".."), "does not name a file"),
     "endless manifest": (_lead_away, f"{MANIFEST} cannot be read"),
     "large manifest": (_grow_manifest, f"{MANIFEST} has {2**40} bytes"),
     "no files": (lambda path: _change(path, files=None), "files: Field required"),
@@ -394,5 +396,5 @@ def test_verify_reads_every_byte(folder: Path) -> None:
         "good",
     ]
     assert verify(folder / "step_30").good
-    with pytest.raises(ValueError, match="is not a checkpoint, and has none in it"):
+    with pytest.raises(ValueError, match="is not a checkpoint and contains none"):
         verify(folder.parent / "elsewhere")

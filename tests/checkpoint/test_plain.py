@@ -46,5 +46,5 @@ def test_a_generator_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize("value", [{"a": [object()]}, {(1,): 2}, {1, 2}])
 def test_what_is_not_plain_is_refused(value: object) -> None:
     """Catches an object kept as its repr, and a key that reads back as something else."""
-    with pytest.raises(TypeError, match="which a checkpoint cannot keep"):
+    with pytest.raises(TypeError, match="which a checkpoint cannot store"):
         to_json({"here": value})  # type: ignore[dict-item]

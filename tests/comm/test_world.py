@@ -54,7 +54,7 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
         world = World(torch.device("cpu"), timeout_seconds=5)
-        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is in use"), world:
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is already in use"), world:
             pass
 
 

@@ -88,7 +88,7 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
         (["--optimizer.lr", "nan"], 'optimizer.lr="nan" must be a number'),
         (["--optimizer.lr", ".nan"], "optimizer.lr=NaN must be finite"),
         (["training.steps", "1"], "'training.steps' is not an override"),
-        (["--data.source.x", "1"], "--data.source.x: data.source is a key, and has none below it"),
+        (["--data.source.x", "1"], "--data.source.x: data.source is a key, not a section"),
         (["--training.seed", str(2**64)], f"seed={2**64} must be at most {2**63 - 1} (default: 0)"),
         (["--training.steps", "2024-13-45"], "'2024-13-45' is not a YAML value: month must be in"),
         (["--job.name", "a/b"], 'job.name="a/b" must be usable as the name of a folder'),
@@ -200,7 +200,7 @@ def test_an_unknown_preset_is_refused(write):
     """Catches a preset's typo that falls back to default sizes."""
     faults = faults_of(write(MINIMAL), "--model.preset", "tiney", "--optimizer.lr=-1")
     assert ": 2 faults" in faults
-    assert "--model.preset: model.preset=tiney is not known: use one of tiny, " in faults
+    assert "--model.preset: model.preset=tiney is unknown: use one of tiny, " in faults
 
 
 @pytest.mark.parametrize(

@@ -266,8 +266,11 @@ def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:
         ([{"content": "x"}], "message 1 has no 'role'"),
         ([TALK[1], {"role": "assistant"}], r"message 2 \(assistant\) has no 'content'"),
         ([{"role": "wizard", "content": "x"}], "cannot render the conversation: Unknown role: wiz"),
-        ([{"role": "user", "content": "\ud83d"}], r"it contains U\+D83D, which is no character"),
-        ([{"role": "user", "content": "\ufdd0x"}], r"it contains U\+FDD0, which is no character"),
+        ([{"role": "user", "content": "\ud83d"}], r"it contains U\+D83D, which is not a character"),
+        (
+            [{"role": "user", "content": "\ufdd0x"}],
+            r"it contains U\+FDD0, which is not a character",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused_with_its_place(

@@ -122,7 +122,7 @@ def test_mixtures(tmp_path: Path) -> None:
         ({"input_ids": []}, "no 'input_ids'"),
         ({"input_ids": [1, 2**70]}, "beyond 64 bits"),
         ({"labels": [1]}, "no 'input_ids'"),
-        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "'attention_mask' holds others than 1"),
+        ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "'attention_mask' has values other"),
         ({"input_ids": [1, 2], "attention_mask": [1]}, "has 1 attention_mask for 2 input_ids"),
         ({"input_ids": [1, 2], "attention_mask": 1}, "no 'attention_mask' that is a list"),
         ({"input_ids": [1, 2], "position_ids": [1, 2]}, "'position_ids' has 1 at token 0"),

@@ -57,7 +57,7 @@ def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
     """Catches a pair tokenised a second time, and empty input written as an empty pair."""
     (tmp_path / "a.txt").write_text("text")
     prepare(str(tmp_path / "a.txt"), tmp_path / "p", progress=False)
-    with pytest.raises(ValueError, match="is tokenised already"):
+    with pytest.raises(ValueError, match="is already tokenised"):
         prepare(str(tmp_path / "p"), tmp_path / "q", progress=False)
     (tmp_path / "blank.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"input=.*blank\.jsonl holds no documents"):

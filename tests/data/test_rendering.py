@@ -19,8 +19,8 @@ TALK: list[dict[str, Any]] = [
     ("template", "message"),
     [
         ("{% for i in range(10**12) %}{% endfor %}", "OverflowError: Range too big"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too often"),
-        ("{{ " + "(" * 10**5 + ")" * 10**5 + " }}", "nested too deeply"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recurses too deeply"),
+        ("{{ " + "(" * 10**5 + ")" * 10**5 + " }}", "recurses too deeply"),
         ("\n{% if %}", "line 2: Expected an expression"),
         ("{{ foo.bar }}", "'foo' is undefined"),
         ("{{ messages[7].role }}", "has no element 7"),

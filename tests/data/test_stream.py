@@ -109,7 +109,7 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     lines = write_lines(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"}])
     config = load_config(job, [f"--data.source={lines}", "--data.streaming"]).data
-    with pytest.raises(ValueError, match=r"data.streaming is for text, and .*chat.jsonl holds"):
+    with pytest.raises(ValueError, match=r"data.streaming is for text, but .*chat.jsonl holds"):
         check_sources(config, ByteTokenizer())
     with pytest.raises(ValueError, match=r"give data.valid_source in place of data.valid_fraction"):
         load_config(job, ["--data.streaming", "--data.valid_fraction=0.1"])

@@ -194,7 +194,7 @@ def test_prompts_are_as_long_as_they_can_be() -> None:
             assert prompt.endswith("The pass key is")
             filler = length - prompts.shortest
             assert abs(prompt.index("The pass key") - depth * filler) <= 0.3 * 22 + 22
-    with pytest.raises(ValueError, match=f"{prompts.shortest - 1} tokens cannot be"):
+    with pytest.raises(ValueError, match=f"cannot have {prompts.shortest - 1} tokens"):
         prompts.make("407", length=prompts.shortest - 1, depth=0.0)
 
 

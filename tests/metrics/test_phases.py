@@ -172,5 +172,5 @@ def test_records_say_where_the_time_went(tmp_path: Path) -> None:
     assert "8/8, loss: " in bar
     assert [row.split()[0] for row in (saved, step, end)] == ["saved", "step:", "done:"]
     assert re.match(
-        r"text from it: (isp|\S+ -m isp) generate \S+ --prompt .* --temperature 0", text
+        r"generate text: (isp|\S+ -m isp) generate \S+ --prompt .* --temperature 0", text
     )

@@ -80,7 +80,7 @@ def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> 
     assert config["training"]["steps"] == 2
     assert config["environment"]["torch"]
     log = (run / "logs/rank_0.log").read_text()
-    assert log.count(f"no more is sent to {FAILING} (ConnectionError: no network)") == 2
+    assert log.count(f"nothing more is sent to {FAILING} (ConnectionError: no network)") == 2
 
 
 def test_one_that_hangs_holds_the_end_for_a_while_only(

@@ -203,7 +203,7 @@ def test_what_a_family_leaves_out(found, changes, key, value) -> None:
         (
             LLAMA_3_1_8B,
             {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
-            "by kinds of layers",
+            "for kinds of layers",
         ),
         (LLAMA_3_1_8B, {"vocab_size": None}, "vocab_size=null"),
         (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
@@ -246,9 +246,9 @@ def test_a_folder_fills_sizes_and_others_are_refused(tmp_path) -> None:
         load_config(path, faults)
     assert "--model.num_layers: model.num_layers=3: the model in" in str(refused.value)
     assert "model.tie_embeddings=true: the model in" in str(refused.value)
-    with pytest.raises(ConfigError, match=re.escape("model.preset=tiny: model.init_from=")):
+    with pytest.raises(ConfigError, match="model.preset=tiny cannot be combined with"):
         load_config(path, ["--model.preset=tiny"])
-    with pytest.raises(ConfigError, match="both give the weights"):
+    with pytest.raises(ConfigError, match="both set the initial weights"):
         load_config(path, ["--checkpoint.initial_load_path=there"])
 
 
@@ -328,7 +328,7 @@ def test_what_holds_still_is_kept_and_what_changed_is_not() -> None:
     with pytest.raises(ValueError, match="both"):
         config_json(replace(CONFIG, qk_norm=True, qkv_bias=True), dtype="float32", context=8)
     for change in ({"qkv_bias": True}, {"norm_topk_prob": False}, {"num_dense_layers": 1}):
-        with pytest.raises(ValueError, match="has experts so"):
+        with pytest.raises(ValueError, match="with this combination"):
             config_json(replace(EXPERTS, **change), dtype="float32", context=8)
 
 

@@ -227,7 +227,7 @@ def test_less_than_an_expert_of_each_rank_is_refused() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"tensor": TensorConfig(mode=Mode.MSP)}, "is for isp mode"),
+        ({"tensor": TensorConfig(mode=Mode.MSP)}, "needs isp mode"),
         ({"weight": WeightConfig(size=2, reshard_after_forward=False)}, "use true, or leave"),
         ({"expert": ExpertConfig(max_gathered_bytes=9, num_chunks=2)}, "use num_chunks=1"),
     ],
@@ -244,7 +244,7 @@ def test_a_model_without_experts_or_in_tiles_is_refused() -> None:
         (
             tiny("llama"),
             config,
-            "cuts, and LlamaForCausalLM has none: leave",
+            "can shard, and LlamaForCausalLM has none: leave",
         ),
         (MODELS["mixtral"](), tiles, "mlp_tile_tokens=4"),
     ):

@@ -109,7 +109,11 @@ def test_what_isp_cannot_compute_is_named(
 
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     """Catches a traceback about a file for a folder that is none of a model."""
-    for text, message in ((None, "has no config.json"), ("{", "is damaged"), ("[]", "no object")):
+    for text, message in (
+        (None, "has no config.json"),
+        ("{", "is damaged"),
+        ("[]", "is not a JSON object"),
+    ):
         if text is not None:
             (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=message) as refused:
@@ -238,5 +242,5 @@ def test_rows_beyond_a_table_of_positions_are_refused(
     """Catches an IndexError in a rank, and a table of kinds of tokens that is taken for one."""
     folder = write_folder(tmp_path / "model", kind, weights=False, **sizes)
     config_of(folder, "--data.seq_len=128").check_folder_model()
-    with pytest.raises(ValueError, match=r"data\.seq_len=129 is longer .* use 128 at most"):
+    with pytest.raises(ValueError, match=r"data\.seq_len=129 is longer .* use at most 128"):
         config_of(folder, "--data.seq_len=129").check_folder_model()

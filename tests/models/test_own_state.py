@@ -100,9 +100,9 @@ def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "failed on rank 1" in said
     assert "Older checkpoints are as they were" in said
-    assert "is a type, which a checkpoint cannot keep" in _failed(run.save, folder, {"it": int})
+    assert "is a type, which a checkpoint cannot store" in _failed(run.save, folder, {"it": int})
     other = isp.parallelize(foreign, job(2, 2))
-    assert "is of another model, by the shapes" in raised(other.load, folder)
+    assert "belongs to another model, judging" in raised(other.load, folder)
     assert run.load(folder) == {}
     assert run.num_steps == 1
     assert _equal(trained(run, DATA[1:3]), expected)
@@ -377,10 +377,10 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     for parameter in matrices.parameters():
         parameter.requires_grad_(parameter.dim() == 2)
     refused: dict[str, tuple[nn.Module, Callable[[list[Any]], torch.optim.Optimizer]]] = {
-        "(weight) depends on others": (matrices, of.Muon),
-        "of the weight, of which a rank has a part": (model, of.Adafactor),
+        "(weight) depends on other": (matrices, of.Muon),
+        "of the weight, of which each rank holds": (model, of.Adafactor),
         "without a closure": (model, of.LBFGS),
-        "leaves out temperature": (model, lambda own: of.SGD(own[1:], lr=0.1)),
+        "does not update temperature": (model, lambda own: of.SGD(own[1:], lr=0.1)),
         "were not passed to it": (model, lambda own: of.SGD([*own, torch.ones(1)], lr=0.1)),
     }
     for said, (of_case, make) in refused.items():
@@ -391,7 +391,7 @@ def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
         assert said in raised(partial(isp.parallelize, of_case, job(), optimizer=by_parameters))
     narrow = job(moment_dtype="bfloat16")
     said = raised(lambda: isp.parallelize(model, narrow, optimizer=_sgd))
-    assert "optimizer.moment_dtype=bfloat16 is of isp's own" in said
+    assert "optimizer.moment_dtype=bfloat16 applies only to isp's own" in said
 
 
 def _silent(rank: int, _: None) -> None:

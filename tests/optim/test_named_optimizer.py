@@ -35,15 +35,17 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
     """Catches one that looks at whole weights, is not there, or leaves keys without effect."""
     job = write_job(tmp_path)
     for name, said in {
-        "torch.optim:Adafactor": "of which a rank has a part",
-        "torch.optim:Nothing": r"optimizer.name=torch.optim:Nothing cannot be taken",
-        "nowhere.at:All": "cannot be taken: No module named 'nowhere'",
+        "torch.optim:Adafactor": "of which each rank holds",
+        "torch.optim:Nothing": r"optimizer.name=torch.optim:Nothing cannot be used",
+        "nowhere.at:All": "cannot be used: No module named 'nowhere'",
     }.items():
         with pytest.raises(ValueError, match=said):
             check_param_groups(load_config(job, ["--optimizer.name", name]))
     with pytest.raises(ValueError, match="must be adamw, lion, muon, or module:Class"):
         OptimizerConfig(name="adam")
-    with pytest.raises(ValueError, match=r"optimizer\.offload_states=True is of isp's own"):
+    with pytest.raises(
+        ValueError, match=r"optimizer\.offload_states=True applies only to isp's own"
+    ):
         OptimizerConfig(name="torch.optim:NAdam", offload_states=True)
     make = optimizer_of(OptimizerConfig(name="torch.optim:NAdam"))
     assert make is not None

@@ -197,7 +197,7 @@ def test_runs_save_the_same_and_go_on_from_each_other(
         expected, found = tensors(plain, step), tensors(host, step)
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert "MiB of states in the memory of the host" in (host / "logs" / "rank_0.log").read_text()
+    assert "MiB of states per rank in host memory" in (host / "logs" / "rank_0.log").read_text()
 
     # on one rank, from the host to the device, and with narrow moments back to the host
     one = ("--parallel.tensor.size", "1", "--parallel.weight.size", "1", "--data.micro_num", "1")
@@ -250,7 +250,7 @@ def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyP
 
 def test_moments_that_would_stand_still_are_refused() -> None:
     """Catches a second moment whose decay bfloat16 rounds away, so that it only ever grows."""
-    with pytest.raises(ValueError, match=r"optimizer\.beta2=0\.999 .*: use at most 0\.996, or"):
+    with pytest.raises(ValueError, match=r"optimizer\.beta2=0\.999 .*; use at most 0\.996, or"):
         OptimizerConfig(moment_dtype="bfloat16", beta2=0.999)
     OptimizerConfig(moment_dtype="bfloat16", beta2=0.996)
     OptimizerConfig(moment_dtype="bfloat16", beta1=0.999, name="lion")  # no decay of its moment

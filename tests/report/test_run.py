@@ -198,7 +198,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a traceback, or an empty page, where there is nothing to report."""
-    assert "no such folder" in refusal(capsys, str(tmp_path / "absent"))
+    assert "does not exist" in refusal(capsys, str(tmp_path / "absent"))
     assert "holds neither metrics.jsonl nor profile.json" in refusal(capsys, str(tmp_path))
     empty = make_run(tmp_path / "run", [])
     assert "contains no step yet" in refusal(capsys, str(empty.path))

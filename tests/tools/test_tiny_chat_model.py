@@ -81,7 +81,7 @@ def test_generate_asks_the_assistant(
             [str(tmp_path / "ended.jsonl")],
             "line 1: its last message is the assistant's",
         ),
-        ([question, "--chat-template=x.jinja"], "--chat-template is for conversations: add --chat"),
+        ([question, "--chat-template=x.jinja"], "--chat-template needs --chat"),
         ([question, "--chat", "--chat-template=x.jinja"], "x.jinja cannot be read"),
         ([question, "--chat", "--tokenizer=bytes"], "bytes has no chat template"),
     ):

@@ -124,7 +124,7 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
     """Catches keys that are read as something else, and errors deep in PEFT."""
     job = write_job(tmp_path, write_folder(tmp_path / "base", "qwen3_moe", weights=False))
     for words, why in {
-        "use_dora": "use false, which is LoRA",
+        "use_dora": "each rank holds only a part: use false",
         "r=0": "model.adapter.r=0 must be at least 1",
         "lora_r=4": "no such key",
         "target_modules=[k]": r'target_modules=\["k"\]: Target .* linear layers: k_proj,',
@@ -132,7 +132,7 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ValueError, match=why):
             _ = load_config(job, [f"--model.adapter.{words}"]).language_model
-    with pytest.raises(ValueError, match=r"for the models of model.hf"):
+    with pytest.raises(ValueError, match=r"model.adapter needs model.hf"):
         load_config(job, ["--model.hf=null", "--model.adapter.r=4"])
     folder = tmp_path / "adapter"
     LoraConfig(base_model_name_or_path="org/model").save_pretrained(folder)

@@ -152,7 +152,7 @@ def test_an_evaluation_without_a_label_has_no_loss(
     _run(job, *EVALUATES)
     (run,) = run_folders(job)
     assert [record.val_loss for record in read_metrics(run / "metrics.jsonl")] == [None] * 4
-    assert _log(run).count("so there is no val_loss: look at data.valid_source") == 2
+    assert _log(run).count("so there is no val_loss: check data.valid_source") == 2
     assert "  val_loss:" not in _log(run)
 
 

@@ -253,7 +253,7 @@ def test_bad_pairs_are_refused_before_ranks_start(job: Path) -> None:
         check_data(load_config(job, ["--training.objective=sft"]))
     with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is not defined for"):
         load_config(job, ["--training.dpo.loss_type=ipo", "--training.dpo.label_smoothing=0.1"])
-    with pytest.raises(ValueError, match="plans are of one model"):
+    with pytest.raises(ValueError, match="plans cover one model"):
         check_planned(load_config(job))
     with pytest.raises(ConfigError, match=r"leave out model\.adapter"):
         load_config(job, ["--training.objective=reward", "--model.adapter.r=4"])

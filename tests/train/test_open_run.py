@@ -202,7 +202,9 @@ def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
         for begin in (_check, _open):
-            with pytest.raises(ValueError, match=rf"another run saves to .*\(process {other.pid}"):
+            with pytest.raises(
+                ValueError, match=rf"another run is saving to .*\(process {other.pid}"
+            ):
                 begin(config)
         other.kill()
     assert sorted(path for path in first.folder.path.parent.rglob("*")) == before
@@ -249,7 +251,7 @@ def test_a_checkpoint_or_a_run_is_no_folder_of_checkpoints(
     load: Callable[..., JobConfig], trained: Path
 ) -> None:
     """Catches a run that saves into another's checkpoint, or beside it, and does not go on."""
-    with pytest.raises(ValueError, match=r"is a checkpoint itself: .*initial_load_path names"):
+    with pytest.raises(ValueError, match=r"is a checkpoint itself: .*initial_load_path for"):
         _check(load("--checkpoint.folder", str(trained)))
     with pytest.raises(ValueError, match="is the folder of a run"):
         _check(load("--checkpoint.folder", str(trained.parent.parent)))
@@ -275,7 +277,8 @@ def test_an_absent_or_empty_folder_is_a_beginning(
 def test_a_folder_that_cannot_be_written_to_is_refused(load: Callable[..., JobConfig]) -> None:
     """Catches a run that is trained to its end, and then has nowhere to save to."""
     with pytest.raises(
-        ValueError, match=r"^checkpoint\.folder=/proc/a/b: cannot write to .*: name a folder"
+        ValueError,
+        match=r"^checkpoint\.folder=/proc/a/b: cannot write to .*: name a writable folder",
     ):
         _open(load("--checkpoint.folder", "/proc/a/b"))
 
@@ -301,7 +304,7 @@ def test_a_new_folder_is_held_from_the_beginning(
 
     def named() -> str:
         with (
-            pytest.raises(ValueError, match="another run saves to"),
+            pytest.raises(ValueError, match="another run is saving to"),
             folder_lock(tmp_path / "both"),
         ):
             pass
@@ -406,7 +409,7 @@ def test_what_to_begin_from_has_to_be_there(
         _check(load(key, str(path), "--data.seq_len", "128"))  # only weights: data may change
     with pytest.raises(ValueError, match="does not exist"):
         _check(load(key, str(tmp_path / "absent")))
-    with pytest.raises(ValueError, match="is of another model"):
+    with pytest.raises(ValueError, match="belongs to another model"):
         _check(load(key, str(trained), "--model.num_layers", "2"))
     all_of_it = [key, str(trained), "--checkpoint.initial_load_model_only", "false"]
     _check(load(*all_of_it))
@@ -414,5 +417,5 @@ def test_what_to_begin_from_has_to_be_there(
         _check(load(*all_of_it, "--data.seq_len", "128"))
     shutil.copytree(trained, tmp_path / "damaged")
     (tmp_path / "damaged" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no good checkpoint in .*damaged"):
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint in .*damaged"):
         _check(load(key, str(tmp_path / "damaged")))
