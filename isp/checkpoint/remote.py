@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 from isp.checkpoint.folder import CheckpointFolder
-from isp.checkpoint.manifest import MANIFEST
+from isp.checkpoint.manifest import MANIFEST, fault_of
 
 __all__ = ["RemoteCheckpoints", "Uploads"]
 
@@ -47,21 +47,22 @@ class RemoteCheckpoints:
         for other in older[keep - 1 :] if keep else []:
             self._delete(other)
 
-    def fill(self, folder: CheckpointFolder, load_step: int | None = None) -> int | None:
+    def fill(self, folder: CheckpointFolder, load_step: int | None = None) -> list[int]:
         """Copy the checkpoint of `load_step`, or the newest, into `folder`, and publish it there.
 
-        The step that was copied; None if there is none. Contents are verified when it is loaded.
+        If it turns out to be damaged, the one before it is copied, too. Returns the copied steps.
         """
-        steps = self.steps()
-        step = load_step if load_step in steps else next(iter(steps), None)
-        if step is None or load_step not in (None, step):
-            return None
-        folder.begin(step)
-        for path in self._system.ls(self._at(step), detail=False):
-            copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
-            self._system.get_file(path, str(copy))
-        folder.publish(step)
-        return step
+        copied = []
+        for step in [step for step in self.steps() if load_step in (None, step)]:
+            folder.begin(step)
+            for path in self._system.ls(self._at(step), detail=False):
+                copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
+                self._system.get_file(path, str(copy))
+            folder.publish(step)
+            copied.append(step)
+            if not fault_of(folder.published(step), contents=True):
+                break
+        return copied
 
     def _at(self, step: int) -> str:
         return f"{self._root}/step_{step}"

@@ -150,19 +150,19 @@ def _fill(folder: Path, checkpoint: CheckpointConfig) -> None:
     if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
         return
     try:
-        step = RemoteCheckpoints(url).fill(there, load_step)
+        copied = RemoteCheckpoints(url).fill(there, load_step)
     except Exception as error:  # of any file system and its network
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
             f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty:"
             " checkpoint.auto_resume=false begins a new run"
         ) from error
-    if step is None and load_step is not None:
+    if not copied and load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
             " such a checkpoint"
         )
-    if step is not None:
+    for step in copied:
         logger.info("copied the checkpoint of step %d from %s to %s", step, url, folder)
 
 

@@ -188,7 +188,8 @@ def test_a_stopped_run_goes_on_in_another_layout(config, tmp_path):
 
 
 def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path, caplog):
-    """Catches copies that are not made, not found, half made, or not deleted with the others."""
+    """Catches copies that are not made, not found, half made, not deleted with the others, or
+    damaged with no older one in their place."""
     store, folder = tmp_path / "store", tmp_path / "checkpoint"
     checkpoint = CheckpointConfig(
         interval=2, keep_latest_k=2, folder=str(folder), upload_to=f"file://{store}"
@@ -209,6 +210,12 @@ def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path, caplog)
     assert there == ["step_3_by_hand", "step_6", "step_8", "step_99"]
     for copy in (store / "step_8").iterdir():
         assert copy.read_bytes() == (folder / "step_8" / copy.name).read_bytes()
+
+    os.truncate(store / "step_8/manifest.json", 20)
+    shutil.rmtree(folder)
+    shutil.rmtree(config.job.dump_folder)
+    resumed = _numbers(_run(1, config))
+    assert [(r.step, r.loss) for r in resumed] == [(r.step, r.loss) for r in whole[STEPS - 2 :]]
 
     shutil.rmtree(store)
     store.write_text("in the way of every copy")
