@@ -115,7 +115,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         checkpointer.load(info, wider.state)
     run = make_run(0, ONE, torch.float32)
     fewer = dataclasses.replace(run.state, parameters=run.state.parameters[:-1])
-    with pytest.raises(CheckpointError, match=r"has what the run lacks: model\.norm\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"has entries that the run lacks: model\.norm\.weight"
+    ):
         checkpointer.load(info, fewer)
     renamed = [dataclasses.replace(item, name=f"my_{item.name}") for item in run.state.parameters]
     other = dataclasses.replace(run.state, parameters=renamed, optimizer=None)

@@ -193,7 +193,7 @@ def test_the_command_finds_what_the_harness_finds(
     [
         (["--tasks=chess"], "--tasks chess: KeyError"),
         (["--tasks=choice", "--html"], "leave out --html"),
-        (["--tasks=choice", "--max-length=3"], "1 to 3 can be"),
+        (["--tasks=choice", "--max-length=3"], "between 1 and 3 are supported"),
         (["--tasks=writing", "--max-length=20"], "leaves none of 20 for a prompt"),
     ],
 )

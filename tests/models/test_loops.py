@@ -63,7 +63,7 @@ def _two_losses(run: ParallelRun, rows: Rows) -> None:
     first = run.loss(*rows)
     second = run.loss(*rows)
     assert "last call" in raised(run.step, first)
-    assert "as it is" in raised(run.step, 2 * second)
+    assert "the unchanged loss" in raised(run.step, 2 * second)
 
 
 def _evaluation_between(run: ParallelRun, rows: Rows) -> None:
@@ -348,7 +348,7 @@ def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
         (Rows(torch.zeros(64, dtype=torch.int64)), "[batch, sequence], got [64]"),
         (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 7)), "labels must be of the"),
         (Rows(torch.zeros(1, 8, dtype=torch.int64), None, torch.zeros(2, 8)), "position_ids must"),
-        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), -1)), "labels has -1: give"),
+        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), -1)), "labels has -1: use"),
         (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), VOCAB)), f"below {VOCAB}"),
     ],
 )

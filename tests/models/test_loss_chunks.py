@@ -136,14 +136,14 @@ def test_logits_that_are_made_of_more_stay_whole(caplog: pytest.LogCaptureFixtur
     model = Own()
     with caplog.at_level(logging.WARNING):
         run = isp.parallelize(model, Layout(Mode.ISP, 1).job())
-    assert "the logits of Own exist as a whole, model.loss_chunk_tokens=24" in caplog.text
+    assert "model.loss_chunk_tokens=24 has no effect: Own computes" in caplog.text
     run.train_step.drain()
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
     """Catches logits that are cut unevenly by an exchange of equal parts."""
     parallel = Layout(Mode.ISP, 4, VOCAB_PARALLEL).job().parallel
-    with pytest.raises(ValueError, match="size=4 must divide the 98 logits of a token"):
+    with pytest.raises(ValueError, match="size=4 must divide the vocabulary of 98 logits"):
         TracedModel(tiny("llama", vocab_size=98)).check_layout(parallel, 48)
 
 

@@ -184,7 +184,7 @@ def test_refuses_what_can_have_no_gradient():
     frozen[0].parameter.requires_grad_(False)
     with pytest.raises(ValueError, match="p0 requires no gradient"):
         MainGradients(frozen, SOLO)
-    with pytest.raises(ValueError, match="q is p0: name a shared parameter once"):
+    with pytest.raises(ValueError, match="q is also p0: pass a shared parameter once"):
         MainGradients([shared[0], replace(shared[0], name="q")], SOLO)
     layout = ParameterLayout(global_shape=(4,), reduce_over=Axis.DATA)
     with pytest.raises(ValueError, match=r"p0 has shape \(3,\), its layout says \(4,\)"):

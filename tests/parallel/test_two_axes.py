@@ -101,7 +101,7 @@ def test_the_size_that_is_not_given(tensor, sizes, heads, head_size):
         (["head_size=2", "context_size=2"], r"not parallel.tensor.size=8: use context_size=4"),
         (
             ["head_size=8"],
-            r"head_size=8 leaves ranks without one of the 4 query heads: use 1, 2 or 4",
+            r"head_size=8 leaves ranks without any of the 4 query heads: use 1, 2 or 4",
         ),
         (["exchange=rings"], r"exchange"),
     ],
@@ -128,6 +128,6 @@ def test_the_topology_command_refuses_what_a_mode_would_ignore(capsys):
     """Catches groups that are shown without the axis that was asked for."""
     asked = ["topology", "--world", "8", "--tensor", "4", "--context", "2"]
     assert main([*asked, "--mode", "mtp"]) != 0
-    assert "--context 2 is not for mtp mode" in capsys.readouterr().err
+    assert "--context 2 needs --mode isp, not mtp" in capsys.readouterr().err
     assert main(asked) == 0
     assert "tensor 4 = head 2 x context 2" in capsys.readouterr().out

@@ -264,7 +264,7 @@ def test_layouts_that_cannot_be_are_left_out() -> None:
         ),
         (["{folder}/empty"], "has no config.json"),
         (["{folder}/unknown"], "model_type 'unheard_of'"),
-        (["{folder}/own"], "XLNetLMHeadModel attends by code of its own"),
+        (["{folder}/own"], "XLNetLMHeadModel computes attention in its own code"),
         (["{folder}/foreign"], "transformers cannot build a small model of type blt"),
         ([QUICKSTART, "--layouts", "1x2", "--optimizer.lr", "0"], "optimizer.lr"),
     ],

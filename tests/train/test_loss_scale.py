@@ -115,7 +115,7 @@ def test_a_run_that_only_skips_ends_with_one_error(tmp_path: Path) -> None:
     assert run.code == 2, run.err
     assert "Traceback" not in run.err
     (error,) = [line for line in run.err.splitlines() if line.startswith("error")]
-    assert error.startswith("error: step 4: the gradients of 3 steps in a row were not finite")
+    assert error.startswith("error: step 4: the gradients of 3 consecutive steps were not finite")
     assert "optimizer.max_skipped_steps=3" in error
     last = (tmp_path / "out/job/latest").resolve() / "checkpoint/step_1"
     assert last.is_dir()
@@ -134,7 +134,7 @@ def test_without_a_checkpoint_the_error_says_so(tmp_path: Path) -> None:
     """Catches an error that names a checkpoint that is not there."""
     run = _train(tmp_path, *BROKEN, "11", "--checkpoint.interval", "0")
     assert run.code == 2, run.err
-    assert "step 12: the gradients of 11 steps" in run.err
+    assert "step 12: the gradients of 11 consecutive steps" in run.err
     assert "there is no checkpoint from before them" in run.err
 
 
