@@ -98,7 +98,7 @@ def test_faults_are_reported_in_a_line(
         ((str(tmp_path / "none"), "--prompt", "x"), "does not exist"),
         ((str(tmp_path), "--prompt", "x"), "is not a checkpoint"),
         ((str(llama), "--prompt", ""), "the prompt '' is empty"),
-        ((str(llama), "--prompt", "x"), "token 258 of the prompt, and the model has 258"),
+        ((str(llama), "--prompt", "x"), "token 258 for the prompt, but the model has only 258"),
         ((str(checkpoint), "--prompt", str(no_text)), "no_text is not a text file"),
         ((str(checkpoint), "--prompt", "x", f"--tokenizer={wide}"), "has 259 entries"),
         ((str(gpt2), "--prompt", "x", f"--tokenizer={wide}"), "and the model 258"),

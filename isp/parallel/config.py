@@ -109,7 +109,8 @@ class TensorConfig:
     size: Ranks = 1
     """Number of ranks in a tensor group, which share a sequence in isp, msp and fsp mode."""
     mode: Mode = Mode.ISP
-    """mtp, msp, fsp or isp."""
+    """How a tensor group shares the work: isp splits sequences and gathers weights; mtp splits
+    weights; msp and fsp split weights, and tokens between them (fsp keeps fewer activations)."""
 
 
 @section("parallel.weight", KeyRole.PLACE)

@@ -246,7 +246,7 @@ def test_a_folder_fills_sizes_and_others_are_refused(tmp_path) -> None:
         load_config(path, faults)
     assert "--model.num_layers: model.num_layers=3: the model in" in str(refused.value)
     assert "model.tie_embeddings=true: the model in" in str(refused.value)
-    with pytest.raises(ConfigError, match="model.preset=tiny cannot be combined with"):
+    with pytest.raises(ConfigError, match=r"model\.preset=tiny cannot be combined with"):
         load_config(path, ["--model.preset=tiny"])
     with pytest.raises(ConfigError, match="both set the initial weights"):
         load_config(path, ["--checkpoint.initial_load_path=there"])

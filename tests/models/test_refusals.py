@@ -235,7 +235,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "norm (LayerNorm) has a forward that is not its class's",
     ),
     "compiled": (_compiled, "blocks.1 (OwnBlock) is compiled"),
-    "quantised": (_quantised, "blocks.0.q.weight is of torch.int8"),
+    "quantised": (_quantised, "blocks.0.q.weight has dtype torch.int8"),
     "tied by hand": (_TiedByHand, "tokens.weight is read by"),
     "a table's rows by number": (lambda: _reading("slice"), "positions.weight is read by __getit"),
     "a table's size": (lambda: _reading("size"), "positions.weight is read by shape"),

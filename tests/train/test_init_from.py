@@ -263,10 +263,10 @@ def _described(**changes: object) -> Callable[[Path], None]:
 NORM = "model.layers.0.input_layernorm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-    "no folder": (shutil.rmtree, "is no folder"),
+    "no folder": (shutil.rmtree, "is not a folder"),
     "cut short": (_cut_short, "model.safetensors is damaged or cut short"),
     "missing": (_changed(lambda found: found.pop(NORM)), f"missing: {NORM}"),
-    "family": (_described(model_type="gemma"), "model_type=gemma; the decoder computes llama,"),
+    "family": (_described(model_type="gemma"), "use model.hf, which trains other"),
     "bias": (_described(attention_bias=True), "has attention_bias=true"),
     "a size that is none": (_described(hidden_size="32"), "hidden_size=32, which must be a"),
 }
