@@ -13,7 +13,7 @@ from model.config import ModelConfig
 if TYPE_CHECKING:  # a configuration is read without torch
     from isp.models.model import TracedModel
 
-__all__ = ["language_model"]
+__all__ = ["how_computed", "language_model"]
 
 
 def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> TracedModel:
@@ -27,16 +27,19 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
     if model.hf is None:
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
         own = replace(model, **{**plain, "compile": model.compile})
-        return _decoder(own).computed(**_how(model))
+        return _decoder(own).computed(**how_computed(model))
     require(f"model.hf={model.hf}", "transformers", "safetensors")
     if model.adapter is not None:
         require("model.adapter", "peft", extra="peft")
     from isp.models.pretrained import folder_model
 
-    return folder_model(model.hf, dtype, trains=trains, adapter=model.adapter, **_how(model))
+    return folder_model(
+        model.hf, dtype, trains=trains, adapter=model.adapter, **how_computed(model)
+    )
 
 
-def _how(model: ModelConfig) -> dict[str, Any]:
+def how_computed(model: ModelConfig) -> dict[str, Any]:
+    """The keys that say how, as `TracedModel` takes them."""
     from isp.models.router_losses import RouterCoefficients
 
     return {

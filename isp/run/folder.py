@@ -48,9 +48,9 @@ _NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 _PROBE_BYTES = 2**16
 
 
-def run_name(now: datetime | None = None) -> str:
+def run_name() -> str:
     """The name of a run that starts now (in local time), such as `2026-11-21_03-06-12`."""
-    return (now or datetime.now()).strftime("%Y-%m-%d_%H-%M-%S")
+    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def earlier_runs(job: JobSection) -> list[RunFolder]:

@@ -200,8 +200,7 @@ class Check:
 
     def _reference(self, packed: bool) -> Reference:
         rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
-        plain = self.subject.plain()
-        return make_reference(plain, rows, self.optimizer, self.max_norm, self._layouts)
+        return make_reference(self.subject, rows, self.optimizer, self.max_norm, self._layouts)
 
     def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
         """One step on this rank, next to the plain model's."""

@@ -21,7 +21,7 @@ from isp.optim.newton_schulz import Matrix, matrices_of
 from isp.optim.update_rules import group_values
 from isp.parallel.layout import ParameterLayout
 from isp.settings import MuonConfig, OptimizerConfig
-from isp.train.check_subjects import Plain
+from isp.train.check_subjects import Subject
 
 __all__ = [
     "GlobalBatch",
@@ -64,14 +64,12 @@ class GlobalBatch(NamedTuple):
         )
 
 
-def make_rows(
-    rows: int, length: int, vocab_size: int, *, packed: bool, seed: int = 0
-) -> GlobalBatch:
+def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool) -> GlobalBatch:
     """Random tokens; if packed, documents of unequal lengths, of which one is a single token.
 
     A few labels are missing, so no two ranks have as many.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, vocab_size, (rows, length), generator=generator)
     labels = tokens.roll(-1, 1)
     labels[torch.rand(rows, length, generator=generator) < 0.1] = IGNORED
@@ -104,7 +102,7 @@ class Reference(NamedTuple):
 
 
 def make_reference(
-    plain: Plain,
+    subject: Subject,
     rows: GlobalBatch,
     optimizer: OptimizerConfig,
     max_norm: float,
@@ -112,18 +110,19 @@ def make_reference(
 ) -> Reference:
     """A step of the plain model with torch's AdamW and Muon's formula, each document of `rows` by
     itself; `layouts`: of parameters of the whole model."""
-    parameters = plain.parameters()
+    plain = subject.plain()
+    parameters = dict(plain.named_parameters())  # shared ones once
     start = {name: p.detach().clone() for name, p in parameters.items()}
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     valid = int((rows.labels != IGNORED).sum())
     outputs = Outputs()
     total = torch.zeros((), dtype=torch.float64)
-    with outputs.of(plain.modules()):
+    with outputs.of(dict(plain.named_modules())):
         for row, lengths in enumerate(rows.lengths):
             end = 0
             for length in lengths:
                 part = (slice(row, row + 1), slice(end, end + length))
-                logits = plain.logits(rows.tokens[part], torch.arange(length).unsqueeze(0))
+                logits = subject.logits(plain, rows.tokens[part], torch.arange(length)[None])
                 labels = rows.labels[part].flatten()
                 loss = F.cross_entropy(
                     logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum"

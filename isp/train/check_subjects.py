@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from isp.models.folder import read_json
-from isp.models.hosts import Host
 from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64, tiny_model
 from isp.settings.packages import require
@@ -19,13 +18,7 @@ from isp.settings.recomputation import Recomputation
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = [
-    "Plain",
-    "Subject",
-    "num_blocks",
-    "read_folder",
-]
-
+__all__ = ["Subject", "num_blocks", "read_folder"]
 
 _TILE_TOKENS, _LOSS_CHUNK_TOKENS, _SEGMENT = 5, 7, 2
 """At most, of a small model: with more, it would have one tile, chunk or segment."""
@@ -107,9 +100,19 @@ class Subject:
         )
         return max(of_each)
 
-    def plain(self) -> Plain:
-        """A copy of the model alone, with the weights to begin from."""
-        return Plain(copy.deepcopy(self.model), self._traced.host)
+    def plain(self) -> nn.Module:
+        """A copy of the model alone, with the weights to begin from.
+
+        One of transformers has its own attention in plain tensor operations.
+        """
+        model: Any = copy.deepcopy(self.model)
+        if hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation("eager")
+        return model  # type: ignore[no-any-return]
+
+    def logits(self, plain: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        """Those of a `plain` copy: [B, S], [B, S] -> [B, S, V]."""
+        return self._traced.host.forward(plain, ids, positions)
 
     def language_model(self, checkpoint: float) -> TracedModel:
         """A copy to be built for a layout: 0: no block is recomputed; 1: those of a run, or all."""
@@ -121,28 +124,6 @@ class Subject:
         recomputation = recomputation._replace(checkpoint=part)
         # to trace takes as long as a step
         return self._traced.computed(model=copy.deepcopy(self.model), recomputation=recomputation)
-
-
-class Plain:
-    """The model alone; one of transformers with its own attention in plain tensor operations."""
-
-    def __init__(self, model: Any, host: Host) -> None:
-        self._model = model
-        self._host = host
-        if hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation("eager")
-
-    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """[B, S], [B, S] -> [B, S, V]."""
-        return self._host.forward(self._model, ids, positions)
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """By name, shared ones once."""
-        return dict(self._model.named_parameters())
-
-    def modules(self) -> dict[str, nn.Module]:
-        """By name."""
-        return dict(self._model.named_modules())
 
 
 def read_folder(folder: Path) -> Any:

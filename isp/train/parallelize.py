@@ -14,10 +14,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from isp.comm import Mesh
 from isp.comm.cuda import compute_deterministically
 from isp.config import JobConfig, load_config
+from isp.config.models import how_computed
 from isp.data.config import DataConfig
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
-from isp.models.router_losses import RouterCoefficients
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.parallel import Topology
 from isp.settings import OptimizerConfig
@@ -69,16 +69,9 @@ def parallelize(
     config = replace(config, data=replace(config.data, micro_num=least))
     traced = TracedModel(
         model,
-        recomputation=config.model.recomputation,
-        attention_backend=config.model.attention_backend,
-        loss_chunk_tokens=config.model.loss_chunk_tokens,
         gives_scores=True,
-        router_losses=RouterCoefficients(
-            config.model.router_aux_loss_coef,
-            config.model.router_z_loss_coef,
-            config.model.moe_router_bias_update_rate,
-        ),
         weights=begun_by_the_model(model),
+        **how_computed(config.model),
     )
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)

@@ -163,7 +163,7 @@ def test_documents_are_kept_apart_where_transformers_lets_them_leak(name: str) -
     alone = reference.outputs["lm_head"]  # [R, S, V]
     batches = reference.rows.micro_batches(0, len(alone), packed=True)
     with torch.no_grad():
-        joined = torch.cat([plain.logits(b.tokens, b.positions)[0] for b in batches])
+        joined = torch.cat([check.subject.logits(plain, b.tokens, b.positions)[0] for b in batches])
     apart = (joined.view_as(alone) - alone).abs().max() / alone.abs().max()
     assert apart > 1e-3 if name in LEAKING else apart < 1e-12
     assert check.run(Layout(2, 1)).agrees
