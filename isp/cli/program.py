@@ -136,7 +136,6 @@ def _train(args: argparse.Namespace) -> int:
     from isp.config import load_config
 
     config, chosen = load_config(args.config, args.overrides), list[str]()
-    # Every error before any process starts.
     if args.fabric is not None and args.parallel is None:
         raise ValueError(f"--fabric {args.fabric} is for --parallel auto: give both, or neither")
     least = 1 if args.parallel else config.parallel.least_ranks
@@ -147,21 +146,18 @@ def _train(args: argparse.Namespace) -> int:
         chosen = choose_layout(config, ranks, args.overrides, args.fabric)
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
-    sized, topology = config.for_ranks(ranks), config.topology(ranks)
-    config.require_packages()
-    sized.check_folder_model()
-    if config.optimizer.param_groups or config.optimizer.is_torchs:
-        from isp.train.run import check_param_groups
-
-        check_param_groups(config)
     if speaks():
         _note_unused(config)
-    if args.nproc is not None:
+    if args.nproc is not None:  # every error before any process starts
         from isp.train.data import check_data
         from isp.train.host_memory import check_host_memory
         from isp.train.resume import check_start
-        from isp.train.run import check_devices
+        from isp.train.run import check_devices, check_param_groups
 
+        sized, topology = config.for_ranks(ranks), config.topology(ranks)
+        config.require_packages()
+        sized.check_folder_model()
+        check_param_groups(config)
         check_devices(config, args.nproc)
         check_host_memory(sized, topology, args.nproc)
         check_data(config)

@@ -230,19 +230,12 @@ class JobConfig:
                 f"lr_scheduler.warmup_steps={warmup} is longer than training.steps={steps}: the"
                 f" learning rate ends at {steps / warmup:.0%} of optimizer.lr, and never decays"
             )
-        return [*found, *self._unused_of_tiles()]
-
-    def _unused_of_tiles(self) -> list[str]:
-        model, tensor = self.model, self.parallel.tensor
-        if not model.mlp_tile_tokens:
-            return []
-        found = []
-        tokens = self.data.seq_len * self.data.micro_bsz
-        tokens //= tensor.size if tensor.mode.splits_sequence else 1
-        if model.mlp_tile_tokens >= tokens:
+        tile, tokens = self.model.mlp_tile_tokens, self.data.seq_len * self.data.micro_bsz
+        tokens //= self.parallel.tensor.size if mode.splits_sequence else 1
+        if tile and tile >= tokens:
             found.append(
-                f"model.mlp_tile_tokens={model.mlp_tile_tokens} saves no memory of tiles: a rank"
-                f" has {tokens} tokens of a micro-batch, which are one tile"
+                f"model.mlp_tile_tokens={tile} saves no memory of tiles: a rank has {tokens} tokens"
+                f" of a micro-batch, which are one tile"
             )
         return found
 

@@ -18,6 +18,7 @@ from isp.data.config import BYTE_TOKENIZER, TrainOn
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.rendering import Rendered, TemplateFailure
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
+from isp.settings.packages import require
 
 __all__ = ["ChatTemplate", "Example"]
 
@@ -258,13 +259,9 @@ def _check_messages(messages: Any) -> None:
 
 def _load(file: Path) -> Any:
     """transformers' tokenizer of a folder; ValueError where the package is missing."""
-    try:
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise ValueError(
-            f"data.tokenizer={file}: messages need the transformers package for its chat template:"
-            " bash tools/setup_env.sh hf (or pip install transformers jinja2)"
-        ) from error
+    require(f"the chat template of data.tokenizer={file}", "transformers")
+    from transformers import PreTrainedTokenizerFast
+
     try:
         return PreTrainedTokenizerFast.from_pretrained(file.parent, local_files_only=True)
     except Exception as error:  # It raises whatever the files make it do.

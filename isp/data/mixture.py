@@ -8,7 +8,7 @@ there are a function of (seed, i): resuming needs no state, and ranks change not
 has come `epochs` times, a new stage begins, in which the others share its place.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -149,16 +149,8 @@ class MixedDataset:
 
     def _reached(self, stage: _Stage, source: int, count: int) -> int:
         """The least number of draws of a stage of which `count` go to `source`."""
-        low, high = count, count
-        while self._drawn(stage, source, high) < count:
-            low, high = high + 1, 2 * high
-        while low < high:
-            middle = (low + high) // 2
-            if self._drawn(stage, source, middle) < count:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        draws = range(2**62)
+        return bisect_left(draws, count, key=lambda num: self._drawn(stage, source, num))
 
     def _drawn(self, stage: _Stage, source: int, count: int) -> int:
         """Of the first `count` draws of a stage, those that go to `source`."""

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from isp.data.chat import Example
 from isp.data.config import BYTE_TOKENIZER, Format, TrainOn
-from isp.data.documents import find_files
 from isp.data.examples import (
     LABEL_DTYPE,
     SourceReader,
@@ -48,13 +47,12 @@ def prepare(
     eos_token: str | None = None,
     chat_template: str | None = None,
     train_on: TrainOn = TrainOn.ASSISTANT,
-    progress: bool = True,
 ) -> PrepareSummary:
     """Tokenise `inputs` into `output_prefix`.bin and .idx, with eos at the end of each document.
 
     Examples stay as they are, without another eos, and get a second pair: [Note: Labels on disk].
     Documents are streamed, so memory holds one of them. The files appear when all are complete,
-    and replace older ones. `progress` shows a bar, in a terminal only.
+    and replace older ones. A bar shows the progress in a terminal.
     Raises FileNotFoundError or ValueError naming the input and the way out.
     """
     prefix = Path(output_prefix).expanduser()
@@ -84,12 +82,12 @@ def prepare(
             f"input={', '.join(items)} holds preference pairs, which are read from .jsonl files"
             f" directly"
         )
-    files = find_files(reader.items, key="input")
+    files = reader.files
     with tqdm(
         total=sum(file.stat().st_size for file in files),
         unit="B",
         unit_scale=True,
-        disable=None if progress else True,  # None: only where somebody can see it.
+        disable=None,  # only where somebody can see it
     ) as bar:
         return _write(
             prefix,

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -81,8 +80,7 @@ def _copied(url: str) -> list[str]:
         if not copy.exists():
             part = copy.with_name(f".{copy.name}.{os.getpid()}")
             copy.parent.mkdir(parents=True, exist_ok=True)
-            with system.open(file, "rb") as source, part.open("wb") as target:
-                shutil.copyfileobj(source, target)
+            system.get_file(file, str(part))
             part.replace(copy)  # in one piece: other ranks may copy at the same time
         copies.append(str(copy))
     if is_folder:

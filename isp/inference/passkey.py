@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -73,15 +74,12 @@ class PasskeyPrompts:
         return found
 
     def _most_sentences(self, length: int, first: int) -> int:
-        """By bisection: sentences of filler that fit."""
-        key, low, high = "0" * self.digits, 0, length
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._fits(_passkey(key, first, middle, 0.0), length):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """Sentences of filler that fit."""
+
+        def are_too_many(count: int) -> bool:
+            return not self._fits(_passkey("0" * self.digits, first, count, 0.0), length)
+
+        return bisect_left(range(1, length + 1), True, key=are_too_many)
 
     def _fits(self, passkey: Passkey, length: int) -> bool:
         return len(self._encode(passkey.prompt + passkey.answer)) <= length

@@ -170,10 +170,9 @@ class WeightWriter:
     final name, so nobody takes it for a model.
     """
 
-    def __init__(self, folder: Path, *, file_bytes: int = _FILE_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._limit = file_bytes
         self._waiting: dict[str, Tensor] = {}
         self._waiting_bytes = 0
         self._written: list[list[str]] = []
@@ -183,7 +182,7 @@ class WeightWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor, whole, in CPU memory."""
         size = tensor.numel() * tensor.element_size()
-        if self._waiting and self._waiting_bytes + size > self._limit:
+        if self._waiting and self._waiting_bytes + size > _FILE_BYTES:
             self._write()
         self._waiting[name] = tensor.contiguous()
         self._waiting_bytes += size

@@ -142,10 +142,8 @@ class Zero1Optimizer:
 
         def resting(item: ShardedParameter, rows: range) -> Resting:
             weights, own = item.parameter.detach(), slice(rows.start, rows.stop)
-            scatters = gradients.scatters
-            summed = gradients.summed if scatters else gradients.grad
-            grad = summed(item.parameter)
-            grad = grad if scatters else grad[own]
+            grad = gradients.summed(item.parameter)
+            grad = grad if gradients.scatters else grad[own]
             return memory.resting(rows, weights[own], grad, kinds[item])
 
         self._shards = {item: resting(item, rows) for item, rows in owned.items()}

@@ -41,14 +41,13 @@ class Exported(NamedTuple):
     """What it lacks, in sentences."""
 
 
-def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: int = 0) -> Exported:
+def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
     """Write the weights of the checkpoint at `path` to `folder`, in `dtype` or as trained.
 
     Of a run with `model.adapter` the adapter alone, which PEFT loads; `model_type` is then adapter.
-    One tensor is in memory at a time (of `model.hf` a block), and what waits for a file of
-    `file_bytes` (0: as large as transformers makes them). Raises ValueError, before it writes
-    anything, if `folder` is not empty, `path` is no checkpoint or does not say its model,
-    CheckpointError if it is damaged.
+    One tensor is in memory at a time (of `model.hf` a block), and what waits for a file as large as
+    transformers makes them. Raises ValueError, before it writes anything, if `folder` is not empty,
+    `path` is no checkpoint or does not say its model, CheckpointError if it is damaged.
     """
     require("isp checkpoint export", "safetensors")
     from isp.models.folder import WeightWriter
@@ -62,9 +61,8 @@ def export(path: Path, folder: Path, *, dtype: str | None = None, file_bytes: in
     source, trained = _source(kept), kept["training"]["dtype"]
     out = trained if dtype is None else dtype
     plan = _plan(weights, kept, source, out)
-    options = {"file_bytes": file_bytes} if file_bytes else {}
     num_tensors = 0
-    with WeightWriter(folder, **options) as writer:
+    with WeightWriter(folder) as writer:
         for name, tensor in plan.tensors:
             writer.add(name, tensor)
             num_tensors += 1

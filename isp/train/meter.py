@@ -20,7 +20,6 @@ from isp.metrics import (
     StepRecord,
     Trackers,
     is_recorded,
-    peak_memory_gib,
     watched_stream,
 )
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
@@ -156,10 +155,6 @@ class StepMeter:
         )
         self._forget()
         return record
-
-    def memory_gib(self) -> torch.Tensor:
-        """Peak memory of this rank so far, in GiB; in host memory, to be compared with others."""
-        return torch.tensor(peak_memory_gib(self._device))
 
     def _forget(self) -> None:
         self._steps, self._tokens, self._flops = 0, 0, 0.0

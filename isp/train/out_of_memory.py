@@ -10,11 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from isp.comm.host import HostMemory
 from isp.metrics import peak_memory_gib
-from isp.optim import MainGradients, Zero1Optimizer
 from isp.run.environment import RankPlace
-from isp.weights.communicator import ISPCommunicator
+from isp.train.step import TrainStep
 
 __all__ = ["MemoryGuard", "OutOfMemory", "describe_owners", "memory_owners"]
 
@@ -24,21 +22,17 @@ _HISTORY = 100_000
 """Allocations and frees that a snapshot holds, as in torchtitan."""
 
 
-def memory_owners(
-    gradients: MainGradients,
-    optimizer: Zero1Optimizer,
-    communicator: ISPCommunicator | None,
-    host: HostMemory | None = None,
-) -> dict[str, int]:
+def memory_owners(step: TrainStep) -> dict[str, int]:
     """Bytes of weights, gradients, optimizer states and buffers of this rank, by name.
 
     A tensor that two of them share, such as master weights that are the weights, counts once.
     """
+    gradients, communicator, host = step.gradients, step.communicator, step.built.host
     seen: set[int] = set()
     parameters = [item.parameter for item in gradients.parameters]
     weights = _storage_bytes(parameters, seen)
     of_autograd = _storage_bytes((p.grad for p in parameters if p.grad is not None), seen)
-    shards, device = optimizer.state_dict()["parameters"].values(), parameters[0].device
+    shards, device = step.optimizer.state_dict()["parameters"].values(), parameters[0].device
     tensors = (x for shard in shards for x in shard["tensors"].values() if x.device == device)
     states = _storage_bytes(tensors, seen)
     owners = {
@@ -49,7 +43,7 @@ def memory_owners(
     if communicator is not None:
         owners["gathered weights"] = communicator.pool.reserved_bytes
         owners["gradients in transfer"] = communicator.reduce_pool.reserved_bytes
-    if host is not None and not host.is_apart and host.reserved_bytes:
+    if not host.is_apart and host.reserved_bytes:
         owners["block inputs on the host"] = host.reserved_bytes  # of the memory of a CPU's tensors
     return owners
 

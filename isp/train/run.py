@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from isp.run.signals import StopRequest
 from isp.train.begin_from import beyond_positions
 from isp.train.data import StepData, open_for_rank
 from isp.train.host_memory import check_host_memory
-from isp.train.out_of_memory import MemoryGuard
+from isp.train.out_of_memory import MemoryGuard, memory_owners
 from isp.train.resume import Start, open_run
 from isp.train.trainer import Trainer
 
@@ -110,7 +111,7 @@ def main(config: JobConfig) -> signal.Signals | None:
             hostnames=[place.hostname for place in places],
             begin=begin,
         )
-        guard.watch(trainer.where, trainer.memory_owners)
+        guard.watch(trainer.where, partial(memory_owners, trainer.train_step))
         stack.enter_context(trainer.checkpointer)
         grace_seconds = min(GRACE_SECONDS, config.comm.train_timeout_seconds)
         roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=grace_seconds)

@@ -19,7 +19,14 @@ from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.config.objective import second_model
 from isp.data.batch import MicroBatch
-from isp.metrics import StepRecord, describe_mfu, device_name, peak_tflops, shared_cores
+from isp.metrics import (
+    StepRecord,
+    describe_mfu,
+    device_name,
+    peak_memory_gib,
+    peak_tflops,
+    shared_cores,
+)
 from isp.metrics.phases import PhaseClock, is_of_step
 from isp.optim import learning_rate
 from isp.parallel import Axis
@@ -30,7 +37,6 @@ from isp.train.balance import ContextBalance
 from isp.train.data import StepData
 from isp.train.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
 from isp.train.objective import DistillLoss, PreferenceLoss, RewardLoss, TokenLoss
-from isp.train.out_of_memory import memory_owners
 from isp.train.profile_steps import StepProfiler
 from isp.train.resume import Start
 from isp.train.saving import Progress, RunCheckpoints
@@ -135,10 +141,6 @@ class Trainer:
         if is_of_step(phase):
             return f"in {phase} of step {self.step + 1}"
         return f"after step {self.step}, in {phase}"
-
-    def memory_owners(self) -> dict[str, int]:
-        step = self.train_step
-        return memory_owners(step.gradients, step.optimizer, step.communicator, step.built.host)
 
     def run(self) -> bool:
         """Train to the last step, or until asked to stop or short of time, and save.
@@ -263,7 +265,7 @@ class Trainer:
         is_due = is_last or self.step % self.config.metrics.log_freq == 0
         if not (is_due or evaluation_is_due(self.config, self.step)):
             return None
-        memory, config = self._meter.memory_gib(), self.config.optimizer
+        memory, config = torch.tensor(peak_memory_gib(self.device)), self.config.optimizer
         peaks = {rule: config.of_rule(rule, "lr") for rule in sorted(config.rules)}
         return self._meter.record(
             outcome,

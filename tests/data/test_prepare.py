@@ -21,7 +21,7 @@ def test_writes_documents_with_one_eos_each(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hé")
     (tmp_path / "b.jsonl").write_text('{"body": "x"}\n{"body": ""}\n{"body": "yz"}\n')
     inputs = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
-    summary = prepare(inputs, tmp_path / "out" / "p", text_key="body", progress=False)
+    summary = prepare(inputs, tmp_path / "out" / "p", text_key="body")
     documents = [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out" / "p")]
     assert documents == [[*"hé".encode(), 256], [ord("x"), 256], [*b"yz", 256]]
     assert summary == (tmp_path / "out" / "p", 3, 9, 3 + 14 + 15, None, 0)
@@ -31,7 +31,7 @@ def test_eos_that_is_already_there(tmp_path: Path) -> None:
     """Catches an end of document written twice where the text brings its own."""
     tokenizer = write_tokenizer(tmp_path / "t", ["</s>"])
     (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n{"text": "the cat </s>"}\n')
-    prepare(str(tmp_path / "a.jsonl"), tmp_path / "p", tokenizer=str(tokenizer), progress=False)
+    prepare(str(tmp_path / "a.jsonl"), tmp_path / "p", tokenizer=str(tokenizer))
     assert [tokens.tolist() for tokens in IndexedDataset(tmp_path / "p")] == [[1, 2, 4]] * 2
 
 
@@ -40,7 +40,7 @@ def test_again_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     contents = []
     for output in (tmp_path / "p", tmp_path / "p.bin", str(tmp_path / "p.idx")):
-        assert prepare(str(tmp_path / "a.txt"), output, progress=False).prefix == tmp_path / "p"
+        assert prepare(str(tmp_path / "a.txt"), output).prefix == tmp_path / "p"
         contents.append([(tmp_path / f"p.{suffix}").read_bytes() for suffix in ("bin", "idx")])
     assert contents[0] == contents[1] == contents[2]
 
@@ -49,21 +49,21 @@ def test_bad_line_leaves_nothing(tmp_path: Path) -> None:
     """Catches half a pair after an error in the middle of the text."""
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text"\n')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 is not JSON"):
-        prepare(str(tmp_path / "a.jsonl"), tmp_path / "p", progress=False)
+        prepare(str(tmp_path / "a.jsonl"), tmp_path / "p")
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
     """Catches a pair tokenised a second time, and empty input written as an empty pair."""
     (tmp_path / "a.txt").write_text("text")
-    prepare(str(tmp_path / "a.txt"), tmp_path / "p", progress=False)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "p")
     with pytest.raises(ValueError, match="is already tokenised"):
-        prepare(str(tmp_path / "p"), tmp_path / "q", progress=False)
+        prepare(str(tmp_path / "p"), tmp_path / "q")
     (tmp_path / "blank.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"input=.*blank\.jsonl holds no documents"):
-        prepare([str(tmp_path / "blank.jsonl")], tmp_path / "q", progress=False)
+        prepare([str(tmp_path / "blank.jsonl")], tmp_path / "q")
     with pytest.raises(FileNotFoundError, match="input=gone does not exist"):
-        prepare("gone", tmp_path / "q", progress=False)
+        prepare("gone", tmp_path / "q")
     assert not list(tmp_path.glob("q*"))
 
 
@@ -72,7 +72,7 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, output: str) -> None:
     """Catches "File exists" alone, which does not say what is wrong with the output."""
     (tmp_path / "file").write_text("text")
     with pytest.raises(ValueError, match=rf"^output=.*{output}: cannot write to .*: name a path"):
-        prepare(str(tmp_path / "file"), tmp_path / output, progress=False)
+        prepare(str(tmp_path / "file"), tmp_path / output)
 
 
 def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> Non
         for i in range(20)
     ]
     source = str(write_lines(tmp_path / "a.jsonl", lines))
-    done = prepare(source, tmp_path / "p", tokenizer=folder, progress=False)
+    done = prepare(source, tmp_path / "p", tokenizer=folder)
     opened = [
         open_datasets(DataConfig(source=item, tokenizer=folder, seq_len=128), seed=0).train
         for item in (source, str(tmp_path / "p"))
@@ -116,10 +116,10 @@ def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> Non
 def test_labels_of_an_older_pair_do_not_stay(tmp_path: Path) -> None:
     """Catches text that is trained with the labels of what was there before."""
     tokens = str(write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "labels": [-100, 2]}]))
-    prepare(tokens, tmp_path / "p", progress=False)
+    prepare(tokens, tmp_path / "p")
     assert (tmp_path / "p.labels.idx").exists()
     (tmp_path / "a.txt").write_text("text")
-    prepare(str(tmp_path / "a.txt"), tmp_path / "p", progress=False)
+    prepare(str(tmp_path / "a.txt"), tmp_path / "p")
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.txt", "p.bin", "p.idx"]
 
 
@@ -127,7 +127,7 @@ def test_labels_of_other_lengths_are_refused(tmp_path: Path) -> None:
     """Catches two pairs that were written at different times."""
     for name, ids in (("p", [1, 2]), ("q", [1, 2, 3])):
         source = str(write_lines(tmp_path / f"{name}.jsonl", [{"input_ids": ids}]))
-        prepare(source, tmp_path / name, progress=False)
+        prepare(source, tmp_path / name)
     for suffix in ("bin", "idx"):
         (tmp_path / f"q.labels.{suffix}").rename(tmp_path / f"p.labels.{suffix}")
     with pytest.raises(ValueError, match=r"p\.idx and .*p\.labels\.idx have examples of other"):
@@ -140,5 +140,5 @@ def test_examples_that_cannot_be_prepared(tmp_path: Path) -> None:
     users = [{"messages": [{"role": "user", "content": "x"}]}]
     source = str(write_lines(tmp_path / "a.jsonl", users))
     with pytest.raises(ValueError, match=r"input=.*a\.jsonl has no token to train on"):
-        prepare(source, tmp_path / "p", tokenizer=folder, progress=False)
+        prepare(source, tmp_path / "p", tokenizer=folder)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "model"]

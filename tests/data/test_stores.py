@@ -182,7 +182,7 @@ def test_valid_source_is_named_in_its_errors(tmp_path: Path) -> None:
 def test_text_and_pairs_mix_and_give_the_same_samples(tmp_path: Path) -> None:
     """Catches a .bin/.idx pair that differs from the text it was made from, eos included."""
     source = write_documents(tmp_path, 30)
-    prepare(source, tmp_path / "p", progress=False)
+    prepare(source, tmp_path / "p")
     assert len(IndexedDataset(tmp_path / "p")) == 30
     text, pair, both, mixed = (
         open_datasets(DataConfig(source=item, seq_len=11), seed=5).train

@@ -216,7 +216,7 @@ class _Kept(NamedTuple):
 def _states_of(rank: int, optimizer: OptimizerConfig) -> _Kept:
     mesh = Meshes(rank).of(SHARED)
     run = make_run(mesh, SHARED, Task(model=MODEL), dtype=torch.bfloat16, config=optimizer)
-    owners = memory_owners(run.step.gradients, run.optimizer, run.step.communicator)
+    owners = memory_owners(run.step)
     run.optimizer.grad_norm()
     known = _tensors_of(run)
     with LiveBytes(known) as live:

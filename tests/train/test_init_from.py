@@ -20,6 +20,7 @@ from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.layers.module import MasterStream
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.models import folder as model_folder
 from isp.parallel import Axis, Mode
 from isp.run.forked import RankError
 from isp.settings import CheckpointConfig
@@ -113,7 +114,7 @@ def _logits(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
         return logits
 
 
-def test_every_layout_computes_what_transformers_does(folders, tmp_path) -> None:
+def test_every_layout_computes_what_transformers_does(folders, tmp_path, monkeypatch) -> None:
     """A row in another place: a segment, a KV group, a rank's interval, or an angle of its own.
 
     Exported again from two layouts, every tensor is the one that was read, bit for bit, in several
@@ -128,9 +129,10 @@ def test_every_layout_computes_what_transformers_does(folders, tmp_path) -> None
         wanted_loss, wanted_norm = _plainly(reference, batches)
         assert math.isclose(loss, wanted_loss, rel_tol=1e-9), (of, name)
         assert math.isclose(norm, wanted_norm, rel_tol=1e-9), (of, name)
+    monkeypatch.setattr(model_folder, "_FILE_BYTES", 9000)
     for of, name in SAVED:
         folder, again = folders[name][0], tmp_path / "again" / of / name
-        done = export(tmp_path / of / name, again, file_bytes=9000)
+        done = export(tmp_path / of / name, again)
         there, here = _tensors(folder), _tensors(again)
         assert done.num_tensors == len(here) > 10
         assert len(list(again.glob("model-*.safetensors"))) > 3
@@ -192,7 +194,8 @@ def test_an_export_has_one_tensor_at_a_time(folders, tmp_path, monkeypatch) -> N
 
     whole = WholeWeights.read
     monkeypatch.setattr(WholeWeights, "read", read)
-    export(tmp_path / "out" / "job" / "latest", tmp_path / "hf", dtype="bfloat16", file_bytes=4000)
+    monkeypatch.setattr(model_folder, "_FILE_BYTES", 4000)
+    export(tmp_path / "out" / "job" / "latest", tmp_path / "hf", dtype="bfloat16")
     assert files[0] == 0
     assert files == sorted(files)
     assert len(set(files)) > 8

@@ -42,7 +42,7 @@ def _owners(rank: int, dtype: torch.dtype) -> tuple[dict[str, int], int, int, di
     run.numbers(range(2))
     communicator = run.step.communicator
     assert communicator is not None
-    found = memory_owners(run.step.gradients, run.optimizer, communicator)
+    found = memory_owners(run.step)
     elements = sum(item.parameter.numel() for item in run.parameters)
     states = run.optimizer.state_dict()["parameters"].values()
     rows = sum(state["tensors"]["exp_avg"].numel() for state in states)
