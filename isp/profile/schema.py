@@ -98,7 +98,7 @@ class Reason(StrEnum):
     """It waited its turn on its channel for most of the time."""
     OTHER_RANKS = "waiting for another rank"
     """The last rank of its group came to it only then."""
-    TOO_LONG = "longer than the compute beside it"
+    TOO_LONG = "longer than the compute it overlaps"
     """No earlier launch would have hidden it."""
 
 

@@ -25,7 +25,7 @@ _IN = " " * 4
 EXPLANATION = """\
 comm: at least one transfer under way; exposed: compute waited for one, share: of the step
 bound: what no order of the transfers could hide = first gather + last reduction + chain (needed at
-once) + excess (longer than the compute beside it), without waiting for other ranks"""
+once) + excess (longer than the compute they overlap), without waiting for other ranks"""
 
 
 class Table(NamedTuple):

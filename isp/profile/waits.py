@@ -32,12 +32,12 @@ _ENOUGH = 0.95
 """Share of a wait, over all its occurrences, that a change must hide to be recommended."""
 _BACKWARD = (Phase.RECOMPUTE, Phase.BACKWARD)
 _OF_SEQUENCE = {
-    Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes it",
+    Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes that",
     Purpose.EXPERTS: (
-        "experts need it at once: parallel.expert.num_chunks hides the exchange of one part behind"
-        " the compute of another, parallel.expert.size=1 gathers weights instead"
+        "experts need it at once: parallel.expert.num_chunks overlaps the exchange of one chunk"
+        " with the compute of another, and parallel.expert.size=1 gathers weights instead"
     ),
-    Purpose.KEYS: "attention needs it at once: only the sizes of parallel.sequence_2D change it",
+    Purpose.KEYS: "attention needs it at once: only parallel.sequence_2D changes that",
     Purpose.SCAN_HEADS: (
         "a scan needs it at once: parallel.sequence_scan=state would send states instead of heads"
     ),
@@ -45,7 +45,7 @@ _OF_SEQUENCE = {
         "a scan needs it at once: parallel.sequence_scan=heads would send heads instead of states"
     ),
     Purpose.HALO: (
-        "a convolution needs it at once: the model's kernel size sets its bytes, not the sequence"
+        "a convolution needs it at once: its size depends on the kernel size, not on the sequence"
     ),
 }
 """What is said of exchanges of a sequence that ranks share."""
@@ -128,10 +128,10 @@ class _Waits:
         if sum(c.others_ms for c in self.own) >= self.exposed / 2:
             return Reason.OTHER_RANKS, self._of_other_ranks()
         if longest.edge is Edge.FIRST:
-            text = "as designed: launched once the weights are there, with nothing to compute first"
+            text = "expected: nothing can be computed before the first weights are there"
             return Reason.FIRST_EDGE, text
         if longest.edge is Edge.LAST:
-            text = "as designed: the last gradient, with nothing left to compute beside it"
+            text = "expected: no compute is left to overlap with the last gradients"
             return Reason.LAST_EDGE, text
         if longest.cost is not Cost.AHEAD:
             return Reason.CHAIN, self._of_chain(longest)
@@ -147,20 +147,19 @@ class _Waits:
         for one in self.several:
             waited[one.at.rank] += one.collective.others_ms
         rank = min(waited, key=lambda r: waited[r])
-        text = f"{sum(waited.values()) / len(self.own):.1f} ms until the last rank came"
+        text = f"{sum(waited.values()) / len(self.own):.1f} ms for the last rank to join"
         is_last = waited[rank] < max(waited.values()) / 10
-        return f"{text}, most often rank {rank}" if is_last else text
+        return f"{text}, usually rank {rank}" if is_last else text
 
     def _of_chain(self, collective: Collective) -> str:
         if collective.cost is Cost.OUTSIDE:
-            return "outside forward and backward: nothing is computed beside it"
+            return "outside forward and backward: no compute overlaps with it"
         mode = self.parallel.tensor.mode
         if not mode.gathers_weights:
             return (
-                f"{mode} needs it at once, nothing of the step could hide it: isp sends weights"
-                f" instead"
+                f"{mode} needs it at once, so nothing can hide it: isp mode sends weights instead"
             )
-        default = "needed at once: nothing of the step could hide it"
+        default = "needed at once, so nothing can hide it"
         return _OF_SEQUENCE.get(collective.purpose, default)
 
     def _of_queue(self) -> str:
@@ -174,10 +173,10 @@ class _Waits:
                 kinds = before.kind, own.kind
                 behind_reduction |= kinds == ("reduce_scatter", "all_gather")
         if not ahead:
-            return "it waited its turn on its channel"
-        text = f"it waited its turn behind {max(ahead, key=lambda name: ahead[name])}"
+            return "it queued on its channel"
+        text = f"it queued behind {max(ahead, key=lambda name: ahead[name])}"
         if behind_reduction and not self.parallel.weight.own_reduce_group:
-            return f"{text}: parallel.weight.own_reduce_group=true would let it pass"
+            return f"{text}: parallel.weight.own_reduce_group=true would let it overtake"
         return text
 
     def _of_length(self) -> str:
@@ -185,23 +184,22 @@ class _Waits:
         needed = fmean(max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms) for c in self.own)
         beside = fmean(map(_compute_beside, self.several))
         text = (
-            f"{beside:.1f} ms of compute lie between its launch and its use, it needs"
-            f" {needed:.1f} ms"
+            f"it takes {needed:.1f} ms, with {beside:.1f} ms of compute between its launch and use"
         )
         first, weight = self.own[0], self.parallel.weight
         if first.purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
-            return f"{text}: both grow with the tokens"
+            return f"{text}, and both grow with the tokens"
         remedies = []
         if beside >= 0.1 * needed:
             remedies.append(
-                f"{needed / beside:.1f} times the tokens in a micro-batch (data.micro_bsz,"
-                f" data.seq_len) would hide it"
+                f"{needed / beside:.1f}x the tokens per micro-batch (data.micro_bsz, data.seq_len)"
+                f" would hide it"
             )
         is_again = first.purpose is Purpose.WEIGHT and first.phase in _BACKWARD
         if is_again and weight.reshard_after_forward:
             remedies.append(
-                "parallel.weight.reshard_after_forward=false would spare it, for the memory of all"
-                " weights"
+                "parallel.weight.reshard_after_forward=false would avoid it but keep all weights"
+                " unsharded"
             )
         return f"{text}: {', or '.join(remedies)}" if remedies else text
 

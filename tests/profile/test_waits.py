@@ -59,8 +59,8 @@ def test_nothing_is_recommended_that_would_not_have_hidden_it():
     wait = _wait(_gather(31, 91))
     assert (wait.reason, wait.late_ms) == (Reason.TOO_LONG, None)
     assert "launch_allgather_before" not in wait.advice
-    assert "21.0 ms of compute lie between its launch and its use, it needs 60.0" in wait.advice
-    assert "2.9 times the tokens" in wait.advice
+    assert "it takes 60.0 ms, with 21.0 ms of compute between its launch and use" in wait.advice
+    assert "2.9x the tokens" in wait.advice
 
 
 def test_what_shares_the_wire_counts():
@@ -103,7 +103,7 @@ def test_other_ranks():
     wait = _wait(_gather(31, 64), others=(late,), weight=first)
     assert wait.reason is Reason.OTHER_RANKS
     assert (wait.others_ms, wait.moving_ms) == pytest.approx((8 / 2, 4))
-    assert wait.advice == "4.0 ms until the last rank came, most often rank 1"
+    assert wait.advice == "4.0 ms for the last rank to join, usually rank 1"
 
 
 def test_an_earlier_launch_brings_the_other_ranks_earlier_too():
@@ -150,10 +150,10 @@ def test_what_is_needed_at_once_is_called_so():
     ("purpose", "said"),
     [
         (Purpose.HEADS, "attention needs it at once: only parallel.tensor.size"),
-        (Purpose.KEYS, "attention needs it at once: only the sizes of parallel.sequence_2D"),
+        (Purpose.KEYS, "attention needs it at once: only parallel.sequence_2D"),
         (Purpose.SCAN_HEADS, "a scan needs it at once: parallel.sequence_scan=state"),
         (Purpose.STATES, "a scan needs it at once: parallel.sequence_scan=heads"),
-        (Purpose.HALO, "a convolution needs it at once: the model's kernel size"),
+        (Purpose.HALO, "a convolution needs it at once: its size depends on the kernel"),
     ],
 )
 def test_exchanges_of_a_sequence_name_what_changes_them(purpose, said):
