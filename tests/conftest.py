@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,6 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: one that begins last keeps the other worker waiting."""
+    """Files with slow tests first: one that begins last keeps the other worker waiting.
+
+    Tests of a GPU are skipped without one. Devices are counted by the driver's library, without
+    CUDA: a process that has begun with it cannot fork.
+    """
+    if torch.cuda.device_count() == 0:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

@@ -250,7 +250,6 @@ def test_a_step_of_a_model_of_transformers_waits_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["isp", "rows", "window", "recomputed", "lean", "scaled"])
 def test_a_step_waits_once_on_cuda(name: str) -> None:
     """Catches what waits inside of an operation, and so is not seen on the CPU."""

@@ -11,16 +11,7 @@ from isp.checkpoint.plain import from_tensor, to_tensor
 from isp.tensor_parallel import RngStatesTracker, RngStream, model_parallel_manual_seed
 
 CPU = torch.device("cpu")
-DEVICES = [
-    CPU,
-    pytest.param(
-        torch.device("cuda", 0),
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-        ],
-    ),
-]
+DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.parametrize("device", DEVICES, ids=str)
 
 

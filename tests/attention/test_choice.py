@@ -332,7 +332,6 @@ def test_options_for_each_signature_of_varlen(knows: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_choice() -> None:
     """Catches a backend that is timed on nothing, or by a clock that the device does not see."""
     place = _Place(torch.device("cuda"), torch.bfloat16, 128, 4)

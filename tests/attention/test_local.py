@@ -27,7 +27,6 @@ from tests.toolkit import Operations
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 BACKENDS: list[Callable[..., LocalAttention]] = [CpuAttention, SdpaAttention]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize("make", BACKENDS)
@@ -206,7 +205,6 @@ GPU_BACKENDS = [b for b in AttentionBackend if b is not AttentionBackend.AUTO]
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize(

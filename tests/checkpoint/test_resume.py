@@ -207,7 +207,6 @@ def test_a_run_that_fails_finishes_its_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("back", ["cpu", "cuda"])
 def test_a_device_saves_and_loads(

@@ -92,7 +92,6 @@ def test_kernels_of_any_length(layer: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_gpu_kernels(layer: str) -> None:
     """Catches the same of kernels by triton."""

@@ -53,7 +53,6 @@ def test_narrow_factors_make_wide_sums_in_one_operator() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_wide_sums_on_a_device() -> None:
     """Catches sums of narrow factors that are rounded on CUDA, or not added to what was there."""
     dy, x = _factors(NARROW, "cuda")

@@ -9,10 +9,7 @@ from isp.mixers import kernels
 from isp.mixers.convolution import convolve_alone
 from tests.mixers.test_kernels import NAMES, PACKAGES, WAYS, computed, kind
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 6e-2}
 """Of the largest number: products are TF32, or bfloat16."""
 

@@ -13,10 +13,6 @@ from tests.mirror import MirrorMesh, one_rank
 from tests.models.models import job, packed_rows, tiny
 
 CPU = torch.device("cpu")
-needs_gpu = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device"),
-)
 
 
 def _losses(device: torch.device, experts: int, recompute: float, dtype: str) -> list[float]:
@@ -42,7 +38,7 @@ def _losses(device: torch.device, experts: int, recompute: float, dtype: str) ->
     [
         ("cpu", 4, 1.0, "float64"),  # that this world is one
         *(
-            pytest.param("cuda", *case, dtype, marks=needs_gpu)
+            pytest.param("cuda", *case, dtype, marks=pytest.mark.gpu)
             for case in ((4, 0.0), (4, 1.0), (3, 0.5))
             for dtype in ("float64", "bfloat16")
         ),

@@ -12,10 +12,7 @@ from isp.parallel.layout import ParameterLayout
 from isp.weights.parameter import ShardedParameter
 from tests.weights.test_gpu import LONG_CYCLES, WireChannel
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_what_is_published_is_kept_until_it_has_travelled() -> None:

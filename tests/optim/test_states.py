@@ -260,7 +260,6 @@ def test_moments_that_would_stand_still_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_a_gpu_gets_the_same_bits_from_page_locked_memory(
     moments: Literal["float32", "bfloat16"],

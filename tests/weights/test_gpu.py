@@ -21,11 +21,7 @@ from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.weights.echo import Net, echo_layers, leased_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    # Counted by the driver's library, without CUDA: a process that has begun with it cannot fork.
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 LONG_CYCLES = 1_000_000_000
 """About half a second at 2 GHz."""
