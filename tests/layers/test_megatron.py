@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from isp.checkpoint import Checkpointer, TrainState
 from isp.comm import Channel
 from isp.layers.module import named_parameters
-from isp.parallel import Mode, ParallelConfig, TensorConfig, Topology
-from isp.settings import CheckpointConfig
 from isp.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -320,52 +316,3 @@ def test_misuse_names_the_numbers() -> None:
     ]
     for text, expected in zip(faults, words, strict=True):
         assert all(word in text for word in expected), text
-
-
-def _toolkit(channel: Channel, fills: bool) -> nn.ModuleDict:
-    layers = nn.ModuleDict(
-        {
-            "column": ColumnParallelLinear(WIDTH, INNER, group=channel, stride=3, dtype=DTYPE),
-            "row": RowParallelLinear(INNER, WIDTH, group=channel, dtype=DTYPE),
-            "embedding": VocabParallelEmbedding(V, WIDTH, group=channel, dtype=DTYPE),
-        }
-    )
-    with torch.no_grad():
-        for seed, item in enumerate(named_parameters(layers)):
-            parameter, layout = item.parameter, item.layout
-            parameter.copy_(layout.shard(drawn(*layout.global_shape, seed=seed)))
-            if not fills:
-                parameter.zero_()
-    return layers
-
-
-def _checkpointer(channel: Channel, layers: nn.Module, folder: Path) -> tuple[Any, TrainState]:
-    sizes = TensorConfig(size=channel.size, mode=Mode.MTP)
-    topology = Topology.create(dist.get_world_size(), ParallelConfig(tensor=sizes))
-    parameters = list(named_parameters(layers))
-    state = TrainState(parameters=parameters, optimizer=None, topology=topology)
-    return Checkpointer(folder, CheckpointConfig(), world=Channel(dist.group.WORLD)), state
-
-
-def _save(rank: int, folder: Path) -> None:
-    channel = group()
-    checkpointer, state = _checkpointer(channel, _toolkit(channel, fills=True), folder)
-    checkpointer.save(1, state, tokens=0)
-    checkpointer.wait()
-
-
-def _load(rank: int, folder: Path) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    channel = Channel(pairs[rank // 2])
-    layers = _toolkit(channel, fills=False)
-    checkpointer, state = _checkpointer(channel, layers, folder)
-    checkpointer.load(checkpointer.choose(), state)
-    expected = dict(_toolkit(channel, fills=True).named_parameters())
-    for name, parameter in layers.named_parameters():
-        assert torch.equal(parameter, expected[name]), name
-
-
-def test_a_checkpoint_loads_over_another_group(tmp_path: Path) -> None:
-    """Catches shards whose place in the whole weight is not known: fused ones, uneven ones."""
-    run_ranks(8, _save, tmp_path)
-    run_ranks(4, _load, tmp_path)

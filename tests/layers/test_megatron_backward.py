@@ -86,30 +86,6 @@ def test_routes_of_the_weight_gradient_end_alike() -> None:
     run_each(4, _routes, {"whole sequence": False, "sequence parallel": True})
 
 
-def _made_gradients(rank: int) -> list[int]:
-    """How many tensors of the weight's shape a backward pass makes, by route."""
-    channel, counts = group(), []
-    for into in (False, True):
-        layer = ColumnParallelLinear(WIDTH, INNER, group=channel, bias=False, dtype=DTYPE)
-        names = [ShardedParameter("weight", layer.weight, layer.layouts["weight"])]
-        main = MainGradients(names, {Axis.DATA: Channel.solo()})
-        if into:
-            layer.weight_gradients = IntoMainGradients(main)
-        main.zero()
-        y, _ = layer(drawn(S, B, WIDTH))
-        with Made(tuple(layer.weight.shape)) as made:
-            y.sum().backward()
-        counts.append(made.count)
-    return counts
-
-
-def test_a_product_into_the_main_gradient_makes_no_gradient() -> None:
-    """Catches a weight gradient that is computed beside its main gradient, and added."""
-    for at_once, into in run_ranks(2, _made_gradients):
-        assert at_once >= 1
-        assert into == 0
-
-
 def _routed(rank: int, into: bool) -> None:
     """The route is taken by a recomputed use, and by a parameter that is given at the call."""
     channel, tracker = group(), RngStatesTracker(torch.device("cpu"))
