@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 
 VOCAB = 96
+TOLERANCE = 1e-9  # float64, sums in another order; AdamW divides by the root of squares
 
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -231,6 +232,12 @@ def whole_weights(run: ParallelRun) -> dict[str, Tensor]:
     found = {item.name: run.weights.whole(item).clone() for item in run.train_step.built.parameters}
     run.train_step.weights_changed()
     return found
+
+
+def assert_trained_as(expected: Trained, of_ranks: Iterable[Trained], what: object = None) -> None:
+    """What every rank comes to is `expected`."""
+    for found in of_ranks:
+        assert worst(found, expected) < TOLERANCE, what
 
 
 def worst(found: Trained, expected: Trained) -> float:

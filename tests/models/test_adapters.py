@@ -17,11 +17,18 @@ from isp.config import JobConfig
 from isp.models.expert_adapters import hand_on_factors
 from isp.models.hosts import host_of
 from isp.parallel.config import ExpertConfig
-from tests.models.models import Rows, job, packed_rows, tiny, trained, trained_plainly, worst
+from tests.models.models import (
+    TOLERANCE,
+    Rows,
+    assert_trained_as,
+    job,
+    packed_rows,
+    tiny,
+    trained,
+    trained_plainly,
+)
 from tests.models.own import Own
 from tests.ranks import run_each
-
-TOLERANCE = 1e-9  # float64, sums in another order
 
 DOCUMENTS = [[64], [20, 44]]
 
@@ -79,7 +86,7 @@ def test_what_is_frozen_stays_and_the_rest_trains_as_in_a_plain_loop(tmp_path: P
         before = dict(models[name].named_parameters())
         own = {n for n, p in before.items() if p.requires_grad}
         for found, sent in of_ranks:
-            assert worst(found, expected[name]) < TOLERANCE, name
+            assert_trained_as(expected[name], [found], name)
             changed = {n for n, w in found.weights.items() if not torch.equal(w, before[n])}
             assert changed == own
             matrices = {n for n in own if before[n].dim() == 2}
@@ -136,7 +143,7 @@ def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
         cases[f"{of}, spread"] = replace(cases[of], parallel=parallel)
     for name, of_ranks in run_each(4, _merged, cases).items():
         for found, merged in of_ranks:
-            assert worst(found, expected) < TOLERANCE, name
+            assert_trained_as(expected, [found], name)
             assert merged.keys() == published.keys()
             for key, weight in published.items():
                 assert (merged[key] - weight).abs().max() < TOLERANCE, key

@@ -26,19 +26,18 @@ from isp.weights.pool import Lease
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.models.models import (
+    TOLERANCE,
     Rows,
     Trained,
+    assert_trained_as,
     job,
     packed_rows,
     tiny,
     trained,
     trained_plainly,
-    worst,
 )
 from tests.models.own import VOCAB, Own, OwnBlock
 from tests.ranks import run_each, run_ranks
-
-TOLERANCE = 1e-9  # float64, sums in another order
 
 DOCUMENTS = [[1, 30, 7, 26], [20, 44]]
 
@@ -181,7 +180,7 @@ def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
     cases["unused on a rank, at once"] = last, _job(0.0, overlap=False), data
     for case, of_ranks in run_each(2, _train, cases, timeout_seconds=100).items():
         plain = expected[case.partition(",")[0]]
-        assert max(worst(found, plain) for found, _ in of_ranks) < TOLERANCE, case
+        assert_trained_as(plain, (found for found, _ in of_ranks), case)
         cut = sum(w.numel() for name, w in plain.weights.items() if _is_cut(name, w))
         assert [3 * own for _, own in of_ranks] == [2 * cut, cut], case
 

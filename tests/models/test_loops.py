@@ -20,20 +20,19 @@ from isp.parallel import Axis
 from isp.rng import generator_states
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
+    TOLERANCE,
     Rows,
     Trained,
+    assert_trained_as,
     job,
     plain_loss,
     tiny,
     trained,
     trained_plainly,
     whole_weights,
-    worst,
 )
 from tests.models.own import VOCAB, Own
 from tests.ranks import run_each, run_ranks
-
-TOLERANCE = 1e-9  # float64, sums in another order
 
 
 def _data(steps: int = 3, seed: int = 0) -> list[Rows]:
@@ -176,8 +175,7 @@ def test_what_fails_or_is_left_out_changes_nothing() -> None:
         for name, trouble in TROUBLES.items()
     }
     for name, of_ranks in run_each(2, _train, cases).items():
-        for found in of_ranks:
-            assert worst(found, expected) < TOLERANCE, name
+        assert_trained_as(expected, of_ranks, name)
 
 
 Write = Callable[[nn.Module], None]
@@ -306,7 +304,7 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
     plain = [trained_plainly(model, data) for model in models]
     for of_rank in run_ranks(2, _two, models, data):
         for found, expected in zip(of_rank, plain, strict=True):
-            assert worst(found, expected) < TOLERANCE
+            assert_trained_as(expected, [found])
 
 
 def test_numbers_stay_what_they_are() -> None:

@@ -21,22 +21,22 @@ from isp.parallel import Mode
 from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
+    TOLERANCE,
     Rows,
     Trained,
+    assert_trained_as,
     job,
     logits_of,
     packed_rows,
     tiny,
     trained_plainly,
     whole_weights,
-    worst,
 )
 from tests.models.own import Own
 from tests.models.test_loops import raised
 from tests.ranks import run_each, run_programs
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-9  # float64, sums in another order
 LENGTH, TEMPERATURE = 24, 0.7
 DOCUMENTS = [[24], [10, 1, 13], [3, 21], [24]]
 BATCHES = [packed_rows(4, LENGTH, DOCUMENTS, seed) for seed in range(3)]
@@ -175,8 +175,7 @@ def test_losses_of_ones_own_are_those_of_the_unmodified_model() -> None:
     found = run_each(4, _run, CASES, timeout_seconds=100)
     for name, case in CASES.items():
         expected = _trained_plainly(_model(case.name), LOSSES[case.loss])
-        for of_rank in found[name]:
-            assert worst(of_rank, expected) < TOLERANCE, name
+        assert_trained_as(expected, found[name], name)
 
 
 def _padded(rank: int, ends: tuple[int, int, bool]) -> None:

@@ -22,23 +22,22 @@ from isp.layers.loss import IGNORED
 from isp.parallel import Axis, Mode
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
+    TOLERANCE,
     Rows,
     Trained,
+    assert_trained_as,
     job,
     packed_rows,
     plain_loss,
     tiny,
     trained,
     trained_plainly,
-    worst,
 )
 from tests.models.own import Own
 from tests.models.test_adapters import _with_lora
 from tests.models.test_loops import raised
 from tests.models.test_own_outputs import _staged
 from tests.ranks import run_each
-
-TOLERANCE = 1e-9  # float64, sums in another order
 
 DOCUMENTS = [[24], [10, 14], [3, 21], [24]]
 DATA = [packed_rows(4, 24, DOCUMENTS, seed) for seed in range(4)]
@@ -82,8 +81,7 @@ def test_a_checkpoint_resumes_in_any_layout(tmp_path: Path) -> None:
     model = tiny("llama")
     case = (copy.deepcopy(model), tiny("llama", seed=1), FSP, ISP, tmp_path)
     expected = trained_plainly(model, DATA)
-    for found in run_each(4, _interrupted, {"fsp to isp": case})["fsp to isp"]:
-        assert worst(found, expected) < TOLERANCE
+    assert_trained_as(expected, run_each(4, _interrupted, {"fsp to isp": case})["fsp to isp"])
 
 
 def _unharmed(rank: int, case: tuple[Any, Path]) -> None:
@@ -333,9 +331,7 @@ def test_an_optimizer_of_torch_does_what_it_does_to_the_unmodified_model(tmp_pat
         for name, (_, *case) in layouts.items()
     }
     for name, of_ranks in run_each(4, _by_own_optimizer, cases).items():
-        expected = _by_torch(models[name][0], layouts[name][1])
-        for found in of_ranks:
-            assert worst(found, expected) < TOLERANCE, name
+        assert_trained_as(_by_torch(models[name][0], layouts[name][1]), of_ranks, name)
 
 
 def _fused(named: Named) -> torch.optim.Optimizer:

@@ -22,6 +22,7 @@ from tests.model.folders import in_float64
 from tests.models.models import (
     Rows,
     Trained,
+    assert_trained_as,
     documents_of,
     job,
     packed_rows,
@@ -29,7 +30,6 @@ from tests.models.models import (
     tiny,
     trained,
     trained_plainly,
-    worst,
 )
 from tests.models.test_loops import raised
 from tests.ranks import run_each
@@ -122,8 +122,7 @@ def test_losses_of_routers_are_those_of_the_formulas() -> None:
     found = run_each(4, _run, CASES, timeout_seconds=100)
     for name, case in CASES.items():
         expected = _plainly(_model(case), case.of, case.ranks)
-        for of_rank in found[name]:
-            assert worst(of_rank, expected) < 1e-9, name
+        assert_trained_as(expected, found[name], name)
 
 
 def test_what_has_no_such_loss_is_refused() -> None:
