@@ -1,0 +1,124 @@
+"""The benchmarks run at small size, and their namespaces do not outlive them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+import bench_fully_shard  # noqa: E402
+from bench_balance import PLANS  # noqa: E402
+
+
+def _cells(line: str) -> list[str]:
+    """Of a table's row; another line is one cell."""
+    return [cell.strip() for cell in line[1:-1].split("|")] if line[:1] == "|" else [line]
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., list[list[str]]]:
+    """Runs a benchmark; gives the cells of the lines that it prints."""
+
+    def run(name: str, *words: str) -> list[list[str]]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        importlib.import_module(name).main()
+        return [_cells(line) for line in capfd.readouterr().out.splitlines()]
+
+    return run
+
+
+def test_balance_has_every_plan(run: Callable[..., list[list[str]]]) -> None:
+    """Catches a plan that no longer runs, or a row lost."""
+    lines = run("bench_balance", "--rows", "2", "--ranks", "2", "--tokens", "500")
+    assert [line[1] for line in lines if line[0] == "2"] == list(PLANS)
+
+
+def test_context_has_every_way(run: Callable[..., list[list[str]]]) -> None:
+    """Catches a way that no longer runs or gives something else, and more bytes than needed."""
+    rows = [line for line in run("bench_context", "--quick", "--ranks", "4") if len(line) > 1]
+    names = ["Ulysses alone", "2 x 2", "1 x 4", "1 x 4, ring", "p2p ring"]
+    found = [row[0] for row in rows if row[0] and row[0][0] != "-"]
+    assert found == [*names, "torch's ring", *names]
+    of_least = {row[0]: float(row[2]) for row in rows if row[0] in names}
+    assert [of_least[name] for name in names[:3]] == [1.0, 1.0, 1.0]
+    assert of_least["p2p ring"] > 2
+
+
+def test_scans_have_every_mixer(run: Callable[..., list[list[str]]]) -> None:
+    """Catches a way that no longer runs or gives something else, and bytes that are not planned."""
+    rows = [line for line in run("bench_mixers", "--quick", "--ranks", "2") if len(line) > 1][2:]
+    assert [row[0] for row in rows] == ["gated delta rule", "KDA", "Mamba2", "selective scan"]
+    assert all(float(row[3]) > 0 for row in rows)
+
+
+def test_overlap_has_every_row(run: Callable[..., list[list[str]]]) -> None:
+    """Catches a contestant that no longer runs or computes something else, or a row lost."""
+    lines = run("bench_overlap", "--quick", "--ranks", "2", "--trace", "layer, wo")
+    names = [line[0] for line in lines if len(line) > 1]
+    expected = ["compute alone", "one rank a group, overlap on", "ours, no overlap"]
+    expected += [f"ours, per layer, {point}" for point in ("wqkv", "attn", "wo", "w1")]
+    expected += ["ours, per module", "fully_shard, default", "fully_shard, async prefetch"]
+    assert not set(expected) - set(names)
+    assert names[-1] == "the bound"
+    assert any("reduce_scatter model.embed_tokens.weight.grad" in line[0] for line in lines)
+
+
+def _beside_fully_shard(rank: int) -> list[str]:
+    options = argparse.Namespace(quick=True, layers=1, lengths=[8, 16], rounds=1, dtype="bfloat16")
+    mesh = bench_fully_shard.mesh_of(2, rank)
+    found = bench_fully_shard.measure(options, mesh, torch.device("cpu"))
+    return [str(one["who"]) for one in found]
+
+
+def test_all_compute_what_fully_shard_does_by_itself() -> None:
+    """Catches a contestant that no longer runs in 16 bit, or computes something else."""
+    names, others = run_ranks(2, _beside_fully_shard)
+    assert names == others
+    assert {"ours, own_reduce_group", "fully_shard, explicit prefetch"} < set(names)
+    assert len(names) == 2 * len(set(names))
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None,
+    reason="network namespaces need root, ip and tc",
+)
+def test_namespaces_go_when_their_maker_is_killed() -> None:
+    """Catches namespaces left behind by a benchmark that could not clean up itself."""
+    code = "from netns import Wires\nwith Wires(2):\n    print('ready', flush=True)\n    input()"
+    maker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=TOOLS,
+    )
+    assert maker.stdout is not None
+    if maker.stdout.readline() != "ready\n":
+        pytest.skip("this machine does not let us make network namespaces")
+    mine = f"isp-{maker.pid}-"
+    assert mine in _namespaces()
+    maker.kill()
+    maker.communicate()
+    deadline = time.monotonic() + 20
+    while mine in _namespaces():
+        assert time.monotonic() < deadline, _namespaces()
+        time.sleep(0.05)
+
+
+def _namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
