@@ -105,7 +105,6 @@ class Case(NamedTuple):
 
 CASES = {
     2: {
-        "divides": Case("mixtral", 1, 2, limit=4),
         "does not": Case("qwen3", 2, 2, limit=8, recompute=1.0),
         "some recomputed": Case("decoder", 2, 2, limit=4, recompute=0.5),
         "not ahead": Case("biases", 1, 2, limit=2, ahead=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -75,9 +76,12 @@ class Found(NamedTuple):
     """Transfers of the head's weight."""
 
 
-def _trained(rank: int, names: list[str], rows: Rows, layouts: list[Layout]) -> dict[Any, Found]:
+def _trained(rank: int, rows: Rows) -> dict[Any, Found]:
+    """One model in every layout, the others where logits, or a table, are split."""
     found = {}
-    for name, layout in ((name, layout) for name in names for layout in layouts):
+    for name, layout in product(MODELS, LAYOUTS):
+        if name != "gemma2" and layout not in LAYOUTS[2:4]:
+            continue
         if name == "gpt2" and layout.mode is not Mode.ISP:  # its plan does not cut attention
             continue
         run = isp.parallelize(_tiny(name), layout.job())
@@ -105,7 +109,7 @@ def test_what_a_model_does_to_its_logits_is_done_to_every_chunk() -> None:
     """Catches a soft cap, a scale or a bias that is lost, tokens, logits or features of another
     rank, a weight moved for each chunk, and a table cut by rows that should not be."""
     rows = packed_rows(2, 32, [[20, 12], [32]])
-    of_ranks = run_ranks(2, _trained, list(MODELS), rows, LAYOUTS, timeout_seconds=110)
+    of_ranks = run_ranks(2, _trained, rows, timeout_seconds=110)
     plain = {name: _tiny(name) for name in MODELS}
     expected = {name: plain_loss(model, rows) for name, model in plain.items()}
     for loss in expected.values():

@@ -154,9 +154,8 @@ class Case:
 CASES = {
     "isp": Case("llama", "dpo", 2, 4),
     "isp, recomputed": Case("qwen3", "grpo", 4, 2, recompute=1.0),
-    "isp, context": Case("llama", "grpo", 4, 4, context=2),
     "msp": Case("llama", "ipo", 2, 2, mode=Mode.MSP),
-    "a cap behind the head": Case("gemma2", "grpo", 2, 2),
+    "context, a cap behind the head": Case("gemma2", "grpo", 4, 4, context=2),
     "a bias of the head, whole logits": Case("phi", "weighted", 2, 4, chunk=0),
     "an own module": Case("own", "ipo", 2, 2),
 }

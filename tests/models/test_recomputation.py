@@ -74,7 +74,7 @@ def _gemma() -> nn.Module:
 BOTH = "segments, offloaded"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Mode, tuple[str, ...]]] = {
     "llama": (lambda: tiny("llama"), Mode.ISP, tuple(way for way in WAYS if way != "distributed")),
-    "gemma3": (_gemma, Mode.ISP, (*FEWER, BOTH)),
+    "gemma3": (_gemma, Mode.ISP, ("plain", "kept", BOTH)),
     "experts": (lambda: tiny("qwen3_moe"), Mode.ISP, ("plain", "both, offloaded")),
     "hybrid": (
         lambda: tiny("qwen3_next", num_hidden_layers=4),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from isp.checkpoint.whole import WholeWeights
@@ -41,7 +42,7 @@ def test_a_folder_comes_back_trained(tmp_path: Path, kind: str) -> None:
     In transformers the exported folder gives the logits, and token by token, with its
     cache, the text that the trained weights give here.
     """
-    source = write_folder(tmp_path / "model", kind, **KINDS[kind])
+    source = write_folder(tmp_path / "model", kind, own_names=True, **KINDS[kind])
     steps = f"--training.steps={STEPS}", "--model.checkpoint=0"
     alone, spread = (write_job(tmp_path, source, name) for name in ("alone", "spread"))
     run_forked(alone, *ALONE, *steps, num_ranks=1)
@@ -59,6 +60,8 @@ def test_a_folder_comes_back_trained(tmp_path: Path, kind: str) -> None:
     assert main(["checkpoint", "export", str(many), "--hf", str(tmp_path / "hf")]) == 0
     text, ours = _greedy(source, many)
     theirs = _loaded(tmp_path / "hf")
+    names = [load_file(x / "model.safetensors").keys() for x in (source, tmp_path / "hf")]
+    assert names[0] == names[1], "experts in memory are not under the names of the hub"
     _assert_close(theirs(text).logits, ours)
     before = _loaded(source)(text).logits
     assert (before - ours).abs().max() > 1e-2, "it was trained"
