@@ -10,6 +10,11 @@ communication, in which a rank updates its share of the weights. The slowest ran
 medians over the rounds: the step, what it takes beyond compute alone in the same round (exposed),
 and its ratio to the fastest row of `fully_shard` in the same round. With `--memory`, also the peak
 memory of a process that trains in this way alone, beyond what it takes when all is imported.
+
+On CPU `fully_shard` waits for each of its transfers. "Asynchronous gathers" turns that off by a
+private switch and gathers one unit ahead. "Asynchronous" also sums gradients by ISP's own
+reduce-scatter, for which the step waits only before the update: the schedule that `fully_shard` has
+on a GPU, and the bytes that ISP sends.
 """
 
 from __future__ import annotations
@@ -29,11 +34,13 @@ import torch
 import torch.distributed as dist
 from bench_overlap import run_ranks
 from netns import Wires
+from overlap_rows import gather_asynchronously, reduce_through
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isp
+from isp.comm import Channel, Pending
 from isp.config import JobConfig
 from isp.data.config import DataConfig
 from isp.parallel import ParallelConfig, TensorConfig, WeightConfig
@@ -48,12 +55,12 @@ Step = Callable[[Tensor], float]
 def ways() -> dict[str, dict[str, Any]]:
     """The contestants, by name, and what they are made with."""
     found: dict[str, dict[str, Any]] = {
-        "fully_shard, default": {"ahead": 0, "reshard": True},
-        "fully_shard, 1 block ahead": {"ahead": 1, "reshard": True},
-        "fully_shard, 2 blocks ahead": {"ahead": 2, "reshard": True},
+        "fully_shard, default": {},
+        "fully_shard, asynchronous gathers": {"gathers": True},
+        "fully_shard, asynchronous": {"gathers": True, "reductions": True},
         "isp": {"reshard": True},
         f"isp, {SHARED}": {"reshard": True, "shared": True},
-        f"fully_shard{STAY}": {"ahead": 1, "reshard": False},
+        f"fully_shard{STAY}": {"gathers": True, "reductions": True, "reshard": False},
         f"isp{STAY}": {"reshard": False},
     }
     if importlib.util.find_spec("deepspeed"):
@@ -165,20 +172,31 @@ class Comparison:
 
         return step
 
-    def _fully_shard(self, *, ahead: int, reshard: bool) -> Step:
+    def _fully_shard(
+        self, *, gathers: bool = False, reductions: bool = False, reshard: bool = True
+    ) -> Step:
         model: Any = self._model()
-        blocks = [*model.model.layers]
-        for block in blocks:
+        trunk, deferred = model.model, list[Pending]()
+        units = [trunk.embed_tokens, *trunk.layers, trunk.norm]
+        if gathers:
+            fully_shard(trunk.embed_tokens, reshard_after_forward=reshard)
+            fully_shard([trunk.norm, model.lm_head], reshard_after_forward=False)
+        for block in trunk.layers:
             fully_shard(block, reshard_after_forward=reshard)
         fully_shard(model, reshard_after_forward=reshard)
-        for i, block in enumerate(blocks if ahead else ()):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+        if gathers:
+            gather_asynchronously(model, units)
+        if reductions:
+            reduce_through(Channel(dist.group.WORLD), units, deferred=deferred)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
 
         def step(ids: Tensor) -> float:
+            for unit in units[:2] if gathers else ():
+                unit.unshard(async_op=True)
             loss = self._loss_sum(model, ids[self.rank]) / ids[self.rank][:, 1:].numel()
-            loss.backward()
+            (loss / self.world if reductions else loss).backward()
+            while deferred:
+                deferred.pop(0).wait()
             optimizer.step()
             optimizer.zero_grad()
             return self._mean(loss)

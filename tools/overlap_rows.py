@@ -335,6 +335,25 @@ class _ReduceScatter(_ThroughChannel):
             self.deferred.append(pending)
 
 
+def gather_asynchronously(model: Any, units: Sequence[Any]) -> None:
+    """Let fully_shard gather each unit while the one before it runs, where there are no streams."""
+    model._set_unshard_async_op(True)  # the one switch that is not public
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
+
+
+def reduce_through(
+    channel: Channel | None, units: Sequence[Any], *, deferred: list[Pending] | None
+) -> None:
+    """Let fully_shard sum gradients over `channel`; into `deferred` goes what nobody waits for."""
+    for unit in units:
+        if channel is not None:
+            unit.set_custom_reduce_scatter(_ReduceScatter(channel, deferred))
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
 def theirs(
     name: str,
     compute: Compute,
@@ -369,19 +388,12 @@ def theirs(
         chain = [trunk.embed_tokens, *chain, trunk.norm]
     fully_shard(model, **options)
     deferred: list[Pending] = []
-    for unit in [*chain, *([] if prefetch else [model])]:
-        if channel is not None:
-            unit.set_custom_all_gather(_Gather(channel))
-            unit.set_custom_reduce_scatter(
-                _ReduceScatter(channel, deferred if defer_reduce else None)
-            )
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-    if prefetch and compute.device.type == "cpu":  # where there are no streams
-        model._set_unshard_async_op(True)  # the one switch that is not public
-        for unit, following in pairwise(chain):
-            unit.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([unit])
+    units = [*chain, *([] if prefetch else [model])]
+    reduce_through(channel, units, deferred=deferred if defer_reduce else None)
+    for unit in units if channel is not None else ():
+        unit.set_custom_all_gather(_Gather(channel))
+    if prefetch and compute.device.type == "cpu":
+        gather_asynchronously(model, chain)
 
     def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
         logits = model(ids, positions).flatten(0, 1).float()
