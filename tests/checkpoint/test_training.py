@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from isp.checkpoint import Checkpointer, TrainState
-from isp.parallel import Axis, Mode, PipelineSchedule
+from isp.parallel import Axis, Mode
 from isp.settings import CheckpointConfig
 from model.config import ModelConfig
 from tests.checkpoint.runs import chosen
@@ -29,12 +29,6 @@ TASK = Task(
         tie_embeddings=True,
     )
 )
-LAYOUTS = {
-    "isp": Layout(mode=Mode.ISP, tensor=2, weight=4, data=2),
-    "mtp": Layout(mode=Mode.MTP, tensor=4, micro=2),
-    "V": Layout(tensor=2, weight=2, pipeline=2, schedule=PipelineSchedule.ZBV, chunks=2, micro=2),
-    "one": Layout(micro=2),
-}
 
 
 def _state(run: Run) -> TrainState:

@@ -205,11 +205,6 @@ def test_float32_masters_under_bfloat16():
         assert masters.dtype is torch.float32
 
 
-def _tensors(optimizer: Zero1Optimizer) -> list[Tensor]:
-    shards = optimizer.state_dict()["parameters"].values()
-    return [t for s in shards for t in s["tensors"].values()]
-
-
 def _publish_by_buckets(rank: int) -> tuple[list[str], list[list[bool]]]:
     """What a step sends, and which parameters are new at first and after waiting for each."""
     mesh = Mesh(topology(2), rank)
