@@ -145,8 +145,7 @@ OF_TWO = {
         layout=replace(ISP, options=WeightConfig(vocab_parallel_loss=True, embed_split_hidden=True))
     ),
     "scaled": Case(
-        layout=ISP,
-        optimizer=replace(OPTIMIZER, grad_scaler=GradScalerConfig(use="always")),
+        layout=ISP, optimizer=replace(OPTIMIZER, grad_scaler=GradScalerConfig(use="always"))
     ),
     "gather": Case(layout=replace(ISP, context=2), model=WINDOW),
     "ring": Case(layout=replace(ISP, context=2, exchange=ContextExchange.RING)),

@@ -166,10 +166,7 @@ def _flash4(
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_packages_own_signatures(
-    function: Callable[..., Any],
-    packed: bool,
-    deterministic: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    function: Callable[..., Any], packed: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a keyword that a package does not know, and one that says another thing there."""
     calls: list[tuple[Any, ...]] = []

@@ -214,10 +214,7 @@ def _refusals(rank: int) -> list[str]:
     attention = ContextAttention(CpuAttention(), channel, ((None, 1),))
     (q, k, v), _ = random_inputs(1, 6, 2, 1)
     messages = []
-    for mask in (
-        AttentionMask.of_documents([3, 6]),
-        AttentionMask(causal=False, window=3),
-    ):
+    for mask in (AttentionMask.of_documents([3, 6]), AttentionMask(causal=False, window=3)):
         with pytest.raises(ValueError, match="context") as caught:
             attention(q, k, v, mask=mask)
         messages.append(str(caught.value))

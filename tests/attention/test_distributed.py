@@ -10,12 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.attention import (
-    AttentionMask,
-    CpuAttention,
-    DistributedAttention,
-    HeadPlan,
-)
+from isp.attention import AttentionMask, CpuAttention, DistributedAttention, HeadPlan
 from isp.comm import Channel
 from tests.attention.cases import Case, wrong_on_ranks
 from tests.attention.reference import random_inputs

@@ -31,10 +31,7 @@ def nccl_group() -> dist.ProcessGroup:
         pg_options=streams.nccl_options(),
     )
     return dist.new_group(
-        [0],
-        use_local_synchronization=True,
-        pg_options=streams.nccl_options(),
-        group_desc="weight",
+        [0], use_local_synchronization=True, pg_options=streams.nccl_options(), group_desc="weight"
     )
 
 

@@ -246,10 +246,7 @@ def test_losses_that_are_not_finite_are_none() -> None:
 
 
 def test_faults_are_told_in_a_line(
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # as where it is not installed
     gpt2, short = saved("gpt2", tmp_path / "gpt2"), tmp_path / "short.txt"

@@ -18,11 +18,7 @@ DRAWS = 4000
 def test_tokens_have_the_probabilities_of_transformers(
     temperature: float, top_k: int, top_p: float
 ) -> None:
-    from transformers import (
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     torch.manual_seed(0)
     logits = torch.randn(1, 20, dtype=torch.float64) * 2

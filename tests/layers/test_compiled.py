@@ -83,8 +83,7 @@ def test_formulas_and_what_is_kept(layer: str, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # compilers take their time on a busy machine
 @pytest.mark.parametrize(
-    ("layer", "dtype"),
-    [("rotation", torch.float32), ("swiglu", torch.bfloat16)],
+    ("layer", "dtype"), [("rotation", torch.float32), ("swiglu", torch.bfloat16)]
 )
 def test_kernels_of_any_length(layer: str, dtype: torch.dtype) -> None:
     """Catches a kernel that computes something else, and one that is compiled for each length."""

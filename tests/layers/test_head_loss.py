@@ -89,10 +89,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int) -> None:
     wanted, tensor = plain(), mesh[Axis.TENSOR]
     of_head, layers, runtime = loss_of(
-        mesh,
-        mode,
-        vocab_parallel=options.vocab_parallel_loss,
-        chunk_tokens=chunk,
+        mesh, mode, vocab_parallel=options.vocab_parallel_loss, chunk_tokens=chunk
     )
     head: Any = of_head.head
     with torch.no_grad():

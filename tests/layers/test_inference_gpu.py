@@ -40,12 +40,7 @@ class Block:
         column, row = layers.column(WIDTH, (INNER,), std=0.3), layers.row(INNER, WIDTH, std=0.3)
         init_weights(torch.nn.ModuleList((self.norm, column, row)), seed=1)
         self.workspace = InferenceWorkspace(
-            group,
-            WIDTH,
-            max_tokens=MOST,
-            symmetric_memory=symmetric,
-            device=device,
-            dtype=dtype,
+            group, WIDTH, max_tokens=MOST, symmetric_memory=symmetric, device=device, dtype=dtype
         )
         self.column = InferenceLayerNormColumnParallelLinear(column, self.workspace, norm=self.norm)
         self.row = InferenceRowParallelLinear(row, self.workspace)

@@ -61,11 +61,7 @@ ROW = {
     "bias not added": {"skip_bias_add": True},
     "strided": {"input_is_parallel": True, "stride": 2},
     "sequence parallel": {"input_is_parallel": True, "sequence_parallel": True},
-    "batch first": {
-        "input_is_parallel": True,
-        "sequence_parallel": True,
-        "sequence_dim": 1,
-    },
+    "batch first": {"input_is_parallel": True, "sequence_parallel": True, "sequence_dim": 1},
 }
 
 

@@ -9,20 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from isp.comm import Channel, CommLog
-from isp.tensor_parallel import (
-    IGNORED,
-    vocab_parallel_cross_entropy,
-)
-from tests.layers.megatron import (
-    CLOSE,
-    WORLDS,
-    B,
-    Made,
-    S,
-    drawn,
-    group,
-    slice_of,
-)
+from isp.tensor_parallel import IGNORED, vocab_parallel_cross_entropy
+from tests.layers.megatron import CLOSE, WORLDS, B, Made, S, drawn, group, slice_of
 from tests.ranks import run_each, run_ranks
 
 

@@ -59,13 +59,7 @@ def delta_rule(
 
 
 def mamba2(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    state: Tensor | None = None,
+    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [T, H, P], dt [T, H] as it counts, B and C [T, G, N], A and D [H], state [H, P, N] before
     -> [T, H, P], and the state behind."""

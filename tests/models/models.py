@@ -18,13 +18,7 @@ from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64
-from isp.parallel.config import (
-    Mode,
-    ParallelConfig,
-    Sequence2DConfig,
-    TensorConfig,
-    WeightConfig,
-)
+from isp.parallel.config import Mode, ParallelConfig, Sequence2DConfig, TensorConfig, WeightConfig
 from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train.parallel_run import ParallelRun
 from isp.weights.wp import LocalWeights

@@ -242,11 +242,7 @@ def test_a_model_without_experts_or_in_tiles_is_refused() -> None:
     config = Case("", 1, 2, limit=9).config
     tiles = replace(config, model=replace(config.model, mlp_tile_tokens=4))
     for model, asked, words in (
-        (
-            tiny("llama"),
-            config,
-            "can shard, and LlamaForCausalLM has none: leave",
-        ),
+        (tiny("llama"), config, "can shard, and LlamaForCausalLM has none: leave"),
         (MODELS["mixtral"](), tiles, "mlp_tile_tokens=4"),
     ):
         traced = TracedModel(model, recomputation=asked.model.recomputation)

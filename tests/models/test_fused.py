@@ -38,10 +38,7 @@ def test_what_is_read_together_is_found() -> None:
     second.k.requires_grad_(False)  # the bias, too
     third.q = nn.Linear(32, 32, bias=False)
     third.q.weight = third.out.weight
-    assert _groups(own) == [
-        "blocks.0.q blocks.0.k blocks.0.v",
-        "blocks.2.k blocks.2.v",
-    ]
+    assert _groups(own) == ["blocks.0.q blocks.0.k blocks.0.v", "blocks.2.k blocks.2.v"]
     llama = tiny("llama", num_hidden_layers=1)
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     assert _groups(llama) == [

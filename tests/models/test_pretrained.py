@@ -70,12 +70,7 @@ def state(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "own_names"),
-    [
-        ("gpt2", False),
-        ("deepseek_v3", True),
-        ("deepseek_v3", False),
-        ("apertus", False),
-    ],
+    [("gpt2", False), ("deepseek_v3", True), ("deepseek_v3", False), ("apertus", False)],
 )
 def test_ranks_together_have_what_transformers_loads(
     tmp_path: Path, kind: str, own_names: bool

@@ -51,11 +51,7 @@ def topology(
 
 
 def _train(
-    rank: int,
-    ranks: Topology,
-    specs: list[Spec],
-    max_norm: float,
-    config: OptimizerConfig,
+    rank: int, ranks: Topology, specs: list[Spec], max_norm: float, config: OptimizerConfig
 ) -> tuple[list[StepResult], dict[str, Any]]:
     """Results of every step, and this rank's shards at the end."""
     mesh = Mesh(ranks, rank)
@@ -127,11 +123,7 @@ def test_parity_with_plain_lion(name: str):
     assert_parity(LAYOUTS[name], SPECS, 1.0, LION)
 
 
-TIED = [
-    *STAGED,
-    Spec("embedding", (6, 2), dim=0),
-    Spec("embedding", (6, 2), dim=0, stage=1),
-]
+TIED = [*STAGED, Spec("embedding", (6, 2), dim=0), Spec("embedding", (6, 2), dim=0, stage=1)]
 
 
 def _norm_with_tied_weights(rank: int, ranks: Topology, counted_elsewhere: list[str]) -> float:

@@ -77,10 +77,7 @@ def test_generate_asks_the_assistant(
     assert all(text in out for text in texts)
     assert f"prefill {sum(counts)} tokens" in err
     for more, fault in (
-        (
-            [str(tmp_path / "ended.jsonl")],
-            "line 1: its last message is the assistant's",
-        ),
+        ([str(tmp_path / "ended.jsonl")], "line 1: its last message is the assistant's"),
         ([question, "--chat-template=x.jinja"], "--chat-template needs --chat"),
         ([question, "--chat", "--chat-template=x.jinja"], "x.jinja cannot be read"),
         ([question, "--chat", "--tokenizer=bytes"], "bytes has no chat template"),

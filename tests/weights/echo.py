@@ -112,12 +112,7 @@ def echo_layers(
     device: torch.device = CPU,
 ) -> ToolkitLayers:
     """Layers in isp mode on this rank, whose sequences are not split."""
-    return ToolkitLayers(
-        weight=channel,
-        communicator=communicator,
-        device=device,
-        dtype=dtype,
-    )
+    return ToolkitLayers(weight=channel, communicator=communicator, device=device, dtype=dtype)
 
 
 def plain_linear(x: Tensor, layer: ParallelLinear) -> Tensor:
@@ -216,10 +211,7 @@ class Net(nn.Module):
             DeclaredBlock(name="embedding", module=self.embedding, uses=(table,)),
             *(
                 DeclaredBlock(
-                    name=name,
-                    module=block,
-                    uses=block.uses(),
-                    recomputed=i < self.num_recomputed,
+                    name=name, module=block, uses=block.uses(), recomputed=i < self.num_recomputed
                 )
                 for i, (name, block) in enumerate(zip("abcdefgh", self.blocks, strict=False))
             ),

@@ -7,15 +7,7 @@ from collections.abc import Iterable
 from isp.parallel.config import LaunchPoint
 from isp.parallel.phase import Phase
 from isp.weights.plan import Act, Plan
-from isp.weights.trace import (
-    Action,
-    ActionKind,
-    Block,
-    Chunks,
-    Use,
-    inputs_kept,
-    recomputed_blocks,
-)
+from isp.weights.trace import Action, ActionKind, Block, Chunks, Use, inputs_kept, recomputed_blocks
 
 VISITS = ("wqkv", "attn", "wo", "w1", "w2")
 EMBEDDING = Block("embedding", (Use("embedding", "embedding", weight_in_backward=False),))
@@ -24,11 +16,7 @@ TIED_HEAD = Block("head", (Use("head", "embedding"),))
 
 
 def block(
-    name: str,
-    uses: Iterable[str] = VISITS,
-    *,
-    recomputed: bool = False,
-    input_kept: bool = True,
+    name: str, uses: Iterable[str] = VISITS, *, recomputed: bool = False, input_kept: bool = True
 ) -> Block:
     """A block whose uses read a weight of their own, except `attn`; names mark launch points."""
     points = {str(point): point for point in LaunchPoint}

@@ -12,15 +12,7 @@ from isp.parallel.phase import Phase
 from isp.weights.plan import ActKind, plan
 from isp.weights.simulate import simulate
 from isp.weights.trace import Block, Chunks, Use, sequential_actions
-from tests.weights.schedules import (
-    EMBEDDING,
-    HEAD,
-    TIED_HEAD,
-    actions,
-    block,
-    decoder,
-    events,
-)
+from tests.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, actions, block, decoder, events
 
 
 def planned(

@@ -25,13 +25,7 @@ from isp.weights.trace import (
     sequential_actions,
     trace,
 )
-from tests.weights.schedules import (
-    EMBEDDING,
-    HEAD,
-    TIED_HEAD,
-    block,
-    interleaved,
-)
+from tests.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, block, interleaved
 
 
 class Reading(NamedTuple):

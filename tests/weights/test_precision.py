@@ -23,11 +23,7 @@ from isp.parallel.layout import ParameterLayout
 from isp.planner.rank import Heard
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.pool import MemoryPool
-from isp.weights.transfers import (
-    GradientReducer,
-    ParameterGradients,
-    ShardedParameter,
-)
+from isp.weights.transfers import GradientReducer, ParameterGradients, ShardedParameter
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, ToolkitLayers, weight_mesh
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isp.weights.trace import (
-    Block,
-    Use,
-    inputs_kept,
-    recomputed_blocks,
-    sequential_actions,
-    trace,
-)
+from isp.weights.trace import Block, Use, inputs_kept, recomputed_blocks, sequential_actions, trace
 from tests.weights.schedules import EMBEDDING, HEAD, actions, block
 
 
