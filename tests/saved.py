@@ -1,21 +1,20 @@
-"""What a forward keeps for its backward, in bytes."""
+"""What a forward keeps for its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["saved_bytes"]
+__all__ = ["saved_bytes", "saving"]
 
 
-def saved_bytes(forward: Callable[[], Any]) -> tuple[Any, int]:
-    """What `forward` gives, and the bytes behind all tensors saved by then; shared memory once.
-
-    Counted at the end of the forward, so what was given back meanwhile does not count.
-    """
+@contextmanager
+def saving() -> Iterator[list[Tensor]]:
+    """The tensors that are saved in this context."""
     kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -23,6 +22,15 @@ def saved_bytes(forward: Callable[[], Any]) -> tuple[Any, int]:
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
+        yield kept
+
+
+def saved_bytes(forward: Callable[[], Any]) -> tuple[Any, int]:
+    """What `forward` gives, and the bytes behind all tensors saved by then; shared memory once.
+
+    Counted at the end of the forward, so what was given back meanwhile does not count.
+    """
+    with saving() as kept:
         out = forward()
     memories = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in kept}
     return out, sum(memories.values())

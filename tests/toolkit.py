@@ -185,15 +185,18 @@ class Table(ParallelModule):
 
 
 class Operations(TorchDispatchMode):
-    """Calls `note(name, args, out)` behind every operation of torch's, such as `mm`."""
+    """Calls `note(name, args, out)` behind every operation of torch's, such as `mm`; `args` are all
+    of its arguments, by place or by name.
+    """
 
     def __init__(self, note: Callable[[str, tuple[Any, ...], Any], object]) -> None:
         super().__init__()
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._note(func.overloadpacket.__name__, args, out)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._note(func.overloadpacket.__name__, (*args, *kwargs.values()), out)
         return out
 
 

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from isp.layers import compiled
 from isp.layers.rotary import RotaryEmbedding, apply_rotary
 from isp.layers.swiglu import swiglu
+from tests.saved import saving
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 16, 50)
@@ -48,8 +49,7 @@ def _run(
     else:
         inputs = [draw(SIZE), draw(SIZE)]
         compute = partial(swiglu, compiled=compiled)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with saving() as kept:
         out = compute(*inputs)
     return [out, *torch.autograd.grad(out, inputs, out.detach().roll(1))], kept
 

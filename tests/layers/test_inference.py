@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isp.comm import Channel
@@ -28,7 +27,7 @@ from isp.weights.wp import LocalWeights
 from tests.host_syncs import HostSyncs
 from tests.layers.megatron import CLOSE, DTYPE, INNER, WIDTH, drawn, fill, group
 from tests.ranks import run_each, run_ranks
-from tests.toolkit import ToolkitLayers
+from tests.toolkit import Operations, ToolkitLayers
 
 V, MOST = 23, 16
 TOKENS = [(8, 2), (4, 1), (3, 2), (1, 1), (16,)]
@@ -39,24 +38,20 @@ CASES = {
 }
 
 
-class NewMemory(TorchDispatchMode):
+class NewMemory(Operations):
     """Names the operations that make a tensor of memory of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._look)
         self.made: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        held = {x.untyped_storage().data_ptr() for x in given}
-        out = func(*args, **kwargs)
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in held:
-                self.made.append(str(func))
-        return out
+    def _look(self, name: str, args: tuple[Any, ...], out: Any) -> None:
+        of_args, of_out = (
+            {x.untyped_storage().data_ptr() for x in tree_leaves(of) if isinstance(x, Tensor)}
+            for of in (args, out)
+        )
+        if of_out - of_args:
+            self.made.append(name)
 
 
 class Layers:

@@ -39,6 +39,7 @@ from tests.layers.megatron import (
     slice_of,
 )
 from tests.ranks import run_each, run_ranks
+from tests.saved import saving
 from tests.toolkit import Operations
 
 
@@ -149,19 +150,14 @@ def _saved_bytes(rank: int, name: str) -> dict[tuple[bool, bool], tuple[int, boo
         for needs_dx in (True, False):
             layer = layer_type(WIDTH, INNER, group=group(), dtype=DTYPE, **options)
             layer.weight.requires_grad_(trained)
-            saved: dict[int, int] = {}
-
-            def keep(x: Tensor, saved: dict[int, int] = saved) -> Tensor:
-                saved[x.data_ptr()] = x.nbytes
-                return x
-
             x = drawn(S, B, layer.weight.shape[1]).requires_grad_(needs_dx)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            with saving() as kept:
                 y, _ = layer(x)
             with Made(tuple(layer.weight.shape)) as made:
                 y.sum().backward()
             assert (layer.weight.grad is not None) is trained
             assert (x.grad is not None) is needs_dx
+            saved = {t.data_ptr(): t.nbytes for t in kept}
             weight_saved = saved.pop(layer.weight.data_ptr(), 0) > 0
             found[trained, needs_dx] = (sum(saved.values()), weight_saved, made.count)
     return found

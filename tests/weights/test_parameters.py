@@ -20,6 +20,7 @@ from isp.parallel.config import OverlapUnit, Prefetch
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
+from tests.saved import saving
 from tests.toolkit import CPU, ToolkitLayers, blocks_of, init_weights, weight_mesh
 from tests.weights.echo import leased_bytes
 from tests.weights.parameter_cases import CASES, B, Case, D, Full, S, V, plainly
@@ -199,12 +200,6 @@ def test_frozen_weight_keeps_no_activation(frozen: bool) -> None:
     layer = bench.layers(bench.communicator(Way())).column(D, (D,), bias=True, std=0.5)
     layer.weight.requires_grad_(not frozen)
     x = torch.randn(B, S, D, dtype=torch.float64, requires_grad=True)
-    kept: list[Tensor] = []
-
-    def keep(t: Tensor) -> Tensor:
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with saving() as kept:
         layer(x)
     assert any(t.shape == x.shape for t in kept) is not frozen
