@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.models.tiny import kept_in_float64
-from tests.model.internlm2 import PlainInternLM2
+from tests.model.internlm2 import AS_LLAMA, save_as_internlm2
 
 __all__ = ["FAMILIES", "Logits", "in_float64", "loaded", "make_folder"]
 
@@ -69,19 +69,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_folder(name: str, folder: Path) -> Logits:
     """Write a model of `FAMILIES`, or internlm2, with random weights; what gives its logits."""
-    torch.manual_seed(1)
-    if name == "internlm2":
-        plain = PlainInternLM2()
-        plain.save(folder)
-        return plain
     import transformers
 
-    prefix, changes = FAMILIES[name]
+    torch.manual_seed(1)
+    prefix, changes = ("Llama", AS_LLAMA) if name == "internlm2" else FAMILIES[name]
     config = getattr(transformers, f"{prefix}Config")(**{**_SIZES, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).double()
     with torch.no_grad():
         for parameter in model.parameters():  # none is 0 or 1: biases and norms count too
             parameter.copy_(0.2 * torch.randn_like(parameter) + (parameter.dim() == 1))
+    if name == "internlm2":
+        save_as_internlm2(model, folder)
+        return in_float64(model)
     model.save_pretrained(folder)
     return loaded(folder)
 
