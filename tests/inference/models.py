@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from isp.comm import Mesh
+from isp.inference.engine import Engine
+from isp.inference.layout import choose_layout
+from isp.inference.source import Source, open_source
 from isp.models.tiny import kept_in_float64, tiny_model
+from isp.parallel import Topology
 from tests.model.folders import in_float64
 from tools.architectures import ARCHITECTURES
 
-__all__ = ["FAMILIES", "HYBRIDS", "PROMPTS", "Written", "made", "saved", "written"]
+__all__ = ["FAMILIES", "HYBRIDS", "PROMPTS", "Written", "made", "opened", "saved", "written"]
 
 WINDOW = 9
 _SIZES = {
@@ -113,6 +119,15 @@ def saved(family: str, folder: Path) -> Path:
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)
     return folder
+
+
+def opened(path: Path, rank: int, ranks: int, words: Sequence[str] = ()) -> tuple[Source, Engine]:
+    """A checkpoint or folder in float64, read by one of so many ranks."""
+    source = open_source(path, dtype="float64", tokenizer="bytes")
+    layout = choose_layout(source.model, ranks, words)
+    assert layout.ranks == ranks
+    mesh = Mesh(Topology.create(ranks, layout.parallel), rank)
+    return source, source.engine(layout.parallel, mesh, torch.device("cpu"))
 
 
 class Written(NamedTuple):

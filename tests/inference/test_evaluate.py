@@ -14,20 +14,16 @@ import torch
 
 from isp.cli import launch as launch_module
 from isp.cli import main
-from isp.comm import Mesh
 from isp.config import load_config
 from isp.data.tokenizer import ByteTokenizer
 from isp.inference.evaluate import count_found, text_losses
-from isp.inference.layout import choose_layout
 from isp.inference.passkey import Passkey, PasskeyPrompts, found_key
 from isp.inference.rows import open_rows
-from isp.inference.source import open_source
 from isp.metrics import read_metrics
 from isp.metrics.evaluation import Evaluation, PositionBucket, TextLosses
-from isp.parallel import ParallelConfig, Topology
 from isp.run.folder import RunFolder
 from isp.train.import_folder import import_folder
-from tests.inference.models import made, saved
+from tests.inference.models import made, opened, saved
 from tests.ranks import launch_forked, run_each
 
 LENGTH = 32
@@ -101,19 +97,11 @@ def test_ranks_are_started_and_one_of_them_writes(
 
 def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float | None]:
     path, text, ranks, words = case
-    source = open_source(path, dtype="float64", tokenizer="bytes")
-    layout = choose_layout(source.model, ranks, words)
+    source, engine = opened(path, rank, ranks, words)
     rows = open_rows(source, files=[str(text)], length=33)
-    assert layout.ranks == ranks
     assert rows is not None
-    mesh = Mesh(Topology.create(ranks, layout.parallel), rank)
     found = text_losses(
-        source.engine(layout.parallel, mesh, torch.device("cpu")),
-        rows.dataset,
-        lengths=(5, 8, 33),
-        rows=4,
-        batch_tokens=70,
-        source="",
+        engine, rows.dataset, lengths=(5, 8, 33), rows=4, batch_tokens=70, source=""
     )
     return [bucket.loss for bucket in found.buckets]
 
@@ -164,9 +152,7 @@ def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Pat
 
 def test_a_key_counts_where_the_model_writes_it(tmp_path: Path) -> None:
     """Prompts whose keys are what transformers writes behind them, and one that is wrong."""
-    source = open_source(saved("llama", tmp_path), dtype="float64", tokenizer="bytes")
-    mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
-    engine = source.engine(ParallelConfig(), mesh, torch.device("cpu"))
+    source, engine = opened(saved("llama", tmp_path), 0, 1)
     prompts = [f"number {number} is" for number in range(10, 60)]
     ids = torch.tensor([list(prompt.encode()) for prompt in prompts])
     read = made("llama").generate(

@@ -6,15 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
-from isp.comm import Mesh
-from isp.inference.layout import choose_layout
-from isp.inference.source import open_source
-from isp.parallel import Topology
 from isp.train.import_folder import import_folder
-from tests.inference.models import DECODER, PROMPTS, Written, made, saved, written
+from tests.inference.models import DECODER, PROMPTS, Written, made, opened, saved, written
 from tests.inference.test_engine import DECODED, check, greedy
 from tests.ranks import run_each
 
@@ -43,11 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
 
 def of_layout(rank: int, case: tuple[Path, int, list[str]]) -> tuple[Tensor, Tensor]:
     path, ranks, overrides = case
-    source = open_source(path, tokenizer="bytes", dtype="float64")
-    layout = choose_layout(source.model, ranks, overrides)
-    assert layout.ranks == ranks
-    mesh = Mesh(Topology.create(ranks, layout.parallel), rank)
-    engine = source.engine(layout.parallel, mesh, torch.device("cpu"))
+    source, engine = opened(path, rank, ranks, overrides)
     greedy(engine, PROMPTS[:1], 2)  # a prompt more leaves nothing behind
     found = greedy(engine, PROMPTS, DECODED + 1)
     planned = source.model.cache_bytes(engine.cache.capacity, 8, ranks)

@@ -69,19 +69,12 @@ MISTRAL: dict[str, Any] = {
     "sliding_window": 4096,
 }
 INTERNLM2_7B: dict[str, Any] = {
+    **{key: value for key, value in LLAMA_3_1_8B.items() if key != "attention_bias"},
     "bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
     "max_position_embeddings": 32768,
     "model_type": "internlm2",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
     "rope_scaling": {"type": "dynamic", "factor": 2.0},
     "rope_theta": 1000000,
-    "tie_word_embeddings": False,
     "vocab_size": 92544,
 }
 QWEN_3_30B_A3B: dict[str, Any] = {
@@ -113,23 +106,15 @@ QWEN_3_30B_A3B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 MIXTRAL_8X7B: dict[str, Any] = {
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
+    **MISTRAL,
     "max_position_embeddings": 32768,
     "model_type": "mixtral",
-    "num_attention_heads": 32,
     "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
     "num_local_experts": 8,
     "output_router_logits": False,
-    "rms_norm_eps": 1e-05,
     "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.02,
     "sliding_window": None,
-    "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
 PUBLISHED = {
