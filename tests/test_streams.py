@@ -10,16 +10,13 @@ import torch
 from isp.comm import streams
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
-from model.config import ModelConfig
+from tests.model.decoders import SMALL
 from tests.ranks import run_each, run_ranks
 from tests.streams import Device
 from tests.train.runs import Layout, Meshes, Task, make_run
 
 CPU = torch.device("cpu")
-MODEL = ModelConfig(
-    vocab_size=30, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=24
-)
-TASK = Task(model=MODEL)
+TASK = Task(model=SMALL)
 
 # -- the checker ---------------------------------------------------------------------------------
 
@@ -100,17 +97,17 @@ CASES = {
             chunks=2,
             micro=4,
         ),
-        Task(model=replace(MODEL, num_layers=4)),
+        Task(model=replace(SMALL, num_layers=4)),
     ),
     "inputs on the host": (
         Layout(tensor=2, weight=2, micro=2),
-        Task(model=replace(MODEL, checkpoint=1.0, checkpoint_offload=True)),
+        Task(model=replace(SMALL, checkpoint=1.0, checkpoint_offload=True)),
     ),
     "inputs on the host, pipeline": (
         Layout(tensor=2, mode=Mode.MTP, pipeline=2, micro=2),
         Task(
             model=replace(
-                MODEL,
+                SMALL,
                 num_layers=6,
                 checkpoint=1.0,
                 checkpoint_offload=True,
@@ -173,7 +170,7 @@ def test_options_of_the_weights_and_recomputed_blocks() -> None:
     weights of a recompute that are freed before the backward that shares them.
     """
     cases = {str(options): (replace(ISP, options=options), TASK) for options in OPTIONS}
-    cases["recomputed"] = ISP, Task(model=replace(MODEL, checkpoint=0.5))
+    cases["recomputed"] = ISP, Task(model=replace(SMALL, checkpoint=0.5))
     for name, of_ranks in run_each(ISP.world, _faults, cases).items():
         for faults, touched in of_ranks:
             assert touched > 1000

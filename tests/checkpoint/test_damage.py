@@ -87,14 +87,6 @@ def test_a_damaged_one_is_passed_over(folder: Path, damage: str) -> None:
     assert reason in info.describe()
 
 
-def test_saves_that_did_not_end_are_passed_over(folder: Path) -> None:
-    """Catches a half written folder taken for the newest, or a word about it missing."""
-    (folder / "step_30").rename(folder / "step_30.tmp")
-    info = _choose(folder)
-    assert info.step == 20
-    assert info.passed_over == ("step_30.tmp: left over from a save that did not end",)
-
-
 def test_the_newest_good_one_is_chosen(folder: Path) -> None:
     """Catches an older checkpoint preferred, and an empty folder that is not a fresh start."""
     info = _choose(folder)

@@ -64,8 +64,7 @@ def _fail_once(rank: int, folder: Path, mode: str, failing: int) -> list[str]:
     return [str(caught.value), *left]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("mode", "failing"), [("disabled", 0), ("async", 1)])
 def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> None:
     """Catches ranks that wait for one which has failed, and a half checkpoint left or published."""
     answers = run_ranks(2, _fail_once, tmp_path, mode, failing, timeout_seconds=20)
@@ -151,7 +150,7 @@ def test_killed_at_any_moment(tmp_path: Path, mode: str) -> None:
     run = make_run(0, Layout(), torch.float32)
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(), world=run.world)
     newest = 0
-    for _ in range(12):
+    for _ in range(8):
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_save_until_killed, args=(tmp_path, mode, sender))
         process.start()

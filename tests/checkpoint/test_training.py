@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +14,12 @@ import numpy as np
 from isp.checkpoint import Checkpointer, TrainState
 from isp.parallel import Axis, Mode
 from isp.settings import CheckpointConfig
-from model.config import ModelConfig
 from tests.checkpoint.runs import chosen
+from tests.model.decoders import SMALL
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run
 
-TASK = Task(
-    model=ModelConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=4,
-        intermediate_size=24,
-        tie_embeddings=True,
-    )
-)
+TASK = Task(model=replace(SMALL, num_layers=4, tie_embeddings=True))
 
 
 def _state(run: Run) -> TrainState:

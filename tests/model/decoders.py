@@ -10,7 +10,7 @@ from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = ["CONFIG", "SCALINGS", "S", "config_of", "filled"]
+__all__ = ["CONFIG", "SCALINGS", "SMALL", "S", "config_of", "filled"]
 
 S = 24
 CONFIG = ModelConfig(
@@ -22,6 +22,10 @@ CONFIG = ModelConfig(
     intermediate_size=40,
     rope_theta=100.0,
     init_std=0.3,
+)
+
+SMALL = ModelConfig(
+    vocab_size=30, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=24
 )
 
 SCALINGS = [

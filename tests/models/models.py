@@ -20,6 +20,7 @@ from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64
 from isp.parallel.config import Mode, ParallelConfig, Sequence2DConfig, TensorConfig, WeightConfig
 from isp.settings import OptimizerConfig, TrainingConfig
+from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
 from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
@@ -138,32 +139,52 @@ class Trained(NamedTuple):
 
 
 def plain_loss(model: nn.Module, rows: Rows, *, total: bool = False) -> Tensor:
-    """The mean loss of the unmodified model, each document by itself; `total`: the sum."""
-    losses, count = [], 0
-    for row in range(len(rows.input_ids)):
+    """The mean loss of the unmodified model; `total`: the sum."""
+    labels = _labels(rows)
+    losses = F.cross_entropy(
+        plain_logits(model, rows)[:, :-1].flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return losses if total else losses / (labels != IGNORED).sum()
+
+
+def plain_scores(model: nn.Module, rows: Rows, temperature: float) -> TokenScores:
+    """What the unmodified model says of each token, of those to be predicted."""
+    logits, labels = plain_logits(model, rows)[:, :-1] / temperature, _labels(rows)
+    log_probs = logits.log_softmax(-1)
+    scores = (
+        log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1),
+        logits.logsumexp(-1),
+        -(log_probs.exp() * log_probs).sum(-1),
+    )
+    return TokenScores(*(F.pad(x * (labels != IGNORED), (1, 0)) for x in scores))
+
+
+def _labels(rows: Rows) -> Tensor:
+    """[B, S - 1]: what is to be predicted at each place; no document's first token."""
+    labels = (rows.input_ids if rows.labels is None else rows.labels).clone()
+    for row in range(len(labels)):
+        labels[row, [document.start for document in documents_of(rows, row)]] = IGNORED
+    return labels[:, 1:]
+
+
+def plain_logits(model: Any, rows: Rows) -> Tensor:
+    """[B, S, V] of the unmodified model, each document by itself."""
+    of_rows = []
+    for row, ids in enumerate(rows.input_ids):
+        of_documents = []
         for document in documents_of(rows, row):
-            ids, labels = rows.input_ids[row, document], rows.input_ids[row, document].clone()
-            labels[0] = IGNORED
-            if rows.labels is not None:
-                labels = rows.labels[row, document]
-            logits = logits_of(model, ids)
-            losses.append(
-                F.cross_entropy(logits[:-1], labels[1:], ignore_index=IGNORED, reduction="sum")
-            )
-            count += int((labels[1:] != IGNORED).sum())
-    summed = torch.stack(losses).sum()
-    return summed if total else summed / count
-
-
-def logits_of(model: Any, ids: Tensor) -> Tensor:
-    positions = torch.arange(len(ids)).unsqueeze(0)
-    if not hasattr(model, "config"):
-        found: Tensor = model(ids.unsqueeze(0), positions)[0]
-        return found
-    logits: Tensor = model(
-        input_ids=ids.unsqueeze(0), position_ids=positions, use_cache=False
-    ).logits[0]
-    return logits
+            tokens = ids[None, document]
+            positions = torch.arange(tokens.shape[1]).unsqueeze(0)
+            if hasattr(model, "config"):
+                out = model(input_ids=tokens, position_ids=positions, use_cache=False)
+                of_documents.append(out.logits[0])
+            else:
+                of_documents.append(model(tokens, positions)[0])
+        of_rows.append(torch.cat(of_documents))
+    return torch.stack(of_rows)
 
 
 def documents_of(rows: Rows, row: int) -> list[slice]:

@@ -26,8 +26,8 @@ from tests.models.models import (
     Trained,
     assert_trained_as,
     job,
-    logits_of,
     packed_rows,
+    plain_scores,
     tiny,
     trained_plainly,
     whole_weights,
@@ -82,36 +82,15 @@ def _grpo(score: Score, rows: Rows, weights: Tensor, before: Tensor) -> Tensor:
 LOSSES: dict[str, Loss] = {"weighted": _weighted, "dpo": _dpo, "ipo": _ipo, "grpo": _grpo}
 
 
-def _plain(model: nn.Module, rows: Rows) -> TokenScores:
-    """Each document by itself, whole logits."""
-    assert rows.position_ids is not None
-    assert rows.labels is not None
-    of_rows = []
-    for ids, labels, positions in zip(rows.input_ids, rows.labels, rows.position_ids, strict=True):
-        lengths = (positions == 0).nonzero().flatten().diff(append=torch.tensor([LENGTH])).tolist()
-        of_documents = []
-        for tokens, targets in zip(ids.split(lengths), labels.split(lengths), strict=True):
-            logits = logits_of(model, tokens)[:-1] / TEMPERATURE
-            log_probs = logits.log_softmax(-1)
-            scores = torch.stack(
-                [
-                    log_probs.gather(-1, targets[1:, None].clamp(min=0))[:, 0],
-                    logits.logsumexp(-1),
-                    -(log_probs.exp() * log_probs).sum(-1),
-                ]
-            )
-            of_documents.append(F.pad(scores * (targets[1:] != IGNORED), (1, 0)))
-        of_rows.append(torch.cat(of_documents, 1))
-    return TokenScores(*torch.stack(of_rows, 1))
-
-
 def _trained_plainly(model: nn.Module, loss_of: Loss) -> Trained:
     with torch.no_grad():
-        before = [_plain(model, rows).log_probs for rows in BATCHES]
+        before = [plain_scores(model, rows, TEMPERATURE).log_probs for rows in BATCHES]
 
     def total(model: nn.Module, _: int) -> Tensor:
         given = zip(BATCHES, WEIGHTS, before, strict=True)
-        losses = [loss_of(lambda rows: _plain(model, rows), *each) for each in given]
+        losses = [
+            loss_of(lambda rows: plain_scores(model, rows, TEMPERATURE), *each) for each in given
+        ]
         return torch.stack(losses).sum()
 
     return trained_plainly(model, range(2), total)
@@ -229,7 +208,7 @@ def _beside_a_reference(rank: int, name: str) -> None:
     found = policy.log_probs(*rows, temperature=TEMPERATURE)
     with torch.no_grad():
         fixed = reference.log_probs(*rows, temperature=TEMPERATURE, entropy=True)
-        expected = _plain(plain, rows)
+        expected = plain_scores(plain, rows, TEMPERATURE)
         evaluated = reference.loss(*rows)
     policy.backward((found.log_probs - fixed.log_probs).sum())
     assert policy.step().grad_norm > 0

@@ -24,8 +24,9 @@ from tests.models.models import (
     Trained,
     assert_trained_as,
     job,
-    logits_of,
     packed_rows,
+    plain_logits,
+    plain_scores,
     tiny,
     trained_plainly,
     whole_weights,
@@ -59,13 +60,7 @@ class Plain:
     def logits(
         self, ids: Tensor, pick: Tensor | None, positions: Tensor, top_k: int | None = None
     ) -> Any:
-        found = []
-        for row, places in zip(ids, positions, strict=True):
-            starts = (places == 0).nonzero().flatten()
-            lengths = starts.diff(append=torch.tensor([len(row)])).tolist()
-            for tokens in row.split(lengths):
-                found.append(logits_of(self._model, tokens))
-        logits = torch.cat(found).view(*ids.shape, -1)
+        logits = plain_logits(self._model, Rows(ids, position_ids=positions))
         if top_k is not None:
             return (logits / HALF).topk(top_k)
         return logits if pick is None else logits.gather(-1, pick)
@@ -316,16 +311,8 @@ def _pipelined(rank: int, config: JobConfig) -> Trained:
     return Trained([outcome.loss], [outcome.grad_norm], dict(run.named_weights()))
 
 
-def _plainly_scored(model: Any, batch: Mapping[str, Tensor]) -> TokenScores:
-    logits = Plain(model).logits(batch["input_ids"], None, batch["position_ids"])[:, :-1] / HALF
-    log_probs, labels = logits.log_softmax(-1), batch["labels"][:, 1:]
-    known = labels != -100
-    found = [
-        log_probs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1),
-        logits.logsumexp(-1),
-        -(log_probs.exp() * log_probs).sum(-1),
-    ]
-    return TokenScores(*(F.pad(x * known, (1, 0)) for x in found))
+def _plainly_scored(model: nn.Module, batch: Mapping[str, Tensor]) -> TokenScores:
+    return plain_scores(model, Rows(*(batch[name] for name in Rows._fields)), HALF)
 
 
 @pytest.mark.slow

@@ -13,14 +13,11 @@ from torch import Tensor
 from isp.comm import Channel, Mesh
 from isp.comm.cuda import ALLOCATOR_VARIABLES, check_registers, registered
 from isp.parallel import WeightConfig
-from model.config import ModelConfig
+from tests.model.decoders import SMALL
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Run, Task, make_run
 
 KEY = "parallel.weight.nccl_ub"
-MODEL = ModelConfig(
-    vocab_size=30, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=24
-)
 
 
 class _Backend:
@@ -44,7 +41,7 @@ class _Backend:
 
 def _trained(rank: int) -> None:
     layout = Layout(weight=2, data=2)
-    mesh, task = Mesh(layout.topology(), rank), Task(model=MODEL)
+    mesh, task = Mesh(layout.topology(), rank), Task(model=SMALL)
     plain = make_run(mesh, layout, task)
     expected = plain.numbers(range(2))
     plain.close()
