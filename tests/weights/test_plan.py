@@ -8,11 +8,10 @@ import sys
 import pytest
 
 from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.parallel.phase import Phase
 from isp.weights.plan import ActKind, plan
 from isp.weights.simulate import simulate
 from isp.weights.trace import Block, Chunks, Use, sequential_actions
-from tests.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, actions, block, decoder, events
+from tests.weights.schedules import EMBEDDING, HEAD, actions, block, decoder, events
 
 
 def planned(
@@ -28,14 +27,10 @@ def planned(
     return events(result, chunks)
 
 
-def three_blocks(*, recomputed: bool) -> Chunks:
-    blocks = (block(name, ("wqkv", "attn", "wo"), recomputed=recomputed) for name in "abc")
-    return ((EMBEDDING, *blocks, HEAD),)
-
-
 def test_per_module_with_recompute() -> None:
     """Catches: a recomputed block let go before its backward, more than one weight ahead of it."""
-    chunks = three_blocks(recomputed=True)
+    blocks = (block(name, ("wqkv", "attn", "wo"), recomputed=True) for name in "abc")
+    chunks = ((EMBEDDING, *blocks, HEAD),)
     assert planned(chunks, "F0 B0", OverlapUnit.MODULE)[8:] == [
         "F0 c.wqkv: wait c.wqkv; gather c.wo | free c.wqkv",
         "F0 c.attn:",
@@ -61,34 +56,6 @@ def test_per_module_with_recompute() -> None:
     ]
 
 
-def test_prefetch_crosses_the_actions_of_a_pipeline() -> None:
-    """Catches: a first block gathered when needed after forward to forward, backward to backward,
-    or a change of direction between micro-batches."""
-    chunks = (tuple(block(name, ("wqkv", "wo")) for name in "abc"),)
-    assert planned(chunks, "F0 F1 B0 B1")[5:] == [
-        "F0 c.wqkv: wait c.wqkv | free c.wqkv",
-        "F0 c.wo: wait c.wo; gather a.wqkv a.wo | free c.wo",
-        "F1 a.wqkv: wait a.wqkv | free a.wqkv",
-        "F1 a.wo: wait a.wo; gather b.wqkv b.wo | free a.wo",
-        "F1 b.wqkv: wait b.wqkv",
-        "F1 b.wo: wait b.wo; gather c.wqkv c.wo",
-        "F1 c.wqkv: wait c.wqkv",
-        "F1 c.wo: wait c.wo",
-        "B0 c.wo: | free c.wo",
-        "B0 c.wqkv: | free c.wqkv",
-        "B0 b.wo: gather a.wo | free b.wo",
-        "B0 b.wqkv: gather a.wqkv | free b.wqkv",
-        "B0 a.wo: wait a.wo; gather c.wo | free a.wo",
-        "B0 a.wqkv: wait a.wqkv; gather c.wqkv | free a.wqkv",
-        "B1 c.wo: wait c.wo; gather b.wo | free c.wo",
-        "B1 c.wqkv: wait c.wqkv; gather b.wqkv | free c.wqkv",
-        "B1 b.wo: wait b.wo; gather a.wo | free b.wo",
-        "B1 b.wqkv: wait b.wqkv; gather a.wqkv | free b.wqkv",
-        "B1 a.wo: wait a.wo | free a.wo",
-        "B1 a.wqkv: wait a.wqkv | free a.wqkv",
-    ]
-
-
 def test_a_block_without_the_launch_point_requests_the_next_before_its_first_visit() -> None:
     """Catches: a gather behind an embedding or head that is asked for when the work is done."""
     chunks = (tuple(block(name, ("up", "down")) for name in "abc"),)
@@ -103,40 +70,6 @@ def test_the_first_step_of_a_stage_without_embedding() -> None:
     assert planned((chunks[0][:1],), "F0")[0] == "start: gather a.w1"
 
 
-def test_tied_weights_are_gathered_for_both_ends() -> None:
-    """Catches: a tied weight freed by one end while the other needs it, or gathered while there."""
-    far = ((EMBEDDING, *(block(name, ("w1",)) for name in "abc"), TIED_HEAD),)
-    assert [line for line in planned(far, "F0 B0") if " embedding" in line] == [
-        "start: gather embedding a.w1",
-        "F0 embedding.embedding: wait embedding | free embedding",
-        "F0 c.w1: wait c.w1; gather embedding",
-        "F0 head.head: wait embedding",
-        "B0 head.head: | free embedding",
-        "B0 embedding.embedding:",
-    ]
-    near = ((EMBEDDING, block("a", ("w1",)), TIED_HEAD),)
-    assert planned(near, "F0 B0") == [
-        "start: gather embedding a.w1",
-        "F0 embedding.embedding: wait embedding",
-        "F0 a.w1: wait a.w1",
-        "F0 head.head:",
-        "B0 head.head: | free embedding",
-        "B0 a.w1: | free a.w1",
-        "B0 embedding.embedding:",
-    ]
-
-
-@pytest.mark.parametrize("unit", list(OverlapUnit))
-def test_a_module_called_twice_is_gathered_once(unit: OverlapUnit) -> None:
-    """Catches: a weight freed after the first of its two uses, or gathered for each."""
-    uses = [Use(name, weight) for name, weight in zip("1234", "xyzx", strict=True)]
-    chunks = ((Block("a", tuple(uses)), block("b", ("w1",)), block("c", ("w1",))),)
-    order = actions("F0 B0")
-    result = simulate(plan(chunks, order, Prefetch(unit=unit)), chunks, order)
-    assert result.gathers["x", Phase.FORWARD] == result.gathers["x", Phase.BACKWARD] == 1
-    assert result.peak.modules == 2 or unit is OverlapUnit.LAYER
-
-
 def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit() -> None:
     """Catches: a gather put to a site that a selective recompute does not pass."""
     uses = (Use("wqkv"), Use("attn", None, LaunchPoint.ATTN, in_recompute=False))
@@ -149,13 +82,6 @@ def test_a_recompute_that_leaves_the_launch_point_out_launches_at_its_next_visit
     lines = planned(chunks, "F0 B0", launch=LaunchPoint.ATTN)
     assert "F0 b.attn: gather c.wo" in lines
     assert "R0 b.wo: gather a.wo" in lines
-
-
-def test_a_linear_without_input_gradient_reads_nothing_in_backward() -> None:
-    """Catches: a gather for a backward that computes the weight's gradient alone."""
-    first = Block("a", (Use("w1", "a.w1", weight_in_backward=False), Use("w2", "a.w2")))
-    lines = planned(((first, block("b", ("w1",)), block("c", ("w1",))),), "F0 B0")
-    assert lines[-2:] == ["B0 a.w2: wait a.w2 | free a.w2", "B0 a.w1:"]
 
 
 def _in_tiles(chunks: Chunks) -> Chunks:
