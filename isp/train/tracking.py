@@ -43,7 +43,7 @@ def attach_report(path: str | Path, html: Path) -> None:
 
     Nothing is done for a folder that is not of such a run.
     """
-    folder = RunFolder(Path(path).absolute())
+    folder = RunFolder(Path(path).resolve())  # not `latest`: the trackers show its name
     launch = folder.launch()
     if launch is None or launch.finished_step is None:
         return

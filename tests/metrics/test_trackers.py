@@ -26,7 +26,7 @@ class JsonTracker(Tracker):
     def init(self, run: TrackedRun) -> str:
         self.file = run.folder.parent / "calls.jsonl"
         self.id = run.id or "first"
-        self._add("init", self.id, run.id, run.last_step, dict(run.config), run.project)
+        self._add("init", self.id, run.id, run.last_step, dict(run.config), run.project, run.name)
         return self.id
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -61,7 +61,7 @@ class Values(dict[str, float]):
 
 
 def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> None:
-    """Catches steps that are not sent, a second run after resuming, and a report left behind."""
+    """Catches steps that are not sent, a second run or name, and a report left behind."""
     job = write_job(tmp_path)
     words = ["train", str(job), *ALONE, f"--metrics.report_to=[{OWN}, {FAILING}]"]
     run_isp(1, *words, "--training.steps", "2")
@@ -75,6 +75,7 @@ def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> 
     assert mine == [*losses, ["attach", "report.html", True]]
     assert len(losses) == 4
     assert [begin[1:3] for begin in begins] == [[None, 0], ["first", 2], ["first", 4]]
+    assert {begin[5] for begin in begins} == {run.resolve().name}
     config = begins[0][3]
     assert config["layout"][0] == "world 1 = pipeline 1 x data 1 x tensor 1"
     assert config["training"]["steps"] == 2
