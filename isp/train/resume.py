@@ -13,7 +13,6 @@ died before they opened a folder does not take another's for theirs.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -55,8 +54,6 @@ __all__ = [
     "saved_values",
 ]
 
-logger = logging.getLogger(__name__)
-
 _CONFIG = "config"
 _SEQUENCES = "sequences_per_step"
 
@@ -73,6 +70,8 @@ class Start(NamedTuple):
     """Time the run was started, by the clock; an earlier one's restarts do not count."""
     note: str
     """Reason why the run before is not resumed; "" if there is none."""
+    copied: tuple[int, ...]
+    """Steps of the checkpoints that `checkpoint.upload_to` gave."""
 
 
 class _Place(NamedTuple):
@@ -85,6 +84,8 @@ class _Place(NamedTuple):
     launched_at: float | None
     """Time of the launch, if these ranks have been started again; else None."""
     note: str = ""
+    """See `Start`."""
+    copied: tuple[int, ...] = ()
     """See `Start`."""
 
 
@@ -127,7 +128,7 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
         if launched_at is None:
             launched_at = time.time()
             folder.write_launch(LaunchRecord(_launch_id(), launched_at))
-        yield Start(folder, checkpoints, resumes, launched_at, place.note)
+        yield Start(folder, checkpoints, resumes, launched_at, place.note, place.copied)
 
 
 @contextmanager
@@ -138,17 +139,18 @@ def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[
         if place.checkpoints is not None and (makes or place.checkpoints.exists()):
             held.enter_context(_held(place.checkpoints))
             if makes:
-                _fill(place.checkpoints, config.checkpoint)
+                copied = _fill(place.checkpoints, config.checkpoint)
+                place = place._replace(copied=tuple(copied))
         _check(config, topology, place)
         yield place
 
 
-def _fill(folder: Path, checkpoint: CheckpointConfig) -> None:
-    """Copy the checkpoint to resume from out of the store, if `folder` is empty."""
+def _fill(folder: Path, checkpoint: CheckpointConfig) -> list[int]:
+    """Copy the checkpoint to resume from out of the store, if `folder` is empty; the steps."""
     url, there = checkpoint.upload_to, CheckpointFolder(folder)
     load_step = checkpoint.load_step
     if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
-        return
+        return []
     try:
         copied = RemoteCheckpoints(url).fill(there, load_step)
     except Exception as error:  # of any file system and its network
@@ -162,8 +164,7 @@ def _fill(folder: Path, checkpoint: CheckpointConfig) -> None:
             f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
             " such a checkpoint"
         )
-    for step in copied:
-        logger.info("copied the checkpoint of step %d from %s to %s", step, url, folder)
+    return copied
 
 
 @contextmanager

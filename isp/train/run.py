@@ -81,6 +81,9 @@ def main(config: JobConfig) -> signal.Signals | None:
             logger.info("logs        %s, on the machine of each rank", folder.logs)
         if start.note:
             logger.warning("%s", start.note)
+        for step in start.copied:
+            store = config.checkpoint.upload_to
+            logger.info("copied      step %d from %s to %s", step, store, start.checkpoints)
         if datasets is not None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:

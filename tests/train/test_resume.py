@@ -225,7 +225,7 @@ def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path, caplog)
 
 def test_no_rank_waits_for_a_slow_store(config, tmp_path, monkeypatch):
     """Catches a run that ends as copies take long, a folder that is deleted while it is copied, and
-    a step that is looked for in the empty folder alone."""
+    a step that is looked for in the empty folder alone, or copied without a word."""
     store, folder, upload = tmp_path / "store", tmp_path / "checkpoint", RemoteCheckpoints.upload
 
     def slowly(self: RemoteCheckpoints, folder: Path, *, keep: int) -> None:
@@ -256,7 +256,10 @@ def test_no_rank_waits_for_a_slow_store(config, tmp_path, monkeypatch):
         config = replace(config, checkpoint=checkpoint)
         check_start(config, config.topology(1))
         if step == STEPS:
-            assert [r.step for r in _numbers(_run(1, config))] == [STEPS + 1]
+            run = _run(1, config)
+            assert [r.step for r in _numbers(run)] == [STEPS + 1]
+            log = (run / "logs/rank_0.log").read_text()
+            assert f"copied      step {STEPS} from file://{store} to {folder}" in log
             continue
         with pytest.raises(RuntimeError, match=r"load_step=7: neither .* nor checkpoint.upload_to"):
             _run(1, config)
