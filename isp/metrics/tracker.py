@@ -86,7 +86,8 @@ class _WandB(Tracker):
             id=run.id,
             resume="allow",
             allow_val_change=True,
-            settings=wandb.Settings(login_timeout=30),
+            # Without a network it gives up within the time that the end of a run waits for it.
+            settings=wandb.Settings(login_timeout=30, init_timeout=50),
         )
         return str(self._run.id)
 
