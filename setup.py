@@ -55,6 +55,7 @@ setup(
         "tensorboard": TENSORBOARD,
         "trainer": TRAINER,
         "dev": [
+            *DATA,
             *REPORT,
             *TENSORBOARD,
             *TRAINER,

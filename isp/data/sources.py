@@ -189,7 +189,7 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
     Of a single text, the end is held out; a pair stays together.
     """
     tokens = store.tokens
-    held = f"what data.valid_fraction={fraction} holds out of {tokens.name}"
+    held = f"held out of {tokens.name} (data.valid_fraction={fraction})"
     texts = np.flatnonzero(tokens.lengths)
     if reader.is_text and len(texts) == 1:
         length = int(tokens.lengths[texts[0]])
@@ -197,7 +197,7 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
         _check_split(length - cut, length, "tokens", fraction, tokens.name)
         parts: list[TokenStore] = [
             PartStore(f"{tokens.name} without its end", tokens, texts, range(cut)),
-            PartStore(f"{held}, its end", tokens, texts, range(cut, length)),
+            PartStore(f"end {held}", tokens, texts, range(cut, length)),
         ]
         return [ExampleStore(part, part) for part in parts]
     group = 2 if reader.is_pairs else 1
@@ -206,7 +206,7 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
     return [
         ExampleStore(*(PartStore(name, part, np.flatnonzero(documents)) for part in store))
         for name, documents in (
-            (f"{tokens.name} without its held-out documents", ~chosen),
+            (f"{tokens.name} without held-out documents", ~chosen),
             (held, chosen),
         )
     ]

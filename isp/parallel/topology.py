@@ -275,22 +275,22 @@ class Topology:
         return [*every[:3], "..", every[-1]]
 
     def _describe_process_groups(self) -> str:
-        """Their number and names, `2 process groups a rank: tensor, world = stage`; in a line of
+        """Their number and names, `2 process groups per rank: tensor, world = stage`; in a line of
         their own those of a run for values in CPU memory, which GPUs need more of.
         """
         named = [" = ".join(axes) for axes in self.process_groups.values()]
         if self.reduces_apart and self.weight > 1:
             named.append("gradients of weight")
-        why = " (axes of the same ranks share one where none delays the other)"
+        why = " (axes with the same ranks share a group where neither delays the other)"
         shares = any(len(axes) > 1 for axes in self.process_groups.values())
-        count = f"{len(named)} process group{'' if len(named) == 1 else 's'} a rank"
-        line = f"{count}: {', '.join(named) or 'it is alone'}{why if shares else ''}"
+        count = f"{len(named)} process group{'' if len(named) == 1 else 's'} per rank"
+        line = f"{count}: {', '.join(named) or 'none'}{why if shares else ''}"
         if self.world_size == 1:
             return line
         # As `Mesh.open_host` and the checkpointer open them.
         hosts = ["host", *(["tensor_host"] if self.tensor > 1 else []), "checkpoint"]
         of_gpus = f"on GPUs {len(hosts)}: {', '.join(hosts)}"
-        return f"{line}\na run has 1 more for values in CPU memory: {hosts[-1]}; {of_gpus}"
+        return f"{line}\na run adds 1 for values in CPU memory: {hosts[-1]}; {of_gpus}"
 
 
 def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:

@@ -58,7 +58,7 @@ LAYOUTS = {
     "tensor, head, context, weight, weight_data = zero1, stage = world": _topology(
         8, tensor=8, weight=4, context=2
     ),
-    "it is alone": _topology(1),
+    "none": _topology(1),
 }
 """Topologies by what they say of their process groups."""
 
@@ -72,7 +72,9 @@ def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
     line = next(line for line in topology.describe().split("\n") if "process group" in line)
     number, _, named = line.partition(": ")
     assert (
-        named.removesuffix(" (axes of the same ranks share one where none delays the other)")
+        named.removesuffix(
+            " (axes with the same ranks share a group where neither delays the other)"
+        )
         == said
     )
     assert number.split()[0] == str(0 if topology.world_size == 1 else len(said.split(", ")))
@@ -152,8 +154,8 @@ def test_the_start_names_every_group(tmp_path: Path) -> None:
     for groups, hosts, said in run_programs(2, _opened, write_job(tmp_path)):
         assert groups == ["tensor", "weight", "checkpoint"]
         lines = said.split("\n")[-2:]
-        assert lines[0].startswith("3 process groups a rank: tensor, weight, stage = world")
+        assert lines[0].startswith("3 process groups per rank: tensor, weight, stage = world")
         of_gpus = ", ".join([*hosts, groups[-1]])
         assert lines[1] == (
-            f"a run has 1 more for values in CPU memory: checkpoint; on GPUs 3: {of_gpus}"
+            f"a run adds 1 for values in CPU memory: checkpoint; on GPUs 3: {of_gpus}"
         )

@@ -50,7 +50,7 @@ def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
     run_forked(job)
     whole = numbers(run_folders(job)[0])
     log = (run_folders(job)[0] / "logs/rank_0.log").read_text()
-    assert "talks.jsonl without its held-out documents: " in log, "how much is trained is told"
+    assert "talks.jsonl without held-out documents: " in log, "how much is trained is told"
     assert "tokens trained, those in [[ ]]: <|im_start|>user\\nwhywhy" in log
     assert "<|im_start|>assistant\\n[[so " in log, "an example is shown"
     assert "longer than data.seq_len=128 truncated, 0 without a trained token dropped" in log
