@@ -13,9 +13,14 @@ import torch
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all but `-m gpu`, and let stop signals do what they do in a terminal.
 
+    One thread a process computes: tests run beside each other, and wait for cores at each of many
+    small operations otherwise.
+
     Other tests are of a CPU, and fork ranks behind a backward: where torch finds a GPU, a backward
     starts threads, and it refuses to go backward in a fork.
     """
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    torch.set_num_threads(1)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Garbage of this process may wait, when collected, for threads that a fork does not have.

@@ -80,7 +80,6 @@ def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> No
 def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
     """Rank 1 is killed by the system in the middle of a write of its second checkpoint."""
     faulthandler.dump_traceback_later(25)  # says where it hangs, if it does
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     run, checkpointer = _run(rank, folder, mode)
     _save_and_wait(checkpointer, 10, run)
@@ -132,7 +131,6 @@ def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
 
 def _save_until_killed(folder: Path, mode: str, published: Connection) -> None:
     """Go on from the newest checkpoint: save its step once more, and then one after the other."""
-    torch.set_num_threads(1)
     run = make_run(0, Layout(), torch.float32)
     fill(run)
     config = CheckpointConfig(keep_latest_k=2, async_mode=mode)  # type: ignore[arg-type]

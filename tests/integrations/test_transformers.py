@@ -115,13 +115,10 @@ def _same(found: Found, expected: Found, name: str) -> None:
     assert found.accuracy == expected.accuracy
 
 
-def test_the_trainer_is_that_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_is_that_of_one_process(tmp_path: Path) -> None:
     """Catches ranks of a sequence with other sequences, a mean over ranks instead of labels, an
     evaluation that counts samples twice, and a resumed run that goes on from elsewhere.
     """
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else accelerate takes all cores for each rank
     (expected,) = run_programs(1, _plain, tmp_path / "plain")
     assert sum("loss" in log for log in expected.logs) == 6
     for of_rank in run_programs(4, _parallel, tmp_path):

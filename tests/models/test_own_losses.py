@@ -238,9 +238,8 @@ def _examples(rank: int, config: str) -> list[list[float]]:
 
 
 @pytest.mark.slow
-def test_the_examples_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_learn() -> None:
     """Catches an example that does not run, or whose loss does not fall."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else accelerate takes all cores for each rank
     (*_, found) = run_programs(4, _examples, str(ROOT / "configs" / "quickstart.yaml"))
     preferences, distances, rewards, losses = found
     assert abs(preferences[0] - math.log(2)) < 1e-5

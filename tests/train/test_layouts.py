@@ -296,16 +296,7 @@ def _plainly(
     optimizer: OptimizerConfig = OPTIMIZER,
     trained: tuple[int, ...] = STEPS,
 ) -> tuple[Numbers, float]:
-    """The same of plain torch, in a process of one thread: where cores are few, more wait."""
-    found: tuple[Numbers, float]
-    case = task, global_batch, optimizer, trained
-    (found,) = run_ranks(1, _train_plainly, *case, timeout_seconds=380)
-    return found
-
-
-def _train_plainly(
-    _: int, task: Task, global_batch: int, optimizer: OptimizerConfig, trained: tuple[int, ...]
-) -> tuple[Numbers, float]:
+    """The same of plain torch."""
     layout = Layout(mode=Mode.MTP)
     initial = make_run(Meshes(0).of(layout), layout, task).weights()
     weights = {name: torch.from_numpy(array) for name, array in initial.items()}

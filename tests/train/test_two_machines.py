@@ -41,7 +41,7 @@ class Launchers:
 
         What they say goes to a file, `said`. `enter` is called in the new process.
         """
-        project = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        project = {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "torch.distributed.run", *options]
         with self.said(len(self._started)).open("wb") as said:
             process = subprocess.Popen(
