@@ -25,7 +25,7 @@ from isp.optim import BucketManager
 from isp.parallel import Mode
 from isp.run.forked import RankError, run_ranks
 from isp.settings.recomputation import Recomputation
-from isp.train.check import Check
+from isp.train.check import CASES, Check
 from isp.train.check_layouts import Layout, layouts_of
 from isp.train.check_model import _subject_of, keys_from
 from isp.train.check_subjects import Subject
@@ -67,13 +67,13 @@ def test_ranks_say_nothing_beside_the_table(folder: str, tmp_path: Path) -> None
 
 def test_a_folder_in_three_layouts(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a check that differs from a model that is right, or leaves a layout out."""
-    assert main(["check", folder, "--layouts", "2x4,4x1,2x2x2"]) == 0
+    assert main(["check", folder, "--layouts", "2x2,2x1,1x2x2"]) == 0
     said = capsys.readouterr()
     rows = _rows(said.out)
-    assert list(rows) == ["isp 2x4", "isp 4x1", "isp 2x2x2"]
+    assert list(rows) == ["isp 2x2", "isp 2x1", "isp 1x2x2"]
     assert all("ok" in row for row in rows.values())
-    assert "planned" in rows["isp 2x4"]
-    assert "none" in rows["isp 4x1"]  # where nothing is gathered
+    assert "planned" in rows["isp 2x2"]
+    assert "none" in rows["isp 2x1"]  # where nothing is gathered
     assert "all 3 layouts agree" in said.out
 
 
@@ -85,7 +85,8 @@ def test_a_configuration_in_other_modes() -> None:
     changes += ["--model.mlp_tile_tokens=64"]
     config = load_config(QUICKSTART, changes)
     layouts = [Layout(2, 1, Mode.MSP), Layout(2, 1, Mode.MTP), Layout(2, 2)]
-    check = Check(Subject.of_decoder(config.model), layouts, parallel=config.parallel)
+    subject = Subject.of_decoder(config.model)
+    check = Check(subject, layouts, cases=CASES[1:3], parallel=config.parallel)
     verdicts = [check.run(layout) for layout in layouts]
     assert [str(v.layout) for v in verdicts if not v.agrees] == []
     assert [max(found.gathers for found in v.cases.values()) > 0 for v in verdicts] == [0, 0, 1]
@@ -232,7 +233,7 @@ def test_the_keys_of_a_run_hold_in_a_pipeline(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches keys that a pipeline does not take, a check that passes whatever they do."""
-    words = ["check", folder, "--layouts", "2x1 ZBVZeroBubble 2x2", *_KEYS]
+    words = ["check", folder, "--layouts", "2x1 1F1B 2", *_KEYS]
     assert main(words) == 0
     every = TiledModule.tiles
     monkeypatch.setattr(TiledModule, "tiles", lambda *of: [*every(*of)][:1])

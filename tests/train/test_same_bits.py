@@ -42,7 +42,6 @@ WEIGHTS = [
     *CORNERS,
     replace(PLAIN, overlap=True),
     replace(PLAIN, memory_pool=True),
-    replace(PLAIN, reshard_after_forward=False),
     replace(MODULE, reshard_after_forward=False),
 ]
 
@@ -53,7 +52,6 @@ SOME, WHOLE, KEPT = (
 )
 OFFLOADED = {**WHOLE, "checkpoint_offload": True}
 SEGMENTS = {**OFFLOADED, "checkpoint_segment": 3}
-WAYS: list[dict[str, Any]] = [SOME, WHOLE, KEPT]
 
 
 class Way(NamedTuple):
@@ -78,11 +76,11 @@ WEIGHT_4 = Layout(tensor=2, weight=4, data=2)
 ISP_2 = Layout(tensor=2, weight=2, micro=2)
 STAGES = Layout(mode=Mode.MTP, pipeline=2, micro=4)
 V = Layout(tensor=2, weight=2, pipeline=2, micro=4, schedule=PipelineSchedule.ZBV, chunks=2)
-RECOMPUTED = [Way(weight, keys) for weight in (PLAIN, LATE) for keys in WAYS]
+RECOMPUTED = [Way(LATE, keys) for keys in (SOME, WHOLE, KEPT)]
 GROUPS: list[tuple[Layout, list[Way], torch.dtype]] = [
     (WEIGHT_4, [*map(Way, WEIGHTS), *RECOMPUTED], torch.float64),
-    (replace(WEIGHT_4, micro=3), list(map(Way, CORNERS)), torch.float64),
-    (WEIGHT_4, list(map(Way, CORNERS)), torch.bfloat16),
+    (replace(WEIGHT_4, micro=3), [*map(Way, (PLAIN, LATE, MODULE, NOT_RESHARDED))], torch.float64),
+    (WEIGHT_4, [*map(Way, (PLAIN, LATE, MODULE))], torch.bfloat16),
     (ISP_2, [Way(MODULE, keys) for keys in ({}, KEPT, OFFLOADED, SEGMENTS)], torch.float64),
     (STAGES, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
     (V, [Way(LATE, keys) for keys in ({}, OFFLOADED, SEGMENTS)], torch.float64),
