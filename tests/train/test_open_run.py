@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import shutil
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
+from multiprocessing.synchronize import Event
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -182,14 +183,10 @@ def test_data_are_checked_before_an_earlier_run(
     assert "data.source" in capsys.readouterr().err
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from isp.checkpoint.folder import folder_lock
-with folder_lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
+def _hold(folder: Path, held: Event) -> None:
+    with folder_lock(folder):
+        held.set()
+        time.sleep(60)
 
 
 def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
@@ -197,16 +194,16 @@ def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
     first = _open(config)
     shutil.copytree(trained, first.checkpoints / "step_4")
     before = sorted(path for path in first.folder.path.parent.rglob("*"))
-    command = [sys.executable, "-c", HOLD, str(first.checkpoints)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        for begin in (_check, _open):
-            with pytest.raises(
-                ValueError, match=rf"another run is saving to .*\(process {other.pid}"
-            ):
-                begin(config)
-        other.kill()
+    context = mp.get_context("fork")
+    held = context.Event()
+    other = context.Process(target=_hold, args=(first.checkpoints, held), daemon=True)
+    other.start()
+    assert held.wait(60)
+    for begin in (_check, _open):
+        with pytest.raises(ValueError, match=rf"another run is saving to .*\(process {other.pid}"):
+            begin(config)
+    other.kill()
+    other.join()
     assert sorted(path for path in first.folder.path.parent.rglob("*")) == before
     assert _open(config).folder == first.folder
     with folder_lock(first.checkpoints):

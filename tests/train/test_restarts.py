@@ -57,7 +57,7 @@ DEATHS = [
     # in the middle of a save: as rank 1 begins to write its shard
     Death(rank=1, event="open", name="__1_0.distcp", times=2),
     # in the steps after it
-    Death(rank=0, event="open", name="__0_0.distcp", seconds=0.1),
+    Death(rank=0, event="open", name="__0_0.distcp", seconds=0.05),
     # as what is complete is renamed: the table of contents first, then the save
     Death(rank=0, event="os.rename", name=".tmp", times=2),
     # half-way through an old checkpoint that is removed
@@ -89,7 +89,7 @@ def _expect_the_same(job: Path, steps: int) -> None:
         assert torch.equal(ours[name], tensor), name
 
 
-STEPS = 40
+STEPS = 32
 
 
 @pytest.mark.slow
