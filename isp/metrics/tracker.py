@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from isp.settings.packages import require
 
-__all__ = ["LIBRARIES", "TrackedRun", "Tracker", "check_tracker", "tracker_of"]
+__all__ = ["LIBRARIES", "TrackedRun", "Tracker", "check_tracker", "mlflow_name", "tracker_of"]
 
 
 class TrackedRun(NamedTuple):
@@ -143,7 +145,8 @@ class _MLflow(Tracker):
         experiment = self._client.create_experiment(run.project) if found is None else None
         experiment = experiment or found.experiment_id
         self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
-        params = [Param(key, str(value)[:500]) for key, value in _flat(run.config).items()]
+        flat = _flat(run.config)
+        params = [Param(mlflow_name(key), str(value)[:500]) for key, value in flat.items()]
         for at in range(0, len(params), 100):  # its limit of one request
             self._client.log_batch(self._id, params=params[at : at + 100])
         return self._id
@@ -154,7 +157,9 @@ class _MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1e3)
-        metrics = [Metric(key, float(value), now, step) for key, value in values.items()]
+        metrics = [
+            Metric(mlflow_name(key), float(value), now, step) for key, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics=metrics)
 
     def attach(self, path: Path) -> None:
@@ -162,6 +167,14 @@ class _MLflow(Tracker):
 
     def finish(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def mlflow_name(key: str) -> str:
+    """`key` as MLflow takes names: at most 250 characters, of signs only `_-. /`."""
+    name = re.sub(r"[^\w. /-]", "_", key)
+    if len(name) <= 250:
+        return name
+    return f"{name[:240]}_{sha256(key.encode()).hexdigest()[:9]}"
 
 
 class _SwanLab(Tracker):

@@ -11,6 +11,7 @@ import pytest
 
 from isp.cli import main
 from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
+from isp.metrics.tracker import mlflow_name
 from isp.settings import MetricsConfig
 from tests.metrics.test_phases import ALONE
 from tests.ranks import run_isp
@@ -147,6 +148,15 @@ def test_faults_are_reported_before_ranks_start(
     assert MetricsConfig(enable_tensorboard=True).trackers == ["tensorboard"]
 
 
+def test_mlflow_takes_every_name() -> None:
+    """Catches a device or a path of a source that ends the tracking, and two that become one."""
+    assert mlflow_name("environment.devices.Intel(R) Xeon") == "environment.devices.Intel_R_ Xeon"
+    assert mlflow_name("validation/loss/code-1.txt") == "validation/loss/code-1.txt"
+    ends = [mlflow_name("validation/loss/" + "folder/" * 40 + end) for end in "ab"]
+    assert len(set(ends)) == 2
+    assert all(len(end) == 250 for end in ends)
+
+
 @pytest.mark.parametrize("name", ["trackio", "mlflow"])
 def test_a_library_shows_both_parts_of_a_resumed_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,12 +168,12 @@ def test_a_library_shows_both_parts_of_a_resumed_run(
     monkeypatch.chdir(tmp_path)
     page = tmp_path / "report.html"
     page.write_text("<html></html>")
-    config = {"training": {"steps": 4}, "layout": ["world 1"]}
+    config = {"training": {"steps": 4}, "devices": {"Intel(R) Xeon(R)": 2}}
     for first in (1, 3):
         run = TrackedRun("job", "now", tmp_path / "run", config, last_step=first - 1)
         with Trackers([name], run) as sent:
             for step in (first, first + 1):
-                sent.log(step, {"loss": step + 0.5})
+                sent.log(step, {"loss": step + 0.5, "validation/loss/" + "a/" * 150 + "b": 1.0})
             sent.attach(page)
     if name == "trackio":
         (found,) = library.Api().runs("job")
