@@ -19,14 +19,10 @@ from isp.comm.host import HostMemory, Stored
 from isp.comm.mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from isp.comm.tag import Purpose, Tag
 
-__all__ = ["HostInputs", "Keep", "Restore", "Segment", "in_parts"]
+__all__ = ["HostInputs", "Restore", "Segment", "in_parts"]
 
 Restore = Callable[[Any], Tensor]
-"""Makes a tensor, without a graph, of what is held in its place."""
-
-Keep = Callable[[Tensor], tuple[Any, Restore]]
-"""What is held in place of a tensor, see [Note: Held in its place], and what restores that."""
-
+"""Makes a tensor, without a graph, of what is held in its place [Note: Held in its place]."""
 
 _TAG = Tag(Purpose.BLOCK_INPUT, tensor="block input")
 
@@ -60,8 +56,8 @@ class HostInputs:
             self._passes.popleft()
         self._passes.append([])
 
-    def __call__(self, x: Tensor) -> tuple[Stored, Restore]:
-        """See `Keep`."""
+    def __call__(self, x: Tensor, restore: Restore) -> tuple[Stored, Restore]:
+        """What is held in place of x, and what gives `restore` x again."""
         if self._latest is not None and (latest := self._latest()) is not None:
             latest.leave()
         stored = self._memory.store(x, tag=_TAG)
@@ -69,9 +65,9 @@ class HostInputs:
         if not self._passes:
             self.begin()
         self._passes[-1].append(self._latest)
-        return stored, self._restore
+        return stored, lambda stored: restore(self._fetched(stored))
 
-    def _restore(self, stored: Stored) -> Tensor:
+    def _fetched(self, stored: Stored) -> Tensor:
         x = stored.get()
         if (following := self._next(stored)) is not None:
             following.fetch()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from isp.autograd import Function
 from isp.comm import Channel
 from isp.comm.host import HostMemory
-from isp.kept_inputs import HostInputs, Keep, Restore, Segment, in_parts
+from isp.kept_inputs import HostInputs, Restore, Segment, in_parts
 from isp.rng import RngSnapshot, RngStatesTracker
 
 __all__ = ["CheckpointWithoutOutput", "Recomputer", "checkpoint"]
@@ -72,16 +72,16 @@ def _checkpoint(
     if not torch.is_grad_enabled():
         return function(*args)
     snapshot = snapshot or tracker.snapshot()
-    again = _Contexts(lambda: tracker.replaying(snapshot), announce)
     failed: list[BaseException] = []
     going_forward = True
 
     def run(*args: Any) -> R | None:
+        if not going_forward:
+            with tracker.replaying(snapshot), announce():
+                return function(*args)
         try:
             return function(*args)
         except BaseException as error:
-            if not going_forward:
-                raise
             failed.append(error)  # [Note: A forward that fails]
             return None
 
@@ -90,29 +90,11 @@ def _checkpoint(
         *args,
         use_reentrant=False,
         preserve_rng_state=False,  # the tracker does it, for every stream
-        context_fn=lambda: (nullcontext(), again),
     )
     going_forward = False
     if failed:
         raise failed.pop()  # so that no frame of its traceback holds it
     return cast(R, out)
-
-
-class _Contexts:
-    """Contexts that are opened anew each time: a graph that is kept is recomputed in each pass."""
-
-    def __init__(self, *openers: Announce) -> None:
-        self._openers = openers
-        self._open = ExitStack()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:  # closes the first ones if a later one fails
-            for opener in self._openers:
-                stack.enter_context(opener())
-            self._open = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._open.__exit__(*error)
 
 
 def _with_first_held(
@@ -314,20 +296,13 @@ class Recomputer:
             of, latest, restore = self._latest
             if of() is x and (held := latest()) is not None:
                 return held, restore
-        held, restore = x.detach(), lambda x: x
-        for keep in self._keepers():
-            held, inner = keep(held)
-            restore = _after(restore, inner)
+        held, restore = x.detach(), lambda held: held
+        if self._channel is not None and self._channel.size > 1:
+            held, restore = in_parts(held, self._channel)
+        if self._host is not None:
+            held, restore = self._host(held, restore)
         self._latest = weakref.ref(x), weakref.ref(held), restore
         return held, restore
-
-    def _keepers(self) -> list[Keep]:
-        keepers: list[Keep] = []
-        if (channel := self._channel) is not None and channel.size > 1:
-            keepers.append(lambda x: in_parts(x, channel))
-        if self._host is not None:
-            keepers.append(self._host)
-        return keepers
 
     def _in_segment(
         self, part: Callable[..., Any], args: tuple[Any, ...], snapshot: RngSnapshot
@@ -352,8 +327,3 @@ class Recomputer:
                 return part(x, *rest)
 
         return segment, segment.add(again)
-
-
-def _after(last: Restore, first: Restore) -> Restore:
-    """Restore by `first`, then by `last`."""
-    return lambda held: last(first(held))
