@@ -22,6 +22,7 @@ from torch import Tensor
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
+from isp.comm.channel import join_ranks
 from isp.comm.tag import Purpose, Tag
 
 __all__ = [
@@ -205,13 +206,7 @@ def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
     shape, dim = shapes[0], join.dim
     if prod(shape[:dim]) == 1:
         return received.view(*shape[:dim], len(shapes) * shape[dim], *shape[dim + 1 :])
-    return _side_by_side(received.view(len(shapes), *shape), dim)
-
-
-def _side_by_side(x: Tensor, dim: int) -> Tensor:
-    """[p, .., n, ..] -> [.., p n, ..] along `dim` of the latter."""
-    joined: Tensor = x.movedim(0, dim).flatten(dim, dim + 1)
-    return joined
+    return join_ranks(received.view(len(shapes), *shape), dim)
 
 
 def _assembled(
@@ -222,9 +217,9 @@ def _assembled(
     if all(cut.is_even for cut in cuts):
         whole = received.view(len(shapes), *shapes[0])  # [p, .., its heads of each, ..]
         if len(cuts) == 1:
-            return (_side_by_side(whole, dim),)
+            return (join_ranks(whole, dim),)
         of_each = whole.split_with_sizes([len(cut.ranges[0]) for cut in cuts], dim + 1)
-        return tuple(_side_by_side(x, dim) for x in of_each)
+        return tuple(join_ranks(x, dim) for x in of_each)
     messages = _messages(received, shapes)
     widths = [[len(cut.ranges[rank]) for cut in cuts] for rank in range(len(shapes))]
     parts = [message.split(w, dim) for message, w in zip(messages, widths, strict=True)]

@@ -28,7 +28,7 @@ from isp.comm.log import CommLog
 from isp.comm.pending import Link, Pending
 from isp.comm.tag import UNNAMED, Collective, CollectiveError, Tag, Transfer
 
-__all__ = ["Channel", "DryChannel", "Listener"]
+__all__ = ["Channel", "DryChannel", "Listener", "join_ranks"]
 
 _Group = dist.ProcessGroup
 _Method = Callable[..., dist.Work]
@@ -94,7 +94,7 @@ class Channel:
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
         pending = self.all_gather_into(out, x, tag=tag)
-        return pending.then(lambda out: _join(out, dim))
+        return pending.then(lambda out: join_ranks(out, dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0, *, tag: Tag = UNNAMED) -> Pending:
         """Sum over the ranks and keep this rank's slice: x [.., N, ..] -> [.., N/p, ..].
@@ -118,7 +118,7 @@ class Channel:
         chunks = self._split(x, scatter)  # [p, .., N/p, .., M/p, ..]
         out = torch.empty_like(chunks)
         pending = self.all_to_all_into(out, chunks, tag=tag)
-        return pending.then(lambda out: _join(out, gather))
+        return pending.then(lambda out: join_ranks(out, gather))
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
         """The sum (or `op="max"`) over the ranks, in a new tensor of the shape of x."""
@@ -368,7 +368,7 @@ def _ours(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _join(out: Tensor, dim: int) -> Tensor:
+def join_ranks(out: Tensor, dim: int) -> Tensor:
     """[p, .., N/p, ..] -> [.., N, ..]; a view if all dims before `dim` are 1."""
     dim = dim % (out.dim() - 1)
     joined: Tensor = out.movedim(0, dim).flatten(dim, dim + 1)

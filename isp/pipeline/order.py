@@ -279,12 +279,12 @@ def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[
 
 
 def split_layers(
-    costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0
+    costs: Sequence[float], stages: int, *, after: float = 0.0
 ) -> list[tuple[int, int]]:
     """(first, stop) of the layers of each stage, so that the costliest stage costs least.
 
-    `costs` are those of the layers, `before` and `after` those of what the first stage does before
-    its layers and the last one after them. Raises ValueError if a stage would have no layer.
+    `costs` are those of the layers, `after` that of what the last stage does after its layers.
+    Raises ValueError if a stage would have no layer.
     """
     num_layers, ends = len(costs), [0.0, *accumulate(costs)]
     if not 1 <= stages <= num_layers:
@@ -293,7 +293,7 @@ def split_layers(
         )
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
     for stage in range(stages):
-        extra = before * (stage == 0) + after * (stage == stages - 1)
+        extra = after * (stage == stages - 1)
         reached: dict[int, tuple[float, float, list[int]]] = {}
         for start, (worst, squares, cuts) in best.items():
             for stop in range(start + 1, num_layers - (stages - stage - 1) + 1):

@@ -175,19 +175,16 @@ class _Entry:
     """Where a stage's graph begins: has the gradient of its input, and no hold on the input."""
 
     def __init__(self) -> None:
-        self._gradient: Tensor | None = None
+        self.gradient: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x, whose gradient comes here."""
         entered: Tensor = _Enter.apply(x.new_empty(0).requires_grad_(), x, self)
         return entered
 
-    def put(self, dx: Tensor) -> None:
-        self._gradient = dx
-
     def take_gradient(self) -> Tensor:
         """The gradient, which goes to who asks."""
-        dx, self._gradient = self._gradient, None
+        dx, self.gradient = self.gradient, None
         assert dx is not None, "no backward has come to the stage's input"
         return dx
 
@@ -205,5 +202,5 @@ class _Enter(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[None, None, None]:
-        ctx.entry.put(dx)
+        ctx.entry.gradient = dx
         return None, None, None

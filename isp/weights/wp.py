@@ -146,16 +146,6 @@ class _Delegating(WPCommunicator):
     def communication_mode(self) -> str:
         return self.communicator.communication_mode
 
-    def layout(self, shape: tuple[int, int], *, dim: int = 0) -> ParameterLayout:
-        """This rank's part of a table of `shape`."""
-        return ParameterLayout(
-            global_shape=shape,
-            dim=dim,
-            parts=self.weight.size,
-            index=self.weight.rank,
-            reduce_over=Axis.WEIGHT_DATA,
-        )
-
     def recomputing(self) -> AbstractContextManager[None]:
         return self.communicator.recomputing()
 
@@ -192,7 +182,13 @@ class EmbeddingWeightParallelCommunicator(_Delegating):
 
     def table_layout(self, vocab_size: int, hidden_size: int) -> ParameterLayout:
         """This rank's part of the table."""
-        return self.layout((vocab_size, hidden_size), dim=int(self.split_hidden))
+        return ParameterLayout(
+            global_shape=(vocab_size, hidden_size),
+            dim=int(self.split_hidden),
+            parts=self.weight.size,
+            index=self.weight.rank,
+            reduce_over=Axis.WEIGHT_DATA,
+        )
 
 
 class HeadWeightParallelCommunicator(_Delegating):

@@ -233,7 +233,6 @@ def test_layers_go_where_the_work_is_least() -> None:
     assert split_layers([1.0] * 8, 1) == [(0, 8)]
     assert split_layers([1.0] * 8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert split_layers([1.0] * 7, 4, after=1.0) == [(0, 2), (2, 4), (4, 6), (6, 7)]
-    assert split_layers([1.0] * 6, 4, before=1.0, after=1.0) == [(0, 1), (1, 3), (3, 5), (5, 6)]
     assert split_layers([1.0] * 3, 3, after=9.0) == [(0, 1), (1, 2), (2, 3)]
     assert split_layers([1.0, 1.0, 1.0, 3.0], 2) == [(0, 3), (3, 4)]
     for layers in range(1, 20):
