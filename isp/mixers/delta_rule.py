@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.mixers import kernels
-from isp.mixers.recurrence import Inputs, StateSizes, decays
+from isp.mixers.recurrence import Inputs, StateSizes, by_segment, decays, in_chunks
 
 __all__ = ["DeltaRule"]
 
@@ -57,15 +57,10 @@ class DeltaRule:
         share = v.shape[1] // k.shape[1]
         if share > 1:
             q, k = (x.repeat_interleave(share, 1) for x in (q, k))
-        outs, states = [], []
         zeros = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
-        begins = repeat(zeros) if initial is None else initial.to(dtype).unbind()
-        segments = (x.split(list(lengths)) for x in (q, k, v, g, beta))
-        for *of_segment, begin in zip(*segments, begins, strict=False):
-            out, state = _scan(begin, *of_segment)
-            outs.append(out)
-            states.append(state)
-        return torch.cat(outs).to(inputs.of_heads[0].dtype), torch.stack(states)
+        begins = repeat(zeros) if initial is None else initial.to(dtype)
+        out, states = by_segment(_scan, (q, k, v, g, beta), lengths, begins)
+        return out.to(inputs.of_heads[0].dtype), states
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
         """As `Recurrence.summary`: [n, H K (V + K)], the state from zero beside the transition.
@@ -112,14 +107,8 @@ def _scan(
     if not len(q):
         return v, state
     size, length = min(_CHUNK[g.dim()], len(q)), len(q)
-    padding = -length % size
     # Tokens of nothing behind the last one: they decay and add nothing.
-    q, k, v, g, beta = (
-        F.pad(x, (0,) * (2 * (x.dim() - 1)) + (0, padding))
-        .unflatten(0, (-1, size))
-        .transpose(1, 2)  # [N, H, c, ..]
-        for x in (q, k, v, g, beta)
-    )
+    q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))  # [N, H, c, ..]
     kept, pair = decays(g)  # [N, H, c] and [N, H, c, c], or those with K
     if g.dim() == 3:
         kk, qk = (k @ k.mT) * pair, (q @ k.mT) * pair

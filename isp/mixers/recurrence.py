@@ -9,13 +9,22 @@ from zero follow from the segment's tokens alone: they are what ranks send each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Inputs", "Recurrence", "StateSizes", "Stateful", "decays"]
+__all__ = [
+    "Inputs",
+    "Recurrence",
+    "StateSizes",
+    "Stateful",
+    "by_segment",
+    "decays",
+    "in_chunks",
+]
 
 
 class Inputs(NamedTuple):
@@ -38,13 +47,12 @@ class Inputs(NamedTuple):
 
     def flat(self) -> Inputs:
         """Of tokens [B, S, ..], the same as [B S, ..]."""
-        of_heads = tuple(x.flatten(0, 1) for x in self.of_heads)
-        return Inputs(of_heads, tuple(x.flatten(0, 1) for x in self.of_groups), self.constants)
+        return self.of_tokens(lambda x: x.flatten(0, 1))
 
-    def tokens(self, begin: int, end: int) -> Inputs:
-        """Of these tokens alone."""
-        of_heads = tuple(x[begin:end] for x in self.of_heads)
-        return Inputs(of_heads, tuple(x[begin:end] for x in self.of_groups), self.constants)
+    def of_tokens(self, select: Callable[[Tensor], Tensor]) -> Inputs:
+        """Of the tokens that `select` takes of each tensor."""
+        of_heads, of_groups = (tuple(map(select, xs)) for xs in (self.of_heads, self.of_groups))
+        return Inputs(of_heads, of_groups, self.constants)
 
 
 class StateSizes(NamedTuple):
@@ -87,6 +95,26 @@ class Recurrence(Stateful, Protocol):
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
         """The state [H, ..] after a segment with this summary [F], from `state`; None: zeros."""
+
+
+def in_chunks(x: Tensor, size: int) -> Tensor:
+    """x [T, H, ..] in chunks of tokens, [n, H, size, ..]; behind the last token are zeros."""
+    padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % size,))
+    chunks: Tensor = padded.unflatten(0, (-1, size)).transpose(1, 2)
+    return chunks
+
+
+def by_segment(
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    xs: Sequence[Tensor],
+    lengths: Sequence[int],
+    initial: Iterable[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Results and final states of `scan`, which is called with a state and a segment of each x."""
+    segments = (x.split(list(lengths)) for x in xs)
+    found = [scan(*each) for each in zip(initial, *segments, strict=False)]
+    outs, states = zip(*found, strict=True)
+    return torch.cat(outs), torch.stack(states)
 
 
 def decays(logarithms: Tensor) -> tuple[Tensor, Tensor]:

@@ -151,22 +151,14 @@ def _summaries(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> 
     rows = x.new_zeros(len(lengths), recurrence.summary_size(inputs), dtype=dtype)
     if not continued:
         return rows
-    starts = [sum(lengths[:i]) for i in continued]
-    parts = [inputs.tokens(a, a + lengths[i]) for a, i in zip(starts, continued, strict=True)]
-    joint = parts[0] if len(parts) == 1 else _concatenated(parts)
-    found = recurrence.summary(joint, [lengths[i] for i in continued])
+
+    def of_continued(x: Tensor) -> Tensor:
+        parts = [x.split(lengths)[i] for i in continued]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    found = recurrence.summary(inputs.of_tokens(of_continued), [lengths[i] for i in continued])
     index = host_memory.send(torch.tensor(continued), x.device)
     return rows.index_copy(0, index, found)
-
-
-def _concatenated(parts: Sequence[Inputs]) -> Inputs:
-    of_heads = zip(*(part.of_heads for part in parts), strict=True)
-    of_groups = zip(*(part.of_groups for part in parts), strict=True)
-    return Inputs(
-        tuple(torch.cat(xs) for xs in of_heads),
-        tuple(torch.cat(xs) for xs in of_groups),
-        parts[0].constants,
-    )
 
 
 def _state_after(recurrence: Recurrence, inputs: Inputs, summaries: Tensor) -> Tensor | None:

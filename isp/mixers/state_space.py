@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 
 import torch
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.mixers import kernels
-from isp.mixers.recurrence import Inputs, StateSizes, decays
+from isp.mixers.recurrence import Inputs, StateSizes, by_segment, decays, in_chunks
 
 __all__ = ["Mamba2", "SelectiveScan"]
 
@@ -89,16 +90,10 @@ class _StateSpace:
         self, A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Results, without those of D, and final states, of tokens x, dt, B and C."""
-        outs, states = [], []
         x, B = xs[0], xs[2]
         zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
-        begins = repeat(zeros) if initial is None else initial.to(x.dtype).unbind()
-        segments = (t.split(list(lengths)) for t in xs)
-        for *of_segment, begin in zip(*segments, begins, strict=False):
-            out, state = self._segment(A, begin, *of_segment)
-            outs.append(out)
-            states.append(state)
-        return torch.cat(outs), torch.stack(states)
+        begins = repeat(zeros) if initial is None else initial.to(x.dtype)
+        return by_segment(partial(self._segment, A), xs, lengths, begins)
 
     def _segment(
         self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
@@ -154,12 +149,7 @@ class Mamba2(_StateSpace):
         B, C = (t.repeat_interleave(share, 1) for t in (B, C))
         size, length = min(_CHUNK, len(x)), len(x)
         x, decay = x * dt.unsqueeze(-1), A * dt
-        x, decay, B, C = (
-            F.pad(t, (0,) * (2 * (t.dim() - 1)) + (0, -length % size))
-            .unflatten(0, (-1, size))
-            .transpose(1, 2)  # [n, H, c, ..]
-            for t in (x, decay, B, C)
-        )
+        x, decay, B, C = (in_chunks(t, size) for t in (x, decay, B, C))  # [n, H, c, ..]
         kept, pair = decays(decay)  # [n, H, c], [n, H, c, c]
         inside = ((C @ B.mT) * pair) @ x
         written = (x * pair[:, :, -1].unsqueeze(-1)).mT @ B  # [n, H, P, N]
