@@ -8,8 +8,7 @@ from pydantic import Field
 
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
-from isp.parallel.distributable import check_distributable
-from isp.parallel.partition import any_of
+from isp.parallel.partition import usable
 from isp.settings.adapter import AdapterConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.recomputation import Recomputation
@@ -261,18 +260,18 @@ class ModelConfig:
                 if value % size:
                     raise ValueError(
                         f"parallel.tensor.size={size} must divide model.{key}={value} in {mode}"
-                        f" mode: use {_usable(value, size)}, or isp mode, which does not split the"
+                        f" mode: use {usable(value, size)}, or isp mode, which does not split the"
                         f" features"
                     )
         parallel.for_heads(self.num_heads, self.kv_heads)
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
-            check_distributable(self.hidden_size, parallel, seq_len)
+            parallel.tensor.check_distributable(self.hidden_size, seq_len)
         if mode.splits_sequence and seq_len % size:
             raise ValueError(
                 f"parallel.tensor.size={size} must divide the sequence of {seq_len} tokens"
                 f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode: use"
-                f" {_usable(seq_len, size)}"
+                f" {usable(seq_len, size)}"
             )
         if mode.splits_features and self.vocab_size <= (size - 1) * -(-self.vocab_size // size):
             raise ValueError(
@@ -296,7 +295,3 @@ def _check_stages(model: ModelConfig, pipeline: PipelineConfig) -> None:
             f"parallel.pipeline.size={pipeline.size}{chunks} is more than"
             f" model.num_layers={model.num_layers}: each stage needs a layer"
         )
-
-
-def _usable(whole: int, below: int) -> str:
-    return any_of([n for n in range(1, 2 * below) if whole % n == 0])

@@ -14,6 +14,7 @@ __all__ = [
     "divide",
     "divisors",
     "split_tensor_along_last_dim",
+    "usable",
 ]
 
 
@@ -33,6 +34,11 @@ def any_of(sizes: list[int]) -> str:
     """Such as `1, 2 or 4`."""
     *others, last = (str(size) for size in sizes)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def usable(whole: int, size: int) -> str:
+    """The sizes near `size` that divide `whole`, in words."""
+    return any_of([n for n in range(1, 2 * size) if whole % n == 0])
 
 
 def chunk_range(length: int, parts: int, index: int) -> range:
