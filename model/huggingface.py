@@ -27,6 +27,7 @@ from model.huggingface_experts import (
     experts_json,
     family_of_experts,
     shown,
+    unsupported,
 )
 
 __all__ = [
@@ -169,10 +170,8 @@ def _refuse(found: Mapping[str, Any]) -> None:
     }
     for key, computed in without.items():
         if found.get(key) not in computed:
-            raise ValueError(
-                f"{CONFIG_FILE} has {key}={shown(found[key])}, which isp's own decoder does not"
-                f" support: use model.hf, which trains the model unchanged"
-            )
+            value = shown(found[key])
+            raise unsupported(f"{key}={value}, which isp's own decoder does not support")
 
 
 def _window(found: Mapping[str, Any]) -> int | None:
@@ -183,10 +182,9 @@ def _window(found: Mapping[str, Any]) -> int | None:
         return None
     kinds = found.get("layer_types")
     if kinds is None and family == QWEN2_MOE:
-        raise ValueError(
-            f"{CONFIG_FILE} has use_sliding_window and no layer_types, so every second layer has a"
-            f" window; isp's own decoder has one in all layers or in none: use model.hf, which"
-            f" trains the model unchanged"
+        raise unsupported(
+            "use_sliding_window and no layer_types, so every second layer has a window; isp's own"
+            " decoder has one in all layers or in none"
         )
     if kinds is None and family in (_QWEN2, _QWEN3) and window is not None:
         first, layers = found.get("max_window_layers", 28), found["num_hidden_layers"]
@@ -194,10 +192,9 @@ def _window(found: Mapping[str, Any]) -> int | None:
     if kinds is None or window is None:
         return window
     if len(set(kinds)) > 1:
-        raise ValueError(
-            f"{CONFIG_FILE} has a window in {kinds.count('sliding_attention')} of {len(kinds)}"
-            f" layers; isp's own decoder has one in all layers or in none: use model.hf, which"
-            f" trains the model unchanged"
+        raise unsupported(
+            f"a window in {kinds.count('sliding_attention')} of {len(kinds)} layers; isp's own"
+            f" decoder has one in all layers or in none"
         )
     return window if kinds[0] == "sliding_attention" else None
 
@@ -206,9 +203,9 @@ def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None
     """`rope_theta` and `rope_scaling`, from what transformers 4 and 5 write."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
-            f"{CONFIG_FILE} has different rotary positions for kinds of layers, {rope}; isp's own"
-            f" decoder has one kind: use model.hf, which trains the model unchanged"
+        raise unsupported(
+            f"different rotary positions for kinds of layers, {rope}; isp's own decoder has one"
+            f" kind"
         )
     default = 1e6 if found["model_type"] == MIXTRAL else 1e4
     theta = float(rope.get("rope_theta", found.get("rope_theta") or default))
@@ -217,10 +214,9 @@ def _rope_values(found: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None
     if kind == "default" and rope.get("partial_rotary_factor", 1) == 1:
         return theta, None
     if kind not in known or rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(
-            f"{CONFIG_FILE} has rotary positions {shown(dict(rope))}; isp's own decoder supports"
-            f" default, {', '.join(known)} on whole heads: use model.hf, which trains the model"
-            f" unchanged"
+        raise unsupported(
+            f"rotary positions {shown(dict(rope))}; isp's own decoder supports default,"
+            f" {', '.join(known)} on whole heads"
         )
     values: dict[str, Any] = {"type": known[kind]}
     context = found.get("max_position_embeddings")

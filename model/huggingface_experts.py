@@ -24,6 +24,7 @@ __all__ = [
     "experts_json",
     "family_of_experts",
     "shown",
+    "unsupported",
 ]
 
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "mixtral", "qwen2_moe", "qwen3_moe"
@@ -48,11 +49,10 @@ def expert_values(found: Mapping[str, Any]) -> dict[str, Any]:
         return values
     mixtral, dense = family == MIXTRAL, found.get("mlp_only_layers") or []
     if found.get("decoder_sparse_step", 1) != 1 or sorted(dense) != [*range(len(dense))]:
-        raise ValueError(
-            f"config.json has mlp_only_layers={dense} and"
+        raise unsupported(
+            f"mlp_only_layers={dense} and"
             f" decoder_sparse_step={found.get('decoder_sparse_step', 1)}; isp's own decoder"
-            f" supports layers without experts only before all others: use model.hf, which trains"
-            f" the model unchanged"
+            f" supports layers without experts only before all others"
         )
     counted = "num_local_experts" if "num_experts" not in found else "num_experts"
     values |= {
@@ -108,6 +108,11 @@ def family_of_experts(model: ModelConfig) -> str:
             " model.norm_topk_prob=true"
         )
     return MIXTRAL
+
+
+def unsupported(what: str) -> ValueError:
+    """The error for what config.json has and the decoder does not compute."""
+    return ValueError(f"config.json has {what}: use model.hf, which trains the model unchanged")
 
 
 def count_of(found: Mapping[str, Any], key: str) -> int:

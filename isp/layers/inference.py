@@ -27,7 +27,6 @@ from isp.layers.megatron import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from isp.layers.module import ParallelModule
 from isp.layers.workspace import InferenceWorkspace, Norm, Residual
 
 __all__ = [
@@ -66,7 +65,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         """The residual or its norm [S, B, I] -> y [S, B, O/p]."""
         if isinstance(x, Residual):
             if self.norm is None:
-                raise ValueError(f"{_title(self.linear)} was made without a norm: give it one")
+                raise ValueError(f"{self.linear.title} was made without a norm: give it one")
             x = self.workspace.norm(x, self.norm, layer=self.linear.name)
         out, tokens = self._out, x.shape[:-1]
         if out is None or out.shape[:-1] != tokens:
@@ -157,7 +156,7 @@ def _check(
     layer: ParallelLinear | VocabParallelEmbedding, workspace: InferenceWorkspace, *, dim: int
 ) -> None:
     """Refuse a layer whose weight is not cut along `dim` over the group, or is used otherwise."""
-    title, weight, group = _title(layer), layer.weight, workspace.group
+    title, weight, group = layer.title, layer.weight, workspace.group
     if layer.communicator.gathers_weights:
         raise ValueError(f"{title} gathers its weight, as in isp mode: build it in mtp or msp")
     if weight is None:
@@ -180,7 +179,3 @@ def _check(
         raise ValueError(f"{title} splits its input itself: make it with input_is_parallel=True")
     if isinstance(layer, ParallelLinear) and layer.skip_bias_add:
         raise ValueError(f"{title} leaves its bias to others (skip_bias_add)")
-
-
-def _title(layer: ParallelModule) -> str:
-    return layer.name or type(layer).__name__

@@ -345,7 +345,7 @@ class ParallelLinear(ParallelModule):
         """`forward` without a bias that is added after the move of y."""
         own = self.weight
         if weight is None and own is None:
-            raise ValueError(f"{self._title} has no weight of its own: call it with one")
+            raise ValueError(f"{self.title} has no weight of its own: call it with one")
         if weight is not None and weight is not own:
             self._check(weight)
         inner_bias = None if self.bias_after_move or self.skip_bias_add else self.bias
@@ -356,12 +356,8 @@ class ParallelLinear(ParallelModule):
         expected = self.layouts["weight"].local_shape
         if tuple(weight.shape) != expected:
             raise ValueError(
-                f"{self._title} was called with a weight of shape {tuple(weight.shape)}, its shard"
+                f"{self.title} was called with a weight of shape {tuple(weight.shape)}, its shard"
                 f" has shape {expected}"
             )
         if self.communicator.gathers_weights:
-            raise ValueError(f"{self._title}: in isp mode only a layer's own weight is gathered")
-
-    @property
-    def _title(self) -> str:
-        return self.name or type(self).__name__
+            raise ValueError(f"{self.title}: in isp mode only a layer's own weight is gathered")

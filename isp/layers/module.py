@@ -120,6 +120,11 @@ class ParallelModule(nn.Module):
         self.name = ""
         self.layouts: dict[str, ParameterLayout] = {}
 
+    @property
+    def title(self) -> str:
+        """Its name, in messages."""
+        return self.name or type(self).__name__
+
     def add_shard(
         self, name: str, layout: ParameterLayout, *, device: torch.device, dtype: torch.dtype
     ) -> None:
