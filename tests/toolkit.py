@@ -20,6 +20,7 @@ from isp.layers.rank_layers import RankLayers
 from isp.parallel import Mode, ParallelConfig, Topology, WeightConfig
 from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
+from isp.weights.trace import Use
 from isp.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
 
 __all__ = [
@@ -209,7 +210,7 @@ def weight_mesh(rank: int, world: int) -> Mesh:
 def blocks_of(*layers: WeightHolder) -> tuple[DeclaredBlock, ...]:
     """Each layer as a block of its own, in this order."""
     return tuple(
-        DeclaredBlock(name=f"{i}", module=layer, uses=(DeclaredUse(name="use", layer=layer),))
+        DeclaredBlock(name=f"{i}", module=layer, uses=(DeclaredUse(Use("use"), layer),))
         for i, layer in enumerate(layers)
     )
 

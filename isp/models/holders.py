@@ -28,6 +28,7 @@ from isp.models.tiles import Holder
 from isp.models.trace import ModelTrace
 from isp.parallel.config import LaunchPoint
 from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
+from isp.weights.trace import Use
 
 __all__ = ["WeightHolders"]
 
@@ -307,16 +308,15 @@ def _uses_of(
         outer = follower.tile_of(call.module)
         for number, weight in enumerate((None,) if holder is None else holder.weights):
             inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
-            yield DeclaredUse(
-                name=f"{name}{inner}",
-                layer=weight,
-                at=at if outer is None else model.get_submodule(outer),
+            use = Use(
+                f"{name}{inner}",
                 launch_point=None if number else launch_point,
                 weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
                 with_previous=number > 0 if outer is None else latest == outer,
                 passes=0 if weight is None else _passes(weight, call),
                 in_recompute=outer is None,
             )
+            yield DeclaredUse(use, weight, at if outer is None else model.get_submodule(outer))
             latest = outer
 
 

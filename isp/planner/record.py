@@ -207,15 +207,15 @@ class EventRecorder:
             block.module.register_forward_pre_hook(partial(self._enters, b))
             block.module.register_forward_hook(partial(self._leaves, b))
             called: set[int] = set()
-            for v, use in enumerate(block.uses):
-                module = use.layer if use.at is None else use.at
-                assert isinstance(module, nn.Module), f"nothing is called at {use.name}"
+            for v, place in enumerate(block.uses):
+                module = place.layer if place.at is None else place.at
+                assert isinstance(module, nn.Module), f"nothing is called at {place.use.name}"
                 if id(module) in called:
-                    self._places[id(use.layer)] = b, v
-                    self._inside.add(id(use.layer))
+                    self._places[id(place.layer)] = b, v
+                    self._inside.add(id(place.layer))
                     continue
-                assert id(module) not in self._places, f"{use.name} is called twice"
-                self._places[id(module)] = self._places[id(use.layer)] = b, v
+                assert id(module) not in self._places, f"{place.use.name} is called twice"
+                self._places[id(module)] = self._places[id(place.layer)] = b, v
                 called.add(id(module))
                 module.register_forward_pre_hook(self._begins)
                 module.register_forward_hook(self._ends)

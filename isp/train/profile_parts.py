@@ -40,10 +40,10 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
     sites: list[tuple[str, nn.Module]] = []
     for chunk in step.chunks:
         parts.update(chunk.parts())
-        for use in (use for block in chunk.weight_blocks() for use in block.uses):
-            module = use.layer if use.at is None else use.at
+        for place in (place for block in chunk.weight_blocks() for place in block.uses):
+            module = place.layer if place.at is None else place.at
             assert isinstance(module, nn.Module)
-            sites.append((use.name, module))
+            sites.append((place.use.name, module))
     return Recorder(step.mesh.log, device, parts, sites)
 
 

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from torch import nn
 
-from isp.parallel.config import LaunchPoint
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.parameter import ShardedParameter
@@ -57,27 +56,17 @@ def parameters_of(layer: WeightHolder) -> tuple[ShardedParameter, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class DeclaredUse:
     """A place that a forward passes: a layer that reads its weight, or a bare launch point."""
 
-    name: str
-    """For people: `wqkv`, `attn`, ..."""
+    use: Use
+    """What the plan is told of it, without the names of its weight and bias."""
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
     """The module whose call marks the place, if that is not the layer itself; several uses of a
     block may lie in one call."""
-    launch_point: LaunchPoint | None = None
-    """The configuration's name for this place."""
-    in_recompute: bool = True
-    """False where a recompute does not come by, see `Use`."""
-    weight_in_backward: bool = True
-    """False where backward does not read the weight: an embedding, an input without gradient."""
-    with_previous: bool = False
-    """Whether the weight is read together with that of the use before, see `Use`."""
-    passes: int | None = None
-    """Work ahead of the layer's product; `isp layouts` needs it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,12 +117,10 @@ def as_chunks(declared: DeclaredChunks) -> Chunks:
     weights = weight_names(declared)
 
     def planned(v: DeclaredUse) -> Use:
-        weight = bias = None
-        if v.layer is not None:
-            weight = weights[id(v.layer.weight)]
-            bias = None if v.layer.bias is None else f"{v.layer.name}.bias"
-        flags = v.in_recompute, v.weight_in_backward
-        return Use(v.name, weight, v.launch_point, *flags, bias, v.passes, v.with_previous)
+        if v.layer is None:
+            return v.use
+        bias = None if v.layer.bias is None else f"{v.layer.name}.bias"
+        return v.use._replace(weight=weights[id(v.layer.weight)], bias=bias)
 
     return tuple(
         tuple(

@@ -60,6 +60,7 @@ class Use(NamedTuple):
     """One place of a block's forward, as the model declares it."""
 
     name: str
+    """For people: `wqkv`, `attn`, ..."""
     weight: str | None = None
     """The weight that is read here, by its unique name; None where there is only a launch point.
     The same name may stand at several uses: a module called twice, tied weights."""
@@ -74,7 +75,8 @@ class Use(NamedTuple):
     bias: str | None = None
     """The bias of the layer that reads the weight, by its unique name."""
     passes: int | None = None
-    """None where the model does not say; a plan of its time needs it."""
+    """Work ahead of the layer's product; None where the model does not say, `isp layouts` needs it.
+    """
     with_previous: bool = False
     """Whether the weight is read together with that of the last use before that has one: all of
     them are there from the first of these uses to the end of the last."""

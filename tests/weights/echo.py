@@ -23,6 +23,7 @@ from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.declare import DeclaredBlock, DeclaredUse
+from isp.weights.trace import Use
 from isp.weights.wp import WPCommunicator
 from tests.toolkit import ToolkitLayers, init_weights
 
@@ -149,11 +150,11 @@ class NetBlock(nn.Module):
 
     def uses(self) -> tuple[DeclaredUse, ...]:
         at = LaunchPoint
-        last = (DeclaredUse(name="w1", layer=self.w1, launch_point=at.W1),) if self.w1 else ()
+        last = (DeclaredUse(Use("w1", launch_point=at.W1), self.w1),) if self.w1 else ()
         return (
-            DeclaredUse(name="wqkv", layer=self.wqkv, launch_point=at.WQKV),
-            DeclaredUse(name="attn", at=self.core, launch_point=at.ATTN),
-            DeclaredUse(name="wo", layer=self.wo, launch_point=at.WO),
+            DeclaredUse(Use("wqkv", launch_point=at.WQKV), self.wqkv),
+            DeclaredUse(Use("attn", launch_point=at.ATTN), at=self.core),
+            DeclaredUse(Use("wo", launch_point=at.WO), self.wo),
             *last,
         )
 
@@ -205,8 +206,8 @@ class Net(nn.Module):
         return plain_linear(x, self.head)
 
     def declared(self) -> tuple[DeclaredBlock, ...]:
-        table = DeclaredUse(name="embedding", layer=self.embedding, weight_in_backward=False)
-        head = DeclaredUse(name="head", layer=self.head)
+        table = DeclaredUse(Use("embedding", weight_in_backward=False), self.embedding)
+        head = DeclaredUse(Use("head"), self.head)
         return (
             DeclaredBlock(name="embedding", module=self.embedding, uses=(table,)),
             *(
