@@ -22,6 +22,7 @@ keys travel, of NeMo's blockdiag_cp.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +80,7 @@ class ContextAttention:
         self.ring = ring
         self._plan_of = plan_of
         self._kernels: dict[tuple[torch.dtype, int, torch.device], LseKernel | None] = {}
-        self._known: dict[tuple[Any, ...], tuple[Route, ...]] = {}
-        """Routes, the one used last behind the others."""
+        self._routes_of = lru_cache(_ROUTES)(self._make_routes)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
@@ -156,11 +156,7 @@ class ContextAttention:
         if mask.cu_seqlens is not None:
             mask.check_covers(1, mask.bounds[-1], mask.bounds[-1])
             lengths, rows = mask.lengths, 1
-        key = lengths, rows, mask.causal, mask.window, in_ring
-        routes = self._known.pop(key, None) or self._make_routes(*key)
-        self._known[key] = routes
-        if len(self._known) > _ROUTES:
-            del self._known[next(iter(self._known))]
+        routes = self._routes_of(lengths, rows, mask.causal, mask.window, in_ring)
         if routes[0].num_tokens != batch_size * length:
             raise ValueError(
                 f"context rank {self.channel.rank} of {self.channel.size} has"

@@ -13,6 +13,7 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint tran
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class DistributedAttention:
         self.channel = channel
         self.together_below_bytes = together_below_bytes
         self._sent: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        self._exchanges: dict[tuple[str, int, tuple[tuple[range, ...], ...]], Exchange] = {}
+        self._exchange = lru_cache(_MAX_EXCHANGES)(self._make_exchange)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
@@ -108,17 +109,15 @@ class DistributedAttention:
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
-    def _exchange(self, heads: tuple[tuple[range, ...], ...], length: int, label: str) -> Exchange:
+    def _make_exchange(
+        self, heads: tuple[tuple[range, ...], ...], length: int, label: str
+    ) -> Exchange:
         """The exchange that spreads the `heads` of tensors and joins their tokens, S = `length`."""
-        key = label, length, heads
-        if key not in self._exchanges:
-            if len(self._exchanges) == _MAX_EXCHANGES:
-                self._exchanges.clear()
-            spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
-            sequence = Cut.even(_SEQUENCE, length, self.channel.size)
-            tag = Tag(Purpose.HEADS, tensor=f"attention.{label}")
-            self._exchanges[key] = Exchange(self.channel, spread, sequence, tag)
-        return self._exchanges[key]
+        spread = tuple(Cut(_HEADS, ranges) for ranges in heads)
+        sequence = Cut.even(_SEQUENCE, length, self.channel.size)
+        return Exchange(
+            self.channel, spread, sequence, Tag(Purpose.HEADS, tensor=f"attention.{label}")
+        )
 
     def _attend_arrived(
         self,

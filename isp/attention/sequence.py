@@ -21,11 +21,9 @@ from isp.attention.context import ContextAttention
 from isp.comm import Channel, Mesh, host_memory
 from isp.parallel import Axis
 from isp.parallel.config import ContextExchange, SequenceScan
-from isp.parallel.context import ContextPlan, Windows
+from isp.parallel.context import NO_WINDOWS, ContextPlan, Windows
 
 __all__ = ["SequenceRanks"]
-
-_ALL: Windows = ((None, 1),)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +32,7 @@ class SequenceRanks:
 
     head: Channel
     context: Channel
-    windows: Windows = _ALL
+    windows: Windows = NO_WINDOWS
     """Those of the model that attends."""
     head_first: bool = True
     """Whether the ranks of a head group are neighbours, or those of a context group."""
@@ -49,7 +47,7 @@ class SequenceRanks:
         return cls(
             head=mesh[Axis.HEAD],
             context=mesh[Axis.CONTEXT],
-            windows=windows or _ALL,
+            windows=windows or NO_WINDOWS,
             head_first=mesh.topology.head_first,
             exchange=exchange,
             scan=scan,

@@ -14,7 +14,6 @@ backward   the gradient of the halo returns by the transposed all-to-all and is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -96,9 +95,9 @@ def convolve(
         (x,) = exchanged(exchange, x.contiguous())
     if not len(x):
         return joined(x, weight, bias)
-    layout = _layout(placement, reach, x.device)
-    padded = torch.cat((x.new_zeros(1, x.shape[1]), x)).index_select(0, layout.rows)
-    return _convolved(padded[None], weight, bias, dilation)[0].index_select(0, layout.kept)
+    rows, kept = _layout(placement, reach, x.device)
+    padded = torch.cat((x.new_zeros(1, x.shape[1]), x)).index_select(0, rows)
+    return _convolved(padded[None], weight, bias, dilation)[0].index_select(0, kept)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
@@ -116,15 +115,13 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) ->
     return out.transpose(1, 2).to(x.dtype)
 
 
-class _InputLayout(NamedTuple):
-    rows: Tensor
-    """Of [1 + L], a zero and what has arrived, the row at each place of the convolution's input."""
-    kept: Tensor
-    """The places of its result that are this rank's tokens; the first `reach` have none."""
+def _layout(placement: Placement, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What lies where in the convolution's input, and which places of its result are kept.
 
-
-def _layout(placement: Placement, reach: int, device: torch.device) -> _InputLayout:
-    found: dict[tuple[int, torch.device], _InputLayout] = placement.layouts
+    Of [1 + L], a zero and what has arrived, the row at each place of the input; the places of the
+    result that are this rank's tokens, the first `reach` of the input having none.
+    """
+    found: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = placement.layouts
     if (reach, device) not in found:
         mask = placement.halo(reach).mask
         tokens = np.array(mask.lengths, np.int64)
@@ -137,7 +134,8 @@ def _layout(placement: Placement, reach: int, device: torch.device) -> _InputLay
         first = np.cumsum(seen) - seen
         rows = np.where(inside < 0, 0, 1 + first[of] + inside)
         kept = np.flatnonzero(place - start[of] >= reach) - reach
-        found[reach, device] = _InputLayout(
-            *(host_memory.send(torch.from_numpy(x.astype(np.int32)), device) for x in (rows, kept))
+        found[reach, device] = (
+            host_memory.send(torch.from_numpy(rows.astype(np.int32)), device),
+            host_memory.send(torch.from_numpy(kept.astype(np.int32)), device),
         )
     return found[reach, device]

@@ -30,12 +30,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ContextPlan", "Slice", "Windows"]
+__all__ = ["NO_WINDOWS", "ContextPlan", "Slice", "Windows"]
 
 Windows = tuple[tuple[int | None, int], ...]
 """The windows of a model's attention layers, in tokens (None: all), each with how many have it."""
 
-_ALL: Windows = ((None, 1),)
+NO_WINDOWS: Windows = ((None, 1),)
 
 _Ints = NDArray[np.int64]
 
@@ -56,11 +56,13 @@ class ContextPlan:
     """Tokens of each document; they lie one after another in the row."""
     slices: tuple[tuple[Slice, ...], ...]
     """Of each context rank, by document and begin; together every token once."""
-    windows: Windows = _ALL
+    windows: Windows = NO_WINDOWS
     """Of the layers that the costs count."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], num_ranks: int, windows: Windows = _ALL) -> ContextPlan:
+    def of(
+        cls, lengths: Sequence[int], num_ranks: int, windows: Windows = NO_WINDOWS
+    ) -> ContextPlan:
         """The plan for documents of these lengths: S/c tokens for each rank, and even costs.
 
         Where c does not divide S the first ranks have a token more. Kept for the next who asks.
