@@ -75,16 +75,11 @@ class HostInputs:
 
     def _next(self, stored: Stored) -> Stored | None:
         """The input that backward asks for after this one."""
-        own = next(kept for kept in self._passes if any(ref() is stored for ref in kept))
-        before: list[Stored] = []
-        for other in _alive(own):
-            if other is stored:
-                break
-            before.append(other)
-        if before:
-            return before[-1]
-        others = (_alive(kept) for kept in self._passes if kept is not own)
-        return next((kept[-1] for kept in others if kept), None)
+        passes = [_alive(kept) for kept in self._passes]
+        own = next(kept for kept in passes if stored in kept)
+        if place := own.index(stored):
+            return own[place - 1]
+        return next((kept[-1] for kept in passes if kept and kept is not own), None)
 
 
 def _alive(kept: list[weakref.ref[Stored]]) -> list[Stored]:
