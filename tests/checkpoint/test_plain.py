@@ -35,14 +35,6 @@ def test_tensors_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, ..
     assert torch.equal(back, tensor)
 
 
-def test_a_generator_goes_on_where_it_was() -> None:
-    """Catches a random state that survives as numbers but cannot be set."""
-    generator = torch.Generator().manual_seed(3)
-    state = from_json(to_json(generator.get_state()))
-    expected = torch.rand(4, generator=generator)
-    assert torch.equal(torch.rand(4, generator=torch.Generator().set_state(state)), expected)
-
-
 @pytest.mark.parametrize("value", [{"a": [object()]}, {(1,): 2}, {1, 2}])
 def test_what_is_not_plain_is_refused(value: object) -> None:
     """Catches an object kept as its repr, and a key that reads back as something else."""

@@ -47,7 +47,7 @@ def test_reads_the_bytes_of_megatron(golden: Path) -> None:
     dataset = IndexedDataset(golden)
     assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
     assert dataset.lengths.tolist() == [4, 0, 2]
-    assert (len(dataset), dataset.num_sequences, dataset.num_tokens) == (3, 3, 6)
+    assert (len(dataset), dataset.num_tokens) == (3, 6)
     assert dataset.read(0, 2, 4).tolist() == [7, 8]  # across two sequences
 
 

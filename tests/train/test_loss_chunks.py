@@ -23,7 +23,6 @@ MODEL = ModelConfig(
     intermediate_size=40,
     init_std=0.3,
 )
-TIED = replace(MODEL, tie_embeddings=True, checkpoint=0.5)
 CHUNK = 5
 """Tokens, of rows of 32: the last chunk has fewer."""
 
