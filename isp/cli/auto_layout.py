@@ -88,7 +88,10 @@ def choose_layout(
     def contradicts(words: Sequence[str]) -> bool:
         return any(word[2:].partition("=")[0] in given for word in words)
 
-    say = _say if speaks() else _say_nothing
+    def say(name: str, text: str) -> None:
+        if speaks():
+            print(f"{name:<11} {text}", file=sys.stderr, flush=True)
+
     there, rows = resumed(config), rows_of(config, ranks)
     there_ranks = None if there is None else there.manifest.topology.world_size
     if there is not None and there_ranks == ranks and saved_sequences(there) == rows:
@@ -192,11 +195,3 @@ def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
         f"--parallel auto: no fabric is known for {device_name}: {measure}, or give one of"
         f" {', '.join(known_fabrics())}"
     )
-
-
-def _say(name: str, text: str) -> None:
-    print(f"{name:<11} {text}", file=sys.stderr, flush=True)
-
-
-def _say_nothing(_: str, __: str) -> None:
-    """On ranks other than the first."""

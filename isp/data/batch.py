@@ -80,16 +80,13 @@ class BatchSampler:
         """The `micro_num` micro-batches of `data_rank` at `step`, both counted from 0."""
         assert step >= 0
         assert 0 <= data_rank < data_size
-        return [
-            self._micro_batch((step * self.micro_num + micro) * data_size + data_rank)
-            for micro in range(self.micro_num)
-        ]
-
-    def _micro_batch(self, index: int) -> MicroBatch:
-        """Micro-batch `index` of the whole run."""
-        rows = range(index * self.micro_bsz, (index + 1) * self.micro_bsz)
-        samples = [self.dataset.sample(row) for row in rows]
-        return MicroBatch.from_samples(samples, pack=self.dataset.pack)
+        batches = []
+        for micro in range(self.micro_num):
+            index = (step * self.micro_num + micro) * data_size + data_rank  # of the whole run
+            rows = range(index * self.micro_bsz, (index + 1) * self.micro_bsz)
+            samples = [self.dataset.sample(row) for row in rows]
+            batches.append(MicroBatch.from_samples(samples, pack=self.dataset.pack))
+        return batches
 
 
 def held_out_micro_batches(

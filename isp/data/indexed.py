@@ -99,7 +99,7 @@ class IndexedDataset:
         self.bin_path = _with(Path(prefix), ".bin")
         self.idx_path = _with(Path(prefix), ".idx")
         check_pair(Path(prefix))
-        self.dtype, self.num_sequences, self.offsets = _read_index(self.idx_path)
+        self.dtype, self.offsets = _read_index(self.idx_path)
         self.lengths = np.diff(self.offsets)  # [documents], in tokens
         self._check_bin_size()
         # A plain view: slicing a memmap object costs several times as much.
@@ -231,8 +231,8 @@ class IndexedDatasetWriter:
         return _with(self._prefix, suffix + ".partial")
 
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], int, npt.NDArray[np.int64]]:
-    """The type of the ids, the number of sequences, and the documents' bounds in tokens.
+def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
+    """The type of the ids, and the documents' bounds in tokens.
 
     Raises ValueError for an .idx that is not one, or is damaged.
     """
@@ -278,7 +278,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], int, npt.NDArray[np.int64]]:
         raise ValueError(
             f"{path} is damaged: its sequences or documents do not follow one another: {_WAY_OUT}"
         )
-    return _DTYPES[code], num_sequences, starts[documents]
+    return _DTYPES[code], starts[documents]
 
 
 def _with(prefix: Path, suffix: str) -> Path:

@@ -24,7 +24,7 @@ from isp.inference.engine import Engine
 from isp.models.build import BuiltModel, build_model, parameter_shapes
 from isp.models.model import TracedModel
 from isp.parallel import Axis, ParallelConfig
-from isp.settings import CheckpointConfig
+from isp.settings import DTYPES, CheckpointConfig
 from isp.settings.adapter import ADAPTER_FILE, with_adapter
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
@@ -38,8 +38,6 @@ __all__ = ["Source", "open_source"]
 
 _TILE_TOKENS = 4096
 """Tokens of a prompt that an MLP of the decoder computes at a time."""
-
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -228,7 +226,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     return Source(
         title=str(path),
         section=_section(path, described) if base == path else _validated(named),
-        dtype=dtype or (saved if saved in _DTYPES else "float32"),
+        dtype=dtype or (saved if saved in DTYPES else "float32"),
         tokenizer=own,
         ends=frozenset([own.eos_id]) | _ends(base, described),
         trained_length=described.get("max_position_embeddings", described.get("n_positions")),

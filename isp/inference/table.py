@@ -15,19 +15,19 @@ _BEYOND = "beyond the trained length"
 def describe(evaluation: Evaluation) -> str:
     """For a terminal."""
     parts, trained = [], evaluation.trained_length
-    if evaluation.text is not None:
-        parts += [_text_head(evaluation.text), aligned(list(_text(evaluation.text, trained)))]
-    if evaluation.passkeys is not None:
-        keys = list(_passkeys(evaluation.passkeys, trained))
-        parts += [_passkey_head(evaluation.passkeys), aligned(keys)]
+    if (text := evaluation.text) is not None:
+        parts += [
+            f"loss by position in {text.rows} sequences of {text.length:,} tokens, {text.source};"
+            f" `loss so far`: cumulative mean",
+            aligned(list(_text(text, trained))),
+        ]
+    if (passkeys := evaluation.passkeys) is not None:
+        parts += [
+            f"passkeys of {passkeys.digits} digits found, of {passkeys.keys} at each length"
+            f" (tokens) and depth",
+            aligned(list(_passkeys(passkeys, trained))),
+        ]
     return "\n\n".join(parts)
-
-
-def _text_head(text: TextLosses) -> str:
-    return (
-        f"loss by position in {text.rows} sequences of {text.length:,} tokens, {text.source};"
-        f" `loss so far`: cumulative mean"
-    )
 
 
 def _text(text: TextLosses, trained: int | None) -> Iterator[tuple[str, ...]]:
@@ -37,13 +37,6 @@ def _text(text: TextLosses, trained: int | None) -> Iterator[tuple[str, ...]]:
             *text.shown(bucket),
             _BEYOND if trained is not None and bucket.begin >= trained else "",
         )
-
-
-def _passkey_head(passkeys: Passkeys) -> str:
-    return (
-        f"passkeys of {passkeys.digits} digits found, of {passkeys.keys} at each length (tokens)"
-        f" and depth"
-    )
 
 
 def _passkeys(passkeys: Passkeys, trained: int | None) -> Iterator[tuple[str, ...]]:

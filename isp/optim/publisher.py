@@ -94,14 +94,13 @@ class Publisher:
 
     def wait_for(self, parameter: nn.Parameter) -> None:
         """Wait until `parameter` is up to date; free if it is."""
-        bucket = self._bucket_of.get(parameter)  # none in a channel of one rank
-        if bucket is not None:
-            bucket.wait()
+        for wait in self.waits_for([parameter]):
+            wait()
 
     def waits_for(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
         """As `wait_for`, once for each bucket that these are in."""
-        found = (self._bucket_of.get(parameter) for parameter in parameters)
-        return [bucket.wait for bucket in dict.fromkeys(found) if bucket is not None]
+        of = self._bucket_of  # none in a channel of one rank
+        return [bucket.wait for bucket in dict.fromkeys(of[p] for p in parameters if p in of)]
 
     def wait(self) -> None:
         """Wait for all transfers."""

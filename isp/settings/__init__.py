@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import field
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -34,8 +34,10 @@ from isp.settings.section import (
 )
 
 __all__ = [
+    "DTYPES",
     "CheckpointConfig",
     "CommConfig",
+    "DType",
     "GradScalerConfig",
     "JobSection",
     "LRSchedulerConfig",
@@ -49,6 +51,9 @@ __all__ = [
 ]
 
 
+DType = Literal["float64", "float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = get_args(DType)
+"""Names of torch's dtypes for weights and activations."""
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 
 
@@ -169,7 +174,7 @@ class TrainingConfig:
     max_time: Annotated[int | str | None, AfterValidator(_duration)] = None
     """Time limit of one start of the run, including the last save: seconds, `HH:MM:SS` or
     `D-HH:MM:SS`. The same command resumes the run. null: no limit."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    dtype: DType = "float32"
     """Dtype of weights and activations; with bfloat16 and float16, gradients and master weights
     are float32, and float16 also scales the loss (`optimizer.grad_scaler`)."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1), KeyRole.DATA] = 0

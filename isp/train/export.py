@@ -20,6 +20,7 @@ from isp.checkpoint.state import check_shapes, saved_rows
 from isp.checkpoint.whole import WholeWeights
 from isp.config.models import language_model
 from isp.models.build import parameter_shapes
+from isp.settings import DTYPES
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from model.config import ModelConfig
@@ -109,7 +110,7 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
     known = {
         "model.hf": lambda found: found is None or isinstance(found, str),
         "model.init_from": lambda found: found is None or isinstance(found, str),
-        "training.dtype": lambda found: found in _DTYPES,
+        "training.dtype": lambda found: found in DTYPES,
         "data.seq_len": lambda found: type(found) is int and found > 0,
         "data.tokenizer": lambda found: isinstance(found, str),
     }
@@ -120,9 +121,6 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
         if not is_known(found):
             raise ValueError(f"{info.path} is damaged: its configuration has {key}={found!r}")
     return kept
-
-
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 class _Plan(NamedTuple):

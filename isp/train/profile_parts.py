@@ -147,7 +147,8 @@ def _mode_profile(
     steps = [measured.first + number for number in range(len(losses))]
     by_rank = [[totals(own, step) for step in steps] for own in times]
     means = [mean_totals([of_rank[i] for of_rank in by_rank]) for i in range(len(steps))]
-    typical = _closest_to_median([mean.step_ms for mean in means])
+    median = statistics.median(mean.step_ms for mean in means)
+    typical = min(range(len(means)), key=lambda i: abs(means[i].step_ms - median))
     zero = times[0].begins[steps[typical]]
     topology = config.topology(len(records))
     profile = ModeProfile(
@@ -189,8 +190,3 @@ def _mode_profile(
             zero_seconds=record.unix_zero + begin,
         )
     return profile, events
-
-
-def _closest_to_median(values: Sequence[float]) -> int:
-    median = statistics.median(values)
-    return min(range(len(values)), key=lambda i: abs(values[i] - median))
