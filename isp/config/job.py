@@ -164,6 +164,11 @@ class JobConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
+    def sequences(self, topology: Topology) -> int:
+        """Samples of a step, over all ranks."""
+        own = self.data.micro_bsz * self.data.num_micro_batches
+        return self.training.global_batch_size or own * topology.data
+
     def for_ranks(self, world_size: int) -> JobConfig:
         """The same with the `data.micro_num` that a global batch takes on so many ranks.
 

@@ -90,7 +90,8 @@ class StepData:
         self._places: dict[int, Plain] = {}
         self._stream: StreamDataset | MixedDataset | None = None
         rank, size = self._replica.rank, self._replica.size
-        self._samples = config.data.micro_bsz * self._num_micro_batches * size
+        self._samples = config.sequences(mesh.topology)
+        """Of a step, over all ranks."""
         if datasets is not None:
             if config.data.streaming:
                 assert isinstance(datasets.train, StreamDataset | MixedDataset)
@@ -149,10 +150,7 @@ class StepData:
                 micro_bsz=data.micro_bsz,
                 data_rank=ranks.rank,
                 data_size=ranks.size,
-                max_samples=self._valid_steps
-                * data.micro_bsz
-                * self._num_micro_batches
-                * ranks.size,
+                max_samples=self._valid_steps * self._samples,
             )
         while True:
             batches = list(islice(read, self._num_micro_batches))

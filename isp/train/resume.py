@@ -28,7 +28,7 @@ from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable, differences
 from isp.models.build import parameter_shapes
-from isp.parallel import Axis, Topology
+from isp.parallel import Topology
 from isp.run.folder import (
     LaunchRecord,
     RunFolder,
@@ -341,7 +341,7 @@ def saved_sequences(info: CheckpointInfo) -> int | None:
 
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """The values a checkpoint keeps, plain, to be compared when a run is resumed."""
-    return {_CONFIG: to_plain(config), _SEQUENCES: _sequences(config, topology)}
+    return {_CONFIG: to_plain(config), _SEQUENCES: config.sequences(topology)}
 
 
 def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -> list[str]:
@@ -383,15 +383,9 @@ def _compare(
         (refused if makes_another else lines).append(line)
     if topology is None:
         return refused, lines
-    there, here = saved_sequences(info), _sequences(config, topology)
+    there, here = saved_sequences(info), config.sequences(topology)
     if there != here:
         refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
     if (there := info.manifest.topology.world_size) != topology.world_size:
         lines.append(f"ranks: {there} there, {topology.world_size} now")
     return refused, lines
-
-
-def _sequences(config: JobConfig, topology: Topology) -> int:
-    """Samples of a step, over all ranks."""
-    own = config.data.micro_bsz * config.data.num_micro_batches
-    return config.training.global_batch_size or own * topology.size(Axis.DATA)

@@ -57,11 +57,9 @@ def main(config: JobConfig) -> signal.Signals | None:
     config.require_packages()
     config.check_folder_model()
     check_param_groups(config)
-    local_ranks, local_rank = (
-        int(os.environ.get(name, default))
-        for name, default in (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    )
-    check_host_memory(config, topology, local_ranks, world.rank - local_rank)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first_here = world.rank - int(os.environ.get("LOCAL_RANK", "0"))
+    check_host_memory(config, topology, local_ranks, first_here)
     datasets = open_for_rank(config, topology, world.rank)
     torch.manual_seed(config.training.seed)
     if config.training.deterministic:
@@ -89,8 +87,8 @@ def main(config: JobConfig) -> signal.Signals | None:
                 if dataset is not None:
                     logger.info("%-11s %s", name, dataset.summary)
             if isinstance(datasets.train, MixedDataset):
-                step = config.data.micro_bsz * config.data.num_micro_batches * topology.data
-                shares = datasets.train.shares(step * config.training.steps)
+                of_run = config.sequences(topology) * config.training.steps
+                shares = datasets.train.shares(of_run)
                 logger.info("%-11s %s", "mixture", shares)
             if isinstance(datasets.train, ExampleDataset):
                 logger.info("%-11s %s", "example", datasets.train.shown(datasets.tokenizer))

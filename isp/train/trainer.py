@@ -105,10 +105,7 @@ class Trainer:
         """Steps done."""
         self.tokens = 0
         """Tokens that all ranks have trained on in them."""
-        read = config.data
-        self.tokens_per_step = (
-            read.micro_bsz * read.num_micro_batches * read.seq_len * mesh[Axis.DATA].size
-        )
+        self.tokens_per_step = config.sequences(mesh.topology) * config.data.seq_len
         name = device_name(device)
         peak = peak_tflops(name, config.metrics.peak_tflops)
         ranks = mesh.topology.world_size
