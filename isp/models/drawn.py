@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -69,9 +69,7 @@ class Drawing:
             func(tile, *args, **own)
 
 
-def drawings(
-    parameters: Mapping[str, nn.Parameter], begin: Callable[[], None]
-) -> dict[str, Drawing]:
+def drawings(parameters: Mapping[str, Tensor], begin: Callable[[], None]) -> dict[str, Drawing]:
     """What `begin` does to each of these parameters, which have no memory, by name."""
     noted = _Noted(parameters)
     try:
@@ -86,7 +84,7 @@ def drawings(
 class _Noted(TorchDispatchMode):
     """Notes operators on parameters."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.found = {name: Drawing() for name in parameters}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,8 +159,7 @@ class ExpertLoad:
         moves = (counts.sum(1, keepdim=True) - counts * self._sizes).sign()
         for move, (name, size) in zip(moves, self._experts.items(), strict=True):
             if name in self._biases:
-                owner, _, local = self._biases[name].rpartition(".")
-                bias: Any = getattr(self._model.get_submodule(owner), local)
+                bias = attrgetter(self._biases[name])(self._model)
                 if bias.is_contiguous():  # a parameter of another stage has the memory of one
                     bias += move[:size].to(bias.dtype).view_as(bias) * self._rate
 

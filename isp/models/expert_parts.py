@@ -18,7 +18,7 @@ sorted by expert
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -93,20 +93,6 @@ class ExpertGroups:
                 self.parts.gather(self.groups[0].declared)
 
         module.register_forward_pre_hook(begin)
-
-    @contextmanager
-    def whole(self, group: _Group, phase: Phase) -> Iterator[Sequence[Tensor]]:
-        """The whole weights of a group, while the next one is gathered."""
-        number, last = self.groups.index(group), len(self.groups) - 1
-        full = self.parts.read(group.declared)
-        following = number + (-1 if phase is Phase.BACKWARD else 1)
-        if self.parts.overlap and 0 <= following <= last:
-            self.parts.gather(self.groups[following].declared)
-        try:
-            yield full
-        finally:
-            if phase is not Phase.RECOMPUTE or number < last:  # [Note: Kept at the turn]
-                self.parts.free(group.declared)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         calls = [_routed(group, *args, **kwargs) for group in self.groups]
@@ -195,8 +181,20 @@ class _Group(CalledExperts):
         super().__init__(module, name, experts.communicator, place, call)
         self._experts = experts
 
-    def whole(self, phase: Phase) -> AbstractContextManager[Sequence[Tensor]]:
-        return self._experts.whole(self, phase)
+    @contextmanager
+    def whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:
+        """The whole weights of the group, while the next one is gathered."""
+        groups, parts = self._experts.groups, self._experts.parts
+        number, last = groups.index(self), len(groups) - 1
+        full = parts.read(self.declared)
+        following = number + (-1 if phase is Phase.BACKWARD else 1)
+        if parts.overlap and 0 <= following <= last:
+            parts.gather(groups[following].declared)
+        try:
+            yield full
+        finally:
+            if phase is not Phase.RECOMPUTE or number < last:  # [Note: Kept at the turn]
+                parts.free(self.declared)
 
     def compute(self, given: Any, tensors: Sequence[Tensor], full: Sequence[Tensor]) -> Tensor:
         if not len(tensors[0]):  # no token; code may not run without any

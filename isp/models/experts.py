@@ -15,7 +15,7 @@ E experts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -93,16 +93,13 @@ class CalledExperts:
         self._module, self._call = module, call(module)
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
 
-    def whole(self, phase: Phase) -> AbstractContextManager[Sequence[Tensor]]:
+    @contextmanager
+    def whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:
         """The whole weights, waited for in order, in backward from the last to the first.
 
         All of them: what is not there is gathered by all ranks, and which tokens go to an expert
         decides on each rank what is read, and when.
         """
-        return self._whole(phase)
-
-    @contextmanager
-    def _whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:
         turn = slice(None, None, -1 if phase is Phase.BACKWARD else 1)
         with ExitStack() as stack:
             uses = [self.communicator.unshard(w, phase, w.weight) for w in self.weights[turn]]

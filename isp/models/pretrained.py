@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.converted import ConvertedFiles
@@ -91,7 +93,7 @@ def saved_again(
     model = _made(folder, torch.float32)
     weights = _weights_of(model, Path(folder))
     kept = {name: buffer for name, buffer in _kept_buffers(model) if name not in shapes}
-    own = {n: tuple(_tensor(model, n).shape) for n in _names(model) if n not in kept}
+    own = {n: tuple(attrgetter(n)(model).shape) for n in _names(model) if n not in kept}
     if odd := [name for name in {**own, **shapes} if own.get(name) != shapes.get(name)]:
         raise ValueError(
             f"the weights do not fit the model in {folder}: {odd[0]} is"
@@ -175,7 +177,7 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     tensors, aliases = {}, {*untrained}
     for of_one in names.values():
         there = next((name for name in of_one if name in files.names), of_one[0])
-        tensors[there] = _tensor(model, there)
+        tensors[there] = attrgetter(there)(model)
         aliases.update(of_one)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     integers = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
@@ -197,13 +199,6 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     kept = model.state_dict(keep_vars=True).keys()
     return (item for item in model.named_buffers() if item[0] in kept)
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, _, local = name.rpartition(".")
-    tensor = getattr(model.get_submodule(owner), local)
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
@@ -330,19 +325,15 @@ def begun_by_the_model(
 
 
 @contextmanager
-def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, nn.Parameter]]:
+def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor]]:
     """In this context the module has other parameters of its own, of NaN in float32; by name."""
-    before = dict(module.named_parameters(recurse=False))
-    own = {}
-    for local, parameter in before.items():
-        value = torch.full(parameter.shape, torch.nan, dtype=torch.float32, device=device)
-        own[local] = nn.Parameter(value)
-        module.register_parameter(local, own[local])
-    try:
+    options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    own: dict[str, Tensor] = {
+        local: nn.Parameter(torch.full(parameter.shape, torch.nan, **options))
+        for local, parameter in module.named_parameters(recurse=False)
+    }
+    with _reparametrize_module(module, own):
         yield own
-    finally:
-        for local, parameter in before.items():
-            module.register_parameter(local, parameter)
 
 
 def _begin(shape: Any, owner: str) -> None:

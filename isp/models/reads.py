@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -136,16 +137,7 @@ def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -
         cut = left
 
 
-_EMBEDDING_ARGUMENTS = (
-    "input",
-    "weight",
-    "padding_idx",
-    "max_norm",
-    "norm_type",
-    "scale_grad_by_freq",
-    "sparse",
-)
-"""The arguments of `F.embedding`."""
+_EMBEDDING = inspect.signature(F.embedding)
 
 
 def looked_up(
@@ -157,7 +149,7 @@ def looked_up(
     and `sparse` are not supported, or `weight[ids]` of a table whose rows all take a gradient.
     """
     if func is F.embedding:
-        given = dict(zip(_EMBEDDING_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
+        given = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
         alike = given.get("padding_idx") == table.padding_idx and given.get("max_norm") is None
         plain = not given.get("scale_grad_by_freq") and not given.get("sparse")
         ids = given["input"] if given["weight"] is table.weight and alike and plain else None

@@ -12,6 +12,7 @@ N tokens that a router is called with, E experts, k of them a token
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +76,11 @@ class _Routing:
     def __init__(self, mask: Tensor, own: Tensor, weight: float, scale: Tensor) -> None:
         self.mask, self.own = mask, own
         self.weight, self.scale = weight, scale
-        self.counts: Tensor | None = None
-        """[E], tokens sent to each expert, in all layers."""
-        self.probabilities: Tensor | None = None
-        """[E], summed."""
-        self.z = mask.new_zeros((), dtype=torch.float64)
-        self.num_rows = mask.new_zeros((), dtype=torch.float64)
+        zero = mask.new_zeros((), dtype=torch.float64)
+        self.counts = self.probabilities = zero
+        """[E] once there are some: tokens sent to each expert, and probabilities, in all layers."""
+        self.z = zero
+        self.num_rows = zero
         """Tokens that count, of all layers."""
         self.whole = False
         """Whether routers are called with all tokens of the sequence."""
@@ -98,17 +98,14 @@ class _Routing:
         seen = self.tokens(len(logits)).unsqueeze(-1)
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices
-        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1).mul_(seen).sum(0)
-        probabilities = probabilities.mul_(seen).sum(0)
-        if self.counts is not None and self.probabilities is not None:
-            counts, probabilities = counts + self.counts, probabilities + self.probabilities
-        self.counts, self.probabilities = counts, probabilities
+        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)
+        self.counts = counts.mul_(seen).sum(0) + self.counts
+        self.probabilities = probabilities.mul_(seen).sum(0) + self.probabilities
         self.z = self.z + (logits.logsumexp(-1) ** 2 * seen[:, 0]).sum()
         self.num_rows = self.num_rows + seen.sum()
 
     def gradient(self, logits: Tensor, coefficients: RouterCoefficients) -> Tensor:
         """That of the logits of a router, [N, E]."""
-        assert self.counts is not None
         seen = self.tokens(len(logits)).unsqueeze(-1)
         softmax = logits.softmax(-1)
         of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
@@ -144,7 +141,7 @@ class RouterLosses:
         self._top_k, self.coefficients, self._channel = top_k, of, channel
         self._routing: _Routing | None = None
         for router, place in routers:
-            router.register_forward_hook(self._hook(place))
+            router.register_forward_hook(partial(self._routed, place))
 
     def begin(self, mask: Tensor, own: Tensor, *, weight: float, scale: Tensor) -> None:
         """A forward in training begins, whose losses have this `weight` in that of the step.
@@ -163,8 +160,6 @@ class RouterLosses:
         routing = self._routing
         assert routing is not None
         routing.is_over = True
-        assert routing.counts is not None
-        assert routing.probabilities is not None
         rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
         totals = torch.cat((routing.counts, routing.probabilities, rest))
         if not routing.whole:
@@ -177,24 +172,22 @@ class RouterLosses:
         aux = (counts * probabilities).sum() * len(counts)
         return (self.coefficients.aux * aux + self.coefficients.z * z) * routing.weight
 
-    def _hook(self, index: int) -> Any:
-        def routed(module: nn.Module, _: object, given: Any) -> Any:
-            routing = self._routing
-            if routing is None:
-                return given
-            leaves, spec = tree_flatten(given)
-            logits = given[index]
-            if not routing.is_over:
-                routing.add(widened(logits.detach().flatten(0, -2)), self._top_k)
-            if not (torch.is_grad_enabled() and logits.requires_grad):
-                return given
-            places = [i for i, x in enumerate(leaves) if x.requires_grad]
-            tied = _Tied.apply(logits, routing, self.coefficients, *(leaves[i] for i in places))
-            for place, x in zip(places, tied, strict=True):
-                leaves[place] = x
-            return tree_unflatten(leaves, spec)
-
-        return routed
+    def _routed(self, index: int, _: nn.Module, __: object, given: Any) -> Any:
+        """A router has given logits, at `index`, and more."""
+        routing = self._routing
+        if routing is None:
+            return given
+        leaves, spec = tree_flatten(given)
+        logits = given[index]
+        if not routing.is_over:
+            routing.add(widened(logits.detach().flatten(0, -2)), self._top_k)
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return given
+        places = [i for i, x in enumerate(leaves) if x.requires_grad]
+        tied = _Tied.apply(logits, routing, self.coefficients, *(leaves[i] for i in places))
+        for place, x in zip(places, tied, strict=True):
+            leaves[place] = x
+        return tree_unflatten(leaves, spec)
 
 
 class _Tied(Function):

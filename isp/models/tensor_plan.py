@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from os.path import commonprefix
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -244,7 +245,8 @@ def _region(
     block: str, linears: tuple[str, ...], whole: bool, calls: Sequence[Call], trace: ModelTrace
 ) -> Region:
     """That of columns and their row, with the `calls` between the first and the last."""
-    module = _common_parent(linears)
+    parents = [name.split(".")[:-1] for name in linears]
+    module = ".".join(commonprefix(parents))  # noqa: RUF071  of lists, name by name
     if len(linears) < 2 or not module.startswith(f"{block}."):
         raise ValueError(
             f"the plan shards {', '.join(linears)}, which are not column-parallel layers followed"
@@ -262,14 +264,3 @@ def _region(
     )
     attends = any(call.kind is Kind.ATTENTION for call in calls)
     return Region(module, linears[:-1], whole, attends, between)
-
-
-def _common_parent(names: Iterable[str]) -> str:
-    """The innermost module that has all of these."""
-    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    shared: list[str] = []
-    for alike in parts:
-        if len(set(alike)) > 1:
-            break
-        shared.append(alike[0])
-    return ".".join(shared)

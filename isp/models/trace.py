@@ -159,7 +159,7 @@ def trace_model(
         raise
     except Exception as error:
         inside = reads.open[-1] if reads.open else None
-        raise ValueError(_untraced(model, inside, error, TOKENS)) from error
+        raise ValueError(_untraced(model, inside, error)) from error
     _check_logits(model, logits)
     every = tuple(recorder.calls_in_blocks())
     cut = experts_cut(model, every, reads.foreign)
@@ -320,7 +320,7 @@ _OUTSIDE = Path(torch.__file__).parent, Path(__file__).parents[1]
 """Code that a model's code calls, or that calls it."""
 
 
-def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception, tokens: int) -> str:
+def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception) -> str:
     """The message for an `error` of a model's code, in the forward of the module `inside`."""
     names = {id(module): name for name, module in model.named_modules()}
     place = type(model).__name__
@@ -332,7 +332,7 @@ def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception, toke
         text = f" ({Path(code.filename).name}:{code.lineno}: {line})"
     return (
         f"{place} could not be traced: {_cause(error, line)}{text}. The model is called with"
-        f" tokens and positions [1, {tokens}] on the meta device"
+        f" tokens and positions [1, {TOKENS}] on the meta device"
     )
 
 
