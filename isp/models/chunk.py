@@ -20,10 +20,10 @@ from isp.layers.linear import multiply
 from isp.layers.loss import vocab_parallel_cross_entropy
 from isp.layers.rank_layers import RankLayers
 from isp.layers.token_results import ResultRules
-from isp.models.calls import ForwardEnd
+from isp.models.calls import Call, ForwardEnd, Kind
 from isp.models.expert_load import ExpertLoad
 from isp.models.follow import CallFollower
-from isp.models.forward_pass import ForwardPass, Instead, Masks, outer_calls
+from isp.models.forward_pass import ForwardPass, Instead, Masks
 from isp.models.holders import WeightHolders
 from isp.models.hosts import Host, check_row
 from isp.models.positions import by_document, token_lengths
@@ -71,7 +71,11 @@ class TracedChunk:
         self._host, self._layers = host, holders.layers
         self.holders, self._follower = holders, follower
         self._weights = weights
-        self._outer_calls = tuple(outer_calls(self.trace))
+        self._outer_calls = tuple(
+            calls[0] if calls[0].block is None else Call(Kind.BLOCK, name, name)
+            for name, calls in self.trace.parts()
+        )
+        self._blocks = frozenset(self.trace.blocks)
         self._outside = frozenset(self.trace.called_at)
         self._ends = {} if self.trace.head is None else {self.trace.head: _end}
         self._length_limits = host.length_limits(self.model)
@@ -119,7 +123,7 @@ class TracedChunk:
         if stage is not None:
             outside = self._outside - stage.parts
             instead = Instead(
-                left_out=frozenset(self.trace.blocks) - stage.parts,
+                left_out=self._blocks - stage.parts,
                 received=None if stage.is_first else x,
                 last_block=None if stage.is_last else stage.blocks[-1],
                 calls={**self.holders.zeros_of(outside), **self._ends},
@@ -261,7 +265,7 @@ class TracedChunk:
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
         assert self.trace.head is not None
         calls = {**self.holders.zeros_of(self._outside), self.trace.head: lambda _: y}
-        instead = Instead(frozenset(self.trace.blocks), calls=calls)
+        instead = Instead(self._blocks, calls=calls)
         before = generator_states(self._layers.device) if self.model.training else None
         try:
             return self._passed(ids, positions, Masks(None), instead)

@@ -47,10 +47,7 @@ class CallFollower:
         self._tile_tokens = recomputation.mlp_tile_tokens
         self._layers = layers
         self._mixers = TracedMixers(layers, self, local_attention)
-        self._calls = {
-            block: tuple(call for call in trace.calls if call.block == block)
-            for block in trace.blocks
-        }
+        self._calls = trace.calls_in
         numbers = ((b, i) for b, calls in self._calls.items() for i, _ in enumerate(calls))
         self.points = {number: nn.Identity() for number in numbers}
         """Called where a block mixes tokens, by block and number of the call."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,9 +13,9 @@ from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
 from isp.kept_calls import KeptCalls
 from isp.mixers.placement import Placement
-from isp.models.trace import Call, Kind, ModelTrace
+from isp.models.trace import Call, Kind
 
-__all__ = ["ForwardPass", "Instead", "Masks", "outer_calls"]
+__all__ = ["ForwardPass", "Instead", "Masks"]
 
 
 class Masks:
@@ -102,19 +101,15 @@ class ForwardPass:
         """By module that is computed ahead of its call: the tokens, what it gave, and a list that
         is told of the call."""
         self._calls = calls
-        self._next = 0
-
-    @property
-    def passed(self) -> int:
-        """The calls that have come."""
-        return self._next
+        self.passed = 0
+        """How many calls have come."""
 
     def arrive(self, kind: Kind, module: str) -> Call:
         """The call of the trace that has come.  Raises RuntimeError if another was the next."""
-        if self._next < len(self._calls):
-            expected = self._calls[self._next]
+        if self.passed < len(self._calls):
+            expected = self._calls[self.passed]
             if expected.kind is kind and expected.module == module:
-                self._next += 1
+                self.passed += 1
                 return expected
         raise self._error(f"{kind} of {module} was called")
 
@@ -124,32 +119,23 @@ class ForwardPass:
 
     def skip(self, module: str, calls: tuple[Call, ...]) -> None:
         """These come, in a module.  Raises RuntimeError if others were the next."""
-        if self._calls[self._next : self._next + len(calls)] != calls:
+        if self._calls[self.passed : self.passed + len(calls)] != calls:
             raise self._error(f"{module} was called")
-        self._next += len(calls)
+        self.passed += len(calls)
 
     def end(self) -> None:
         """No further call comes."""
-        self._next = len(self._calls)
+        self.passed = len(self._calls)
 
     def finish(self) -> None:
         """The end.  Raises RuntimeError if calls of the trace are missing."""
-        if self._next < len(self._calls):
+        if self.passed < len(self._calls):
             raise self._error("the end was reached")
 
     def _error(self, found: str) -> RuntimeError:
-        rest = self._calls[self._next :]
+        rest = self._calls[self.passed :]
         expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
         return RuntimeError(
             f"in {self.name}, {found} where {expected} came when the model was traced: isp"
             f" supports models whose calls come in one order"
         )
-
-
-def outer_calls(trace: ModelTrace) -> Iterator[Call]:
-    """The calls outside of the blocks, and those of the blocks as wholes."""
-    for block, calls in groupby(trace.calls, key=lambda call: call.block):
-        if block is None:
-            yield from calls
-        else:
-            yield Call(Kind.BLOCK, block, block)

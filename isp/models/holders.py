@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from isp.models.stages import Stage
 from isp.models.swap import SwappedLinear, SwappedTable, shard_parameters
 from isp.models.tensor_plan import TensorPlan, in_features
 from isp.models.tiles import Holder
-from isp.models.trace import ModelTrace
 from isp.parallel.config import LaunchPoint
 from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.weights.trace import Use
@@ -116,7 +115,7 @@ class WeightHolders:
                 recomputed=blocks.recomputed.get(name, False),
                 input_kept=blocks.input_kept.get(name, True),
             )
-            for name, calls in _parts_of(trace)
+            for name, calls in trace.parts()
             if stage is None or name in stage.parts
         )
 
@@ -178,15 +177,16 @@ class WeightHolders:
         self, call: Call, module: nn.Module, called: Callable[[], object]
     ) -> SwappedExperts | ExpertGroups:
         """Experts, whose weights are read together or in groups."""
-        name, place, exchange = (
-            call.module,
-            self.follower.place,
-            self._exchange(call.module, module),
-        )
+        name, place = call.module, self.follower.place
+        exchange = self._exchange(name, module)
         communicator, trace = self.layers.communicator, self.follower.trace
         if self.layers.expert_parts is None or communicator.parts is None:
             travels = communicator.gathers_weights or exchange is not None
-            ahead = self._computed_ahead(call) if travels else None
+            what = self.follower.ahead_of(call) if travels else None
+            ahead = None
+            if what is not None:
+                ahead_module = self.model.get_submodule(what.module)
+                ahead = ComputedAhead(ahead_module, what, self.follower.under_way)
             return SwappedExperts(module, name, communicator, called, place, exchange, ahead)
         stacks = {id(p): n for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
         found = ((stacks.get(id(item.parameter)), item.layout) for item in self.named)
@@ -224,14 +224,6 @@ class WeightHolders:
             num_chunks=layers.expert_chunks,
         )
 
-    def _computed_ahead(self, call: Call) -> ComputedAhead | None:
-        """What is computed where these experts are called."""
-        ahead = self.follower.ahead_of(call)
-        if ahead is None:
-            return None
-        module = self.model.get_submodule(ahead.module)
-        return ComputedAhead(module, ahead, self.follower.under_way)
-
     def _give_layouts(self) -> None:
         layouts = {item.parameter: item.layout for item in self.named}
         for weight in (w for holder in self._of.values() for w in holder.weights):
@@ -252,18 +244,6 @@ def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 # -- a model as a communicator takes it: where a forward reads weights, in order -----------------
-
-
-def _parts_of(trace: ModelTrace) -> Iterator[tuple[str, list[Call]]]:
-    """The parts of a model that are gathered as units, with their calls, in order.
-
-    The blocks by their names, and each call outside of them by its module's.
-    """
-    for block, calls in groupby(trace.calls, key=lambda call: call.block):
-        if block is None:
-            yield from ((call.module, [call]) for call in calls)
-        else:
-            yield block, list(calls)
 
 
 def _uses_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from isp.models.calls import AttentionSizes, Call, Kind
+from isp.models.calls import AttentionSizes, Kind
 from isp.models.roles import ParameterRole, holds_experts, is_transposed
 from isp.models.trace import ModelTrace
 from isp.parallel.layout import Matrices
@@ -48,9 +48,9 @@ def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -
 
 def _heads(trace: ModelTrace, owner: str, block: str | None, length: int) -> int:
     """The heads of q, k or v, or of all in one, of which a linear ahead of attention has rows."""
-    calls = [call for call in trace.calls if call.block == block]
-    attends = next((i for i, call in enumerate(calls) if call.kind is Kind.ATTENTION), None)
-    if block is None or attends is None or not _calls(calls[:attends], owner):
+    calls = () if block is None else trace.calls_in[block]
+    attends = next((i for i, call in enumerate(calls) if call.kind is Kind.ATTENTION), 0)
+    if not any(call.kind is Kind.LINEAR and call.module == owner for call in calls[:attends]):
         return 0
     sizes = calls[attends].sizes
     assert isinstance(sizes, AttentionSizes)
@@ -59,7 +59,3 @@ def _heads(trace: ModelTrace, owner: str, block: str | None, length: int) -> int
     if size == value:
         ways[(num + 2 * kv) * size] = num + 2 * kv
     return ways.get(length, 0)
-
-
-def _calls(calls: list[Call], owner: str) -> bool:
-    return any(call.kind is Kind.LINEAR and call.module == owner for call in calls)

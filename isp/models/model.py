@@ -38,7 +38,7 @@ from isp.models.share import run_with_a_share
 from isp.models.stages import Stage, check_stages, stages_of, tied_weight
 from isp.models.swap import InitialWeights
 from isp.models.tensor_plan import TensorPlan, tensor_plan
-from isp.models.trace import Kind, check_supported, trace_model
+from isp.models.trace import check_supported, trace_model
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
 from isp.pipeline import PipelineOrder
@@ -87,20 +87,20 @@ class TracedModel:
         self._cut: set[int] = set()
         """Numbers of pipeline stages that have been compared with the whole model."""
         check_supported(model)
-        self._shape = self.host.without_values(on_meta(model))
-        """Of the same structure and without memory, for those who plan; connected."""
-        self.host.connect(self._shape)
-        shape = self._empty()  # a forward may leave something in a module
-        self.trace = trace_model(shape, self.host.forward)
+        self.shape = self.host.without_values(on_meta(model))
+        """Of the same structure and without memory, connected; not to be changed."""
+        self.host.connect(self.shape)
+        traced = self._empty()  # a forward may leave something in a module
+        self.trace = trace_model(traced, self.host.forward)
         self._check_recomputation()
-        leave_alone(model, self._shape, self.trace.unused)
-        probed = check_local(shape, model.buffers(), self.trace, self.host.forward)
+        leave_alone(model, self.shape, self.trace.unused)
+        probed = check_local(traced, model.buffers(), self.trace, self.host.forward)
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
                 f"{type(model).__name__} ignores position_ids: positions within each rank's part"
                 f" and within packed documents would be wrong"
             )
-        if not all(call.sizes.causal for call in self.trace.calls if call.sizes is not None):
+        if not all(sizes.causal for sizes in self.trace.attentions):
             logger.warning(
                 "%s uses bidirectional attention: if labels are next tokens, the loss sees the"
                 " answer (models of transformers: set is_decoder=True in the configuration)",
@@ -109,7 +109,7 @@ class TracedModel:
 
     def _empty(self) -> nn.Module:
         """The model without memory, connected; shards may take the place of its parameters."""
-        return copy.deepcopy(self._shape, {id(p): p for p in self._shape.parameters()})
+        return copy.deepcopy(self.shape, {id(p): p for p in self.shape.parameters()})
 
     def computed(self, **keys: Any) -> TracedModel:
         """The same model, computed as these `keys` of its making say; what is known is shared."""
@@ -123,9 +123,9 @@ class TracedModel:
     def frozen(self) -> TracedModel:
         """The same model, of which no weight is trained."""
         other = copy.copy(self)
-        other.model, other._shape = copy.deepcopy((self.model, self._shape))
+        other.model, other.shape = copy.deepcopy((self.model, self.shape))
         other.model.requires_grad_(False)
-        other._shape.requires_grad_(False)
+        other.shape.requires_grad_(False)
         return other
 
     def _check_recomputation(self) -> None:
@@ -136,11 +136,6 @@ class TracedModel:
                 f" blocks of {type(self.model).__name__} can be tiled (it must take one tensor of"
                 f" tokens and contain several linear layers but no attention): use 0"
             )
-
-    @property
-    def shape(self) -> nn.Module:
-        """A model of the same structure, without memory; not to be changed."""
-        return self._shape
 
     @property
     def hidden_size(self) -> int:
@@ -160,8 +155,7 @@ class TracedModel:
 
     @property
     def _first_table(self) -> nn.Embedding:
-        tables = (call.module for call in self.trace.calls if call.kind is Kind.TABLE)
-        table = self._shape.get_submodule(next(tables))
+        table = self.shape.get_submodule(self.trace.tables[0])
         assert isinstance(table, nn.Embedding)
         return table
 
@@ -197,17 +191,15 @@ class TracedModel:
         """
         lengths = list(document_lengths)
         total = 6 * self.trace.multiplied * sum(lengths)
-        for call in self.trace.calls:
-            if call.sizes is not None:
-                heads, size = call.sizes.num_heads, call.sizes.head_size + call.sizes.value_size
-                total += 3 * heads * size * sum(map(call.sizes.pairs, lengths))
-            total += 3 * call.flops * sum(lengths)
-        return total
+        for sizes in self.trace.attentions:
+            size = sizes.head_size + sizes.value_size
+            total += 3 * sizes.num_heads * size * sum(map(sizes.pairs, lengths))
+        return total + 3 * sum(call.flops for call in self.trace.calls) * sum(lengths)
 
     @cached_property
     def tied_weight(self) -> str | None:
         """The weight that the first and the last stage both have, by name, if there is one."""
-        return tied_weight(self._shape, self.trace)
+        return tied_weight(self.shape, self.trace)
 
     @property
     def attention_windows(self) -> Windows:
@@ -215,8 +207,7 @@ class TracedModel:
 
         Of packed sequences they decide which rank has which tokens.
         """
-        windows = (call.sizes.window for call in self.trace.calls if call.sizes is not None)
-        return tuple(Counter(windows).items())
+        return tuple(Counter(sizes.window for sizes in self.trace.attentions).items())
 
     @property
     def learned_positions(self) -> int | None:
@@ -225,8 +216,8 @@ class TracedModel:
         A table beside that of the tokens, of no fewer rows than config.json says, if there is one:
         a few models have one of two kinds of tokens, too.
         """
-        names = dict.fromkeys(c.module for c in self.trace.calls if c.kind is Kind.TABLE)
-        tables = [self._shape.get_submodule(name) for name in names][1:]
+        names = dict.fromkeys(self.trace.tables)
+        tables = [self.shape.get_submodule(name) for name in names][1:]
         config = self.host.config(self.model)
         least = config.get("max_position_embeddings") or config.get("n_positions") or 0
         tables = [table for table in tables if int(table.weight.shape[0]) >= least]  # type: ignore[index]
@@ -237,7 +228,7 @@ class TracedModel:
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
         """`parallel` with the sizes of heads x context that the heads of all layers allow."""
-        sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
+        sizes = self.trace.attentions
         query = min((s.num_heads for s in sizes), default=1)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
@@ -283,7 +274,7 @@ class TracedModel:
         if num_stages > 1:
             self._check_stages(num_stages, parallel.pipeline)
         if parallel.tensor.mode.splits_features:
-            self._tensor_plan.check_sizes(self._shape, self.trace, parallel.tensor.size)
+            self._tensor_plan.check_sizes(self.shape, self.trace, parallel.tensor.size)
             self._rehearse(parallel.tensor.size)
 
     def _check_exchanged(self, size: int) -> None:
@@ -303,15 +294,15 @@ class TracedModel:
     def _check_stages(self, num_stages: int, pipeline: PipelineConfig) -> None:
         """Raise ValueError if the model cannot be cut into so many pipeline stages."""
         try:
-            stages = stages_of(self._shape, self.trace, num_stages)
+            stages = stages_of(self.shape, self.trace, num_stages)
             if num_stages not in self._cut:
                 buffers = self.model.buffers()
-                check_stages(self._shape, buffers, self.trace, self.host.forward, stages)
-            trains = any(p.requires_grad for p in self._shape.parameters())
+                check_stages(self.shape, buffers, self.trace, self.host.forward, stages)
+            trains = any(p.requires_grad for p in self.shape.parameters())
             for rank in range(pipeline.size if trains else 0):
                 own = PipelineOrder(pipeline).stages_of(rank)
                 names = frozenset[str]().union(*(stages[number].parameters for number in own))
-                if not any(self._shape.get_parameter(name).requires_grad for name in names):
+                if not any(self.shape.get_parameter(name).requires_grad for name in names):
                     raise ValueError(f"pipeline rank {rank} has no trainable weights")
         except ValueError as error:
             raise ValueError(
@@ -327,7 +318,7 @@ class TracedModel:
         try:
             if hasattr(self.model, "peft_config"):
                 raise ValueError("it does not cover adapters")
-            return tensor_plan(self._shape, self.trace, self.host.tensor_styles(self._shape))
+            return tensor_plan(self.shape, self.trace, self.host.tensor_styles(self.shape))
         except ValueError as error:
             raise self._not_split(error) from None
 
@@ -335,7 +326,7 @@ class TracedModel:
         """Raise ValueError if the model's code does not run with a rank's share of the features."""
         if size == 1 or size in self._rehearsed:
             return
-        build = partial(self._chunk, stages=stages_of(self._shape, self.trace, 1))
+        build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
         try:
             run_with_a_share(build, self.trace, self._tensor_plan, size)
         except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
@@ -364,7 +355,7 @@ class TracedModel:
         that does not run there. The model itself is sharded if it may be changed in place, else a
         copy of it; on the meta device one without memory.
         """
-        every = stages_of(self._shape, self.trace, num_stages)
+        every = stages_of(self.shape, self.trace, num_stages)
         own = tuple(every[number] for number in stages)
         chunk = self._chunk(layers, attention, own)
         return (chunk,) if num_stages == 1 else tuple(map(chunk.of_stage, own))
@@ -379,8 +370,8 @@ class TracedModel:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.host.connect(model)
         local = local_of(layers, self.attention_backend, attention)
-        sizes = [call.sizes for call in self.trace.calls if call.sizes is not None]
-        if layers.cache is not None and any(s.chunk or s.relative for s in sizes):
+        unkept = any(sizes.chunk or sizes.relative for sizes in self.trace.attentions)
+        if layers.cache is not None and unkept:
             raise ValueError(
                 f"{type(self.model).__name__} uses chunked attention or a bias by distance, for"
                 f" which isp has no KV cache: generate with transformers"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -26,7 +25,7 @@ from isp.models.reads import looked_up
 from isp.models.region import Entrance
 from isp.models.roles import ParameterRole, holds_experts, is_transposed
 from isp.models.tensor_plan import TensorPlan
-from isp.models.trace import Kind, ModelTrace
+from isp.models.trace import ModelTrace
 from isp.parallel.layout import ParameterLayout
 from isp.weights.parameter import ShardedParameter
 
@@ -134,7 +133,10 @@ class SwappedTable(_Swapped):
         self, module: nn.Module, name: str, layers: RankLayers, called: Called, moves: Moves
     ) -> None:
         super().__init__(module, name, layers, moves)
-        original, look_up_own = module.forward, partial(_look_up, self)
+        original = module.forward
+
+        def look_up_own(ids: Tensor) -> Tensor:
+            return look_up(ids, self.weight, self)
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
             instead = called()
@@ -155,10 +157,6 @@ class SwappedTable(_Swapped):
             return row
         ((start, stop),) = self.layouts["weight"].intervals()
         return row - start if start <= row < stop else -1
-
-
-def _look_up(table: SwappedTable, ids: Tensor) -> Tensor:
-    return look_up(ids, table.weight, table)
 
 
 class _Lookup(TorchFunctionMode):
@@ -248,8 +246,7 @@ def _layout(
     if plan is None:
         if trace.roles[name] not in (ParameterRole.SHARDED, ParameterRole.EXPERT):
             return layers.replicated_layout(shape)
-        tables = (c.module for c in trace.calls if c.kind is Kind.TABLE)
-        is_table = any(parameter is model.get_submodule(table).weight for table in tables)
+        is_table = any(parameter is model.get_submodule(name).weight for name in trace.tables)
         if trace.roles[name] is ParameterRole.EXPERT:
             return layers.expert_layout(shape, numbers)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))

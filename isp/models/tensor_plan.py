@@ -153,8 +153,7 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
     cuts nothing.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
-    for block in trace.blocks:
-        calls = [call for call in trace.calls if call.block == block]
+    for block, calls in trace.calls_in.items():
         of_block, of_linears = _regions(block, calls, trace, styles)
         regions += of_block
         cuts |= of_linears
@@ -162,8 +161,7 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         raise ValueError(
             "it has no tensor-parallel plan, or none of the linear layers in its plan is called"
         )
-    tables = [c.module for c in trace.calls if c.kind is Kind.TABLE]
-    last = trace.calls[-1]
+    tables, last = trace.tables, trace.calls[-1]
     if len(tables) > 1:
         raise ValueError(f"{tables[1]} is a second embedding table, and the plan does not shard it")
     if last.kind is not Kind.LINEAR or last.block is not None:

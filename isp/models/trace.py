@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,10 +53,36 @@ class ModelTrace(NamedTuple):
     sizes: dict[str, int]
     """Elements of each of them."""
 
+    def parts(self) -> Iterator[tuple[str, tuple[Call, ...]]]:
+        """The blocks by their names, and each call outside of them by its module's, in order.
+
+        Each with its calls.
+        """
+        for block, calls in groupby(self.calls, key=lambda call: call.block):
+            if block is None:
+                yield from ((call.module, (call,)) for call in calls)
+            else:
+                yield block, tuple(calls)
+
+    @property
+    def calls_in(self) -> dict[str, tuple[Call, ...]]:
+        """The calls of each block, in order."""
+        return {name: calls for name, calls in self.parts() if calls[0].block is not None}
+
     @property
     def blocks(self) -> tuple[str, ...]:
         """The blocks, in order."""
-        return tuple(dict.fromkeys(call.block for call in self.calls if call.block is not None))
+        return tuple(self.calls_in)
+
+    @property
+    def attentions(self) -> list[AttentionSizes]:
+        """The sizes of the calls of attention, in order."""
+        return [call.sizes for call in self.calls if call.sizes is not None]
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables that are called, in order."""
+        return [call.module for call in self.calls if call.kind is Kind.TABLE]
 
     multiplied_in: dict[str | None, int]
     """Elements of the weights that a token is multiplied by in each block, and outside of them: of
@@ -185,7 +212,7 @@ def trace_model(
         unused(model, recorder.called, reads.foreign),
         logits.shape[-1],
         reads.reads_positions,
-        tuple(_by_token(model, calls, recorder)),
+        _by_token(model, calls, recorder),
         _head(model, calls, recorder.linear_outputs, logits),
         recorder.linear_outputs.used,
         recorder.linear_outputs.splits(),
@@ -229,23 +256,21 @@ def _head(
     return None if is_transposed(model.get_submodule(found)) else found
 
 
-def _by_token(model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder) -> Iterator[str]:
+def _by_token(model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder) -> tuple[str, ...]:
     """As `ModelTrace.by_token`."""
+    blocks = tuple({f"{call.block}." for call in calls if call.block is not None})
     found: list[str] = []
-    for block in dict.fromkeys(call.block for call in calls if call.block is not None):
-        for name in (n for n in recorder.called if n.startswith(f"{block}.")):
-            inside = [c for c in calls if c.module.startswith(f"{name}.")]
-            several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
-            once = len({c.module for c in inside}) == len(inside)
-            if (
-                several
-                and once
-                and recorder.by_token.get(name) == 1
-                and model.get_submodule(name) not in recorder.mixing
-                and not name.startswith(tuple(f"{outer}." for outer in found))
-            ):
-                found.append(name)
-    yield from found
+    for name in recorder.called:
+        inside_another = name.startswith(tuple(f"{outer}." for outer in found))
+        if not name.startswith(blocks) or inside_another:
+            continue
+        inside = [c for c in calls if c.module.startswith(f"{name}.")]
+        several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
+        once = len({c.module for c in inside}) == len(inside)
+        alone = recorder.by_token.get(name) == 1
+        if several and once and alone and model.get_submodule(name) not in recorder.mixing:
+            found.append(name)
+    return tuple(found)
 
 
 def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
