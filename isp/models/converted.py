@@ -59,7 +59,7 @@ class ConvertedFiles(DequantisedFiles):
     def read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
         source = self._sources[name]
         if source.converter is None:
-            return super().read(_only(source), layout)
+            return super().read(source.names[0], layout)
         if layout is not None and _has_tensor_of_each_row(source, layout):
             found = [
                 self._made(name, super(ConvertedFiles, self).read, slice(start, stop))
@@ -79,7 +79,7 @@ class ConvertedFiles(DequantisedFiles):
     def _shape(self, name: str) -> tuple[int, ...]:
         source = self._sources[name]
         if source.converter is None:
-            return super()._shape(_only(source))
+            return super()._shape(source.names[0])
         return tuple(self._made(name, self._empty).shape)
 
     def _dtypes(self, name: str) -> set[str]:
@@ -115,11 +115,6 @@ def _has_tensor_of_each_row(source: _Source, layout: ParameterLayout) -> bool:
     """Whether there is one tensor of each pattern for each row: experts, cut between experts."""
     rows = layout.global_shape[0]
     return layout.dim == 0 and rows > 1 and {len(n) for n in source.tensors.values()} == {rows}
-
-
-def _only(source: _Source) -> str:
-    ((name,),) = source.tensors.values()
-    return name
 
 
 def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:

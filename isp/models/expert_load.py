@@ -65,12 +65,11 @@ def _biases_of(model: nn.Module, experts: Mapping[str, int]) -> dict[str, str]:
     """
     tensors = dict([*model.named_buffers(), *model.named_parameters()])
     biases = [name for name in tensors if name.rpartition(".")[2] in _BIASES]
-    near = {name: (f"{name.rpartition('.')[0]}.", size) for name, size in experts.items()}
     return {
         name: bias
-        for name, (beside, size) in near.items()
+        for name, size in experts.items()
         for bias in biases
-        if bias.startswith(beside) and tensors[bias].numel() == size
+        if bias.startswith(f"{name.rpartition('.')[0]}.") and tensors[bias].numel() == size
     }
 
 

@@ -64,7 +64,7 @@ class WeightFiles:
                     )
             self._files: dict[str, str] = files
         elif (folder / _SINGLE).exists():
-            self._files = dict.fromkeys(self._names(_SINGLE), _SINGLE)
+            self._files = dict.fromkeys(self._opened(_SINGLE).keys(), _SINGLE)
         else:
             raise ValueError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
         self._open: dict[str, Any] = {}
@@ -137,19 +137,13 @@ class WeightFiles:
         return {self._slice(name).get_dtype()}
 
     def _slice(self, name: str) -> Any:
-        try:
-            return self._handle(self._files[name]).get_slice(name)
-        except SafetensorError as error:
-            raise self._damaged(self._files[name], error) from None
-
-    def _names(self, file: str) -> list[str]:
-        with self._opened(file) as handle:
-            return list(handle.keys())
-
-    def _handle(self, file: str) -> Any:
+        file = self._files[name]
         if file not in self._open:
             self._open[file] = self._opened(file)
-        return self._open[file]
+        try:
+            return self._open[file].get_slice(name)
+        except SafetensorError as error:
+            raise self._damaged(file, error) from None
 
     def _opened(self, file: str) -> Any:
         try:

@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,9 @@ from isp.models.swap import InitialWeights
 from isp.settings.adapter import AdapterConfig
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["AdapterWeights", "adapted", "adapter_keys"]
+__all__ = ["AdapterWeights", "adapted"]
 
 _WEIGHTS = "adapter_model.safetensors"
-
-
-def adapter_keys(adapter: AdapterConfig) -> dict[str, Any]:
-    """The keys as PEFT's LoraConfig takes them."""
-    values = {f.name: getattr(adapter, f.name) for f in fields(adapter) if f.name != "folder"}
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
 def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
@@ -40,7 +34,10 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
-    keys = LoraConfig(**adapter_keys(adapter), task_type=TaskType.CAUSAL_LM)
+    given = asdict(adapter)
+    del given["folder"]
+    lists: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
+    keys = LoraConfig(**lists, task_type=TaskType.CAUSAL_LM)
     try:
         with parameters_on_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
@@ -49,7 +46,7 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
     except ValueError as error:
         linears = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
         raise ValueError(
-            f"model.adapter.target_modules={json.dumps(adapter_keys(adapter)['target_modules'])}:"
+            f"model.adapter.target_modules={json.dumps(adapter.target_modules)}:"
             f" {str(error).splitlines()[0]} The model's linear layers:"
             f" {', '.join(sorted(linears))}"
         ) from None

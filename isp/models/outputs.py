@@ -79,10 +79,8 @@ class LinearOutputs(TorchFunctionMode):
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         if any(id(x) in self._made for x in given):
             self.used = True
-            constant = (x.dim() == 0 and not isinstance(x, nn.Parameter) for x in given)
-            self._mixed |= not all(
-                id(x) in self._made or c for x, c in zip(given, constant, strict=True)
-            )
+            others = [x for x in given if id(x) not in self._made]
+            self._mixed |= any(x.dim() > 0 or isinstance(x, nn.Parameter) for x in others)
             self._made |= {id(x): x for x in made}
         parent = args[0] if args and made else None
         if isinstance(parent, Tensor):

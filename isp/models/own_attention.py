@@ -36,11 +36,13 @@ def check_dropout(module: nn.Module, dropout: float) -> None:
         )
 
 
-def _split_heads(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Attended:
-    """q, k and v [B, H, S', d] -> [B, H, S', d]."""
+def _split_heads(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+) -> _Attended:
+    """q, k and v [B, H, S', d] -> [B, H, S', d]; `options`: of `isp.attention`."""
     check_dropout(module, _dropout(module))
     q, k = query.to(value.dtype), key.to(value.dtype)  # GPT-J's angles are in float32
-    out = attention(*(x.transpose(1, 2) for x in (q, k, value)))
+    out = attention(*(x.transpose(1, 2) for x in (q, k, value)), **options)
     return out.transpose(1, 2), None
 
 
@@ -52,17 +54,14 @@ def _dropout(module: Any) -> float:
 
 
 def _gpt_neo(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Attended:
-    check_dropout(module, _dropout(module))
     window = module.config.window_size if module.attention_type == "local" else None
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(q, k, v, window=window, scale=1.0).transpose(1, 2), None
+    return _split_heads(module, query, key, value, window=window, scale=1.0)
 
 
 def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
     """Keys [B, H, d, S']."""
-    check_dropout(module, _dropout(module))
-    q, k, v = query.transpose(1, 2), key.permute(0, 3, 1, 2), value.transpose(1, 2)
-    return [attention(q, k, v, scale=None if module.scale else 1.0).transpose(1, 2)]
+    scale = None if module.scale else 1.0
+    return [_split_heads(module, query, key.mT, value, scale=scale)[0]]
 
 
 def _bart(

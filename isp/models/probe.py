@@ -25,6 +25,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -329,23 +330,18 @@ def _run(
     events: list[_Event] = []
     size = ids.shape[1]
 
-    def note(name: str, entered: bool, given: Any) -> None:
-        per_token = (_per_token(leaf, size) for leaf in tree_leaves(given))
+    def note(name: str, entered: bool, _: nn.Module, *given: Any) -> None:
+        leaves = tree_leaves(given if entered else given[-1])
+        per_token = (_per_token(leaf, size) for leaf in leaves)
         events.append(_Event(entered, name, [x for x in per_token if x is not None]))
 
     before = torch.manual_seed(0).get_state()
     with ExitStack() as stack:
         for name in called:
             module = model.get_submodule(name)
-            for handle in (
-                module.register_forward_pre_hook(
-                    lambda _, *given, name=name: note(name, True, given), with_kwargs=True
-                ),
-                module.register_forward_hook(
-                    lambda _, __, output, name=name: note(name, False, output)
-                ),
-            ):
-                stack.callback(handle.remove)
+            begins, ends = partial(note, name, True), partial(note, name, False)
+            stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(ends).remove)
         logits = forward(model, ids, positions)
     is_random = not torch.equal(torch.get_rng_state(), before)
     return _Outcome(logits.to(torch.float64), is_random, events)

@@ -70,13 +70,6 @@ class Entrance:
 
     def _inside(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, on what it is given in place of its input."""
-        args, kwargs = self._enter(args, kwargs)
-        try:  # a recompute ends with an exception as soon as it has what it is for, mid-region
-            return forward(*args, **kwargs)
-        finally:
-            self.shown = None
-
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
@@ -86,7 +79,11 @@ class Entrance:
         own = found[0]
         self.shown = shown = _Enter.apply(own, self)
         args = tuple(shown if x is own else x for x in args)
-        return args, {key: shown if x is own else x for key, x in kwargs.items()}
+        kwargs = {key: shown if x is own else x for key, x in kwargs.items()}
+        try:  # a recompute ends with an exception as soon as it has what it is for, mid-region
+            return forward(*args, **kwargs)
+        finally:
+            self.shown = None
 
     def _is_input(self, x: object) -> bool:
         return (
