@@ -53,6 +53,8 @@ class BlockRecomputer:
         self.between_linears = what.between_linears
         tiled = (Kind.TILED,) if what.mlp_tile_tokens else ()
         self._of_recomputed = (*tiled, Kind.ATTENTION) if what.keeps_attention else tiled
+        """Calls of recomputed blocks that are not made again; of other blocks:"""
+        self._of_others = tuple(Kind) if what.between_linears else ()
         self._between = Recomputer(tracker=tracker, announce=layers.recomputing)
         self._known: dict[Hashable, Needs] = {}
 
@@ -67,9 +69,8 @@ class BlockRecomputer:
 
     def calls(self, block: str, module: nn.Module, args: tuple[Any, ...]) -> KeptCalls | None:
         """For one forward of a block that is called with `args`, before that begins."""
-        kinds = self._of_recomputed if self.recomputed[block] else tuple(Kind)
-        on = self.recomputed[block] or self.between_linears
-        if not on or not kinds or not torch.is_grad_enabled():
+        kinds = self._of_recomputed if self.recomputed[block] else self._of_others
+        if not kinds or not torch.is_grad_enabled():
             return None
         tensors = (*args, *module.parameters())
         trained = tuple(x.requires_grad for x in tensors if isinstance(x, Tensor))

@@ -293,13 +293,10 @@ def _attention_function(
     """Attention as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
     chosen = chosen_by(module, others)
     foreign = [name for name in _BIASES if others.get(name) is not None]
+    foreign += ["a mask of its own"] * (attention_mask is not None)
     if foreign and chosen is None:
         raise ValueError(
             f"{type(module).__name__} passes {foreign[0]} to attention, which is not supported"
-        )
-    if attention_mask is not None and chosen is None:
-        raise ValueError(
-            f"{type(module).__name__} passes a mask of its own to attention, which is not supported"
         )
     check_dropout(module, dropout)
     mixers = current_mixers()

@@ -20,13 +20,9 @@ def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -
     """
     owner, _, local = name.rpartition(".")
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
-    role, one = trace.roles.get(name), min(parameter.shape[-2:], default=1) == 1
-    if (
-        num_uses > 1
-        or one
-        or parameter.dim() < 2
-        or role not in (ParameterRole.SHARDED, ParameterRole.EXPERT)
-    ):
+    role = trace.roles.get(name)
+    is_matrix = parameter.dim() > 1 and min(parameter.shape[-2:]) > 1
+    if num_uses > 1 or not is_matrix or role is None or not role.is_cut:
         return None
     block = next((b for b in trace.blocks if name.startswith(f"{b}.")), None)
     if role is ParameterRole.EXPERT:

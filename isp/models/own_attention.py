@@ -40,17 +40,17 @@ def _split_heads(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> _Attended:
     """q, k and v [B, H, S', d] -> [B, H, S', d]; `options`: of `isp.attention`."""
-    check_dropout(module, _dropout(module))
+    _check_own_dropout(module)
     q, k = query.to(value.dtype), key.to(value.dtype)  # GPT-J's angles are in float32
     out = attention(*(x.transpose(1, 2) for x in (q, k, value)), **options)
     return out.transpose(1, 2), None
 
 
-def _dropout(module: Any) -> float:
-    """That of the weights, by the names which such modules have for it."""
+def _check_own_dropout(module: Any) -> None:
+    """As `check_dropout`, by the names that such modules have for it."""
     names = ("attn_dropout", "attention_dropout", "attn_dropout_p", "dropout")
     found = next(getattr(module, name) for name in names if hasattr(module, name))
-    return float(found.p if isinstance(found, nn.Dropout) else found)
+    check_dropout(module, float(found.p if isinstance(found, nn.Dropout) else found))
 
 
 def _gpt_neo(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Attended:
@@ -67,7 +67,7 @@ def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any)
 def _bart(
     module: Any, hidden_states: Tensor, *_: Any, attn_prompt: Any = None, **__: Any
 ) -> _Attended:
-    check_dropout(module, _dropout(module))
+    _check_own_dropout(module)
     if attn_prompt is not None:
         raise ValueError(
             f"{type(module).__name__} attends to a prompt of its own, which is not supported"
@@ -86,7 +86,7 @@ def _bert(
     **__: Any,
 ) -> _Attended:
     """With RoFormer's angles [1, 1, B, S', d]: the third argument, which for others is a state."""
-    check_dropout(module, _dropout(module))
+    _check_own_dropout(module)
     split = (-1, module.attention_head_size)
     linears = module.query, module.key, module.value
     heads = [x(hidden_states).unflatten(-1, split).transpose(1, 2) for x in linears]
@@ -119,7 +119,7 @@ def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
 def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> _Attended:
     from transformers.models.bloom.modeling_bloom import _get_alibi_slopes, dropout_add
 
-    check_dropout(module, _dropout(module))
+    _check_own_dropout(module)
     fused = module.query_key_value(hidden_states)
     q, k, v = fused.unflatten(-1, (module.num_heads, 3, module.head_dim)).unbind(3)
     slopes = _get_alibi_slopes(module.num_heads, q.device)
@@ -132,7 +132,7 @@ def _mpt(
     module: Any, hidden_states: Tensor, position_bias: Tensor, *_: Any, **__: Any
 ) -> _Attended:
     """`position_bias` [H, 1, N]: slope x (1 - N), .., 0."""
-    check_dropout(module, _dropout(module))
+    _check_own_dropout(module)
     qkv = module.Wqkv(hidden_states)
     if module.clip_qkv:
         qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -157,7 +157,7 @@ def _falcon(
 ) -> _Attended:
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
 
-    check_dropout(module, _dropout(module))
+    _check_own_dropout(module)
     fused = module.query_key_value(hidden_states)
     heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))  # [B, S', K, G + 2, d]
     q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]

@@ -33,6 +33,11 @@ class ParameterRole(StrEnum):
     IDLE = "idle"
     """Of a linear or table that no forward calls: whole on every rank."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank has a part of it, which is gathered to be read."""
+        return self in (ParameterRole.SHARDED, ParameterRole.EXPERT)
+
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer: torch's own, Falcon's, or GPT-2's, transposed."""
@@ -59,12 +64,9 @@ def roles_of(
             role = ParameterRole.VECTOR
             if name not in whole and not (local == "bias" and f"{name}.bias" in read):
                 role = _role(model, name, module, parameter, called)
-            first = kept[id(parameter)]
-            if roles.get(first) not in (
-                ParameterRole.SHARDED,
-                ParameterRole.EXPERT,
-            ):  # a shared one by any use
-                roles[first] = role
+            before = roles.get(kept[id(parameter)])
+            if before is None or not before.is_cut:  # a shared one is cut if any use is
+                roles[kept[id(parameter)]] = role
     return roles
 
 
@@ -76,11 +78,8 @@ def _role(
     if parameter.numel() == max(parameter.shape, default=1):  # [N], or [1, N] of ernie4_5_moe
         return ParameterRole.VECTOR
     if holds_experts(module):
-        return (
-            ParameterRole.EXPERT
-            if name in called and parameter.dim() == 3
-            else ParameterRole.ROUTER
-        )
+        stack = name in called and parameter.dim() == 3
+        return ParameterRole.EXPERT if stack else ParameterRole.ROUTER
     parent = model.get_submodule(name.rpartition(".")[0])
     if parameter.dim() == 2 and any(holds_experts(sibling) for sibling in parent.children()):
         return ParameterRole.ROUTER

@@ -241,25 +241,23 @@ def _layout(
     """
     shape = tuple(parameter.shape)
     owner, _, local = name.rpartition(".")
-    others = model.get_submodule(owner).parameters(recurse=False)
-    numbers = sum(p.shape[1:].numel() for p in others if p.dim() == 3)
+    module, role = model.get_submodule(owner), trace.roles[name]
+    if role is ParameterRole.EXPERT and (plan is None or layers.experts_stay):
+        others = module.parameters(recurse=False)
+        return layers.expert_layout(shape, sum(p.shape[1:].numel() for p in others if p.dim() == 3))
     if plan is None:
-        if trace.roles[name] not in (ParameterRole.SHARDED, ParameterRole.EXPERT):
+        if not role.is_cut:
             return layers.replicated_layout(shape)
         is_table = any(parameter is model.get_submodule(name).weight for name in trace.tables)
-        if trace.roles[name] is ParameterRole.EXPERT:
-            return layers.expert_layout(shape, numbers)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
-    if layers.experts_stay and holds_experts(model.get_submodule(owner)):
-        if trace.roles[name] is ParameterRole.EXPERT:
-            return layers.expert_layout(shape, numbers)
+    if layers.experts_stay and holds_experts(module):
         return layers.replicated_layout(shape, sees_part=True)
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)
     cut = plan.cuts.get(owner)
     if cut is None or (cut.role is Role.ROW and local == "bias"):
         return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
-    turned = local == "weight" and is_transposed(model.get_submodule(owner))
+    turned = local == "weight" and is_transposed(module)
     return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
 
 

@@ -223,9 +223,8 @@ class _InTiles(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         tiled: TiledModule = ctx.tiled
         need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
-        (x,) = (
-            ctx.node.saved_tensors
-        )  # ahead of the uses: what is recomputed for it has uses of its own
+        # Ahead of the uses: what is recomputed for it has uses of its own.
+        (x,) = ctx.node.saved_tensors
         trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
         sums = {parameter: _SummedGradient() for parameter in trained}
         dx = torch.empty_like(x) if need_x else None
