@@ -1,4 +1,4 @@
-"""What the blocks of a traced model keep for backward, and what of them is computed again."""
+"""What the blocks of a traced model keep for backward, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class BlockRecomputer:
         what, tracker = recomputation, RngStatesTracker(layers.device)
         recomputed = recomputed_blocks(len(blocks), what.checkpoint)
         self.recomputed = dict(zip(blocks, recomputed, strict=True))
-        """Whether a block is computed again as a whole, or all of it but attention."""
+        """Whether a block is recomputed, as a whole or all of it but attention."""
         self.input_kept: dict[str, bool] = {}
-        """Of the blocks of the rank's stages: whether its input is there for that."""
+        """Whether a block's input is kept for its recompute; of the rank's stages alone."""
         self._whole: dict[str, Recomputer] = {}
-        """Of each block, that of its stage."""
+        """What recomputes each block: one for all blocks of a stage."""
         for stage in stages:
             recomputer = Recomputer(
                 tracker=tracker,
@@ -53,8 +53,9 @@ class BlockRecomputer:
         self.between_linears = what.between_linears
         tiled = (Kind.TILED,) if what.mlp_tile_tokens else ()
         self._of_recomputed = (*tiled, Kind.ATTENTION) if what.keeps_attention else tiled
-        """Calls of recomputed blocks that are not made again; of other blocks:"""
+        """The kinds of calls in recomputed blocks that are not made again."""
         self._of_others = tuple(Kind) if what.between_linears else ()
+        """Those in other blocks."""
         self._between = Recomputer(tracker=tracker, announce=layers.recomputing)
         self._known: dict[Hashable, Needs] = {}
 
@@ -68,7 +69,7 @@ class BlockRecomputer:
         self._whole[first].begin()
 
     def calls(self, block: str, module: nn.Module, args: tuple[Any, ...]) -> KeptCalls | None:
-        """For one forward of a block that is called with `args`, before that begins."""
+        """What one forward of a block, called with `args`, keeps of its calls; None: nothing."""
         kinds = self._of_recomputed if self.recomputed[block] else self._of_others
         if not kinds or not torch.is_grad_enabled():
             return None

@@ -34,7 +34,7 @@ __all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only", "train
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BuiltModel:
-    """This rank's parts of a model, and what drives its weights where they travel."""
+    """This rank's parts of a model, and the communicator of its weights."""
 
     model: TracedModel
     chunks: tuple[TracedChunk, ...]
@@ -114,7 +114,7 @@ def build_model(
     Without a seed they are left for others to fill. `cache`: see `RankLayers`.
     """
     order, communicator = PipelineOrder(parallel.pipeline), None
-    # Of a whole weight there is nothing to plan, and it would cost a fifth of a step of 64 tokens.
+    # One rank has whole weights: a plan would be idle, and costs a fifth of a step of 64 tokens.
     if mesh.topology.mode.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, key="model.checkpoint_offload", log=mesh.log)

@@ -68,14 +68,14 @@ class AttentionSizes(NamedTuple):
     """Of the keys by which it chooses; 0: it does not, or sees what an earlier one chose."""
 
     def pairs(self, length: int) -> int:
-        """Twice the pairs of a query and a key that it sees in a causal document, about."""
+        """About twice the number of pairs of a query and a key it sees, in a causal document."""
         whole, rest = divmod(length, self.chunk or length)
         reach = min(self.chunk or length, self.window or length, self.chosen or length)
         pairs = whole * reach * (2 * (self.chunk or length) - reach)
         return pairs + min(rest, reach) * (2 * rest - min(rest, reach))
 
     def kept(self, tokens: int) -> int:
-        """Tokens of so many whose keys a later one may see."""
+        """How many of the last `tokens` have keys that a later token may see."""
         return min(tokens, self.window or tokens, self.chunk or tokens)
 
 
@@ -98,11 +98,11 @@ class Call(NamedTuple):
     sizes: AttentionSizes | None = None
     """Of attention."""
     route: int | None = None
-    """To how many of the experts a token goes; None: the call does not show it."""
+    """The number of experts that a token goes to; None: the call does not show it."""
     weighs: bool = False
-    """Whether experts are given the weights of a token's experts."""
+    """Whether experts are called with routing weights, too."""
     width: int = 0
-    """Of experts whose route it shows: features of a token."""
+    """Of experts whose `route` is known: features of a token."""
     written: bool = False
     """Whether the model writes into the result, of attention."""
     flops: int = 0
@@ -112,7 +112,7 @@ class Call(NamedTuple):
     given: int | None = None
     """Of a linear: the number of the tensor that it was called with."""
     ahead: Ahead | None = None
-    """Of experts: what may be computed ahead of its call, with theirs."""
+    """Of experts: what may be computed where they are called, ahead of its own call."""
 
 
 def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:

@@ -120,9 +120,10 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self, *masks: Tensor) -> Iterator[None]:
-        """A forward whose tokens count, but those that `masks` leave out; not its recomputation.
+        """In this context tokens are counted, but for those that are False in `masks`.
 
-        They are of the tokens of a sequence, and of this rank's among them, [B, S] and [B, S'].
+        Of the tokens of a sequence, and of this rank's among them: [B, S] and [B, S']. What is
+        recomputed later is not counted again.
         """
         self._masks = masks
         try:
@@ -152,7 +153,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def update_biases(self, counts: Tensor) -> None:
-        """Behind a step: what had more tokens than the mean is chosen less, and the reverse."""
+        """After a step: experts with more tokens than the mean are chosen less, and vice versa."""
         if not self._rate:
             return
         moves = (counts.sum(1, keepdim=True) - counts * self._sizes).sign()

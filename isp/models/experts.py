@@ -1,10 +1,10 @@
-"""Somebody else's experts: weights [E, .., ..] of one module, gathered as those of linears are.
+"""Experts of a model: weights [E, .., ..] of one module, gathered as those of linears are.
 
-[Note: A graph inside] What the module does with its weights is its own affair: it takes one expert
-after the other, or groups of tokens for all. So its code runs as it is, on whole weights in place
-of the shards, and autograd records it in a graph that begins and ends in one function of the graph
-outside. Of a weight, that graph saves only which part was read: backward has the weight gathered
-anew, so the graph keeps none.
+[Note: A graph inside] Modules differ in how they use their weights: one expert after the other, or
+all at once for groups of tokens. So a module's code runs as it is, on whole weights in place of the
+shards, and autograd records it in a graph of its own, inside one function of the graph outside. Of
+a weight, that graph saves only which part was read: backward gathers the weight again, so the graph
+keeps none.
 
 [Note: A graph again] In a recomputed block the graph is recorded by the recompute, and the function
 that first went forward takes it from there: nothing is computed a third time.

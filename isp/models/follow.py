@@ -75,7 +75,7 @@ class CallFollower:
     # -- the pass under way ------------------------------------------------------------------
 
     def under_way(self, called: str) -> ForwardPass:
-        """The pass in which a module is called.  Raises RuntimeError if there is none."""
+        """The pass in which `called` is called.  Raises RuntimeError if there is none."""
         if self._forward_pass is None:
             raise RuntimeError(
                 f"{called} was called outside of a forward that isp runs: call a parallelised"
@@ -87,7 +87,7 @@ class CallFollower:
 
     @contextmanager
     def passing(self, forward_pass: ForwardPass) -> Iterator[None]:
-        """In this context the pass is under way; it has to come to its end."""
+        """In this context the pass is under way; at the end all its calls must have come."""
         before, self._forward_pass = self._forward_pass, forward_pass
         try:
             with mix_by(self._mixers):
@@ -97,13 +97,13 @@ class CallFollower:
             self._forward_pass = before
 
     def arrive(self, kind: Kind, module: str) -> Callable[[Tensor], Tensor] | None:
-        """A linear, a table or experts are called; what is called in their place, if anything."""
+        """Note a call of a linear, a table or experts; return what is called in their place."""
         forward_pass = self.under_way(module)
         forward_pass.arrive(kind, module)
         return forward_pass.instead.calls.get(module)
 
     def mix(self, kind: Kind, x: Tensor) -> tuple[ForwardPass, Call]:
-        """A call mixes the tokens x: the pass that it lies in, and the call."""
+        """Note a call that mixes the tokens x; return the pass that it lies in, and the call."""
         forward_pass = self.under_way(kind)
         call = forward_pass.arrive(kind, forward_pass.name)
         self.points[forward_pass.name, forward_pass.passed - 1](x)
@@ -116,7 +116,7 @@ class CallFollower:
         return ExpertPlace(forward_pass.passed, recomputed)
 
     def ahead_of(self, call: Call) -> Ahead | None:
-        """What is computed ahead with experts: not in other tiles, nor where calls are kept."""
+        """What is computed ahead with experts; None in other tiles, and where calls are kept."""
         if call.ahead is None or self.blocks.between_linears:
             return None
         within = self.tile_of(call.module) == self.tile_of(call.ahead.module)
@@ -133,9 +133,9 @@ class CallFollower:
         call: Callable[[], Tensor],
         dropped: Tensor | None = None,
     ) -> Tensor:
-        """As `ForwardPass.keep`, following calls that are not made again.
+        """As `ForwardPass.keep`; calls that are not made again are noted, too.
 
-        `module`: none of what mixes.
+        `module`: None for what mixes tokens.
         """
         forward_pass = self.under_way(module or kind)
         if forward_pass.kept is not None and forward_pass.kept.skips(kind):
@@ -178,7 +178,7 @@ class CallFollower:
     ) -> Any:
         """A block's forward, recomputed in backward if that was asked for.
 
-        A recompute finds the documents of its own forward, whatever has run since.
+        A recompute uses the documents of its own forward, whatever has run since.
         """
         forward_pass = self.under_way(block)
         forward_pass.arrive(Kind.BLOCK, block)

@@ -1,4 +1,4 @@
-"""A model's calls next to its trace: a call that comes in another order is an error."""
+"""A model's calls, compared with its trace: another order of calls is an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Masks:
     """The masks of one micro-batch, each made once."""
 
     def __init__(self, cu_seqlens: Tensor | None, lengths: Tensor | None = None) -> None:
-        """`lengths` [B, S'] of the documents in which the tokens lie, where somebody asks."""
+        """`lengths` [B, S']: of the document of each token; None: nothing in the model asks."""
         self.lengths = lengths
         self._cu_seqlens = cu_seqlens
         self._made: dict[tuple[Any, ...], AttentionMask] = {}
@@ -67,7 +67,7 @@ class Masks:
 
 
 class Instead(NamedTuple):
-    """What a forward computes in place of parts of the model."""
+    """The parts of the model that a forward leaves out, and what it computes in their place."""
 
     left_out: frozenset[str] = frozenset()
     """Blocks that hand on `received`, or what they are given."""
@@ -82,7 +82,7 @@ _AS_TRACED = Instead()
 
 
 class ForwardPass:
-    """One way through a block, or through what is outside of the blocks, next to its trace."""
+    """A forward of a block, or of what is outside of the blocks, compared with its trace."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class ForwardPass:
         self.kept = kept
         self.instead = instead
         self.ahead: dict[str, tuple[Tensor, Tensor, list[Any]]] = {}
-        """By module that is computed ahead of its call: the tokens, what it gave, and a list that
-        is told of the call."""
+        """By module that is computed ahead of its call: the tokens, the output, and a list to which
+        the call is added."""
         self._calls = calls
         self.passed = 0
         """How many calls have come."""
 
     def arrive(self, kind: Kind, module: str) -> Call:
-        """The call of the trace that has come.  Raises RuntimeError if another was the next."""
+        """Note a call, and return it as traced.  Raises RuntimeError if it is not the next one."""
         if self.passed < len(self._calls):
             expected = self._calls[self.passed]
             if expected.kind is kind and expected.module == module:
@@ -118,17 +118,17 @@ class ForwardPass:
         return call() if self.kept is None else self.kept(kind, call, dropped)
 
     def skip(self, module: str, calls: tuple[Call, ...]) -> None:
-        """These come, in a module.  Raises RuntimeError if others were the next."""
+        """Note all `calls` of a module at once.  Raises RuntimeError if they are not the next."""
         if self._calls[self.passed : self.passed + len(calls)] != calls:
             raise self._error(f"{module} was called")
         self.passed += len(calls)
 
     def end(self) -> None:
-        """No further call comes."""
+        """Expect no further call."""
         self.passed = len(self._calls)
 
     def finish(self) -> None:
-        """The end.  Raises RuntimeError if calls of the trace are missing."""
+        """End the pass.  Raises RuntimeError if calls of the trace are missing."""
         if self.passed < len(self._calls):
             raise self._error("the end was reached")
 

@@ -1,8 +1,8 @@
 """Linears that are called one behind another with the same tensor, gathered and reduced as one.
 
 Their weights lie one behind the other, [sum of Oi, I], and a rank has contiguous rows of that: some
-of one linear, all of another, none of a third. Each parameter is a view of its own rows, so that
-optimizers, checkpoints and adapters know nothing of it. One transfer brings all rows to the call of
+of one linear, all of another, none of a third. Each parameter is a view of its own rows, so
+optimizers, checkpoints and adapters need not know. One transfer gathers all rows for the call of
 the first linear, which computes the outputs of all; the calls of the others return theirs.
 
 B batch, S sequence, N tokens, I in features, Oi out features of each linear

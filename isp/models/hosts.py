@@ -39,10 +39,10 @@ class LogitsOf(Enum):
 
 
 class Host:
-    """How a module is called with tokens and positions, and lets `isp.attention` be isp's.
+    """How a module of any kind is called with tokens and positions, and what is known of it.
 
-    It may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers. A host has
-    no state: attention goes where `mix_by` says.
+    The module may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers. A
+    host has no state: attention goes where `mix_by` says.
     """
 
     def connect(self, model: nn.Module) -> None:
@@ -64,7 +64,7 @@ class Host:
         return 0
 
     def without_values(self, model: nn.Module) -> nn.Module:
-        """`model`, whose tensors are on meta, made to look at no value of theirs, in place."""
+        """`model`, on the meta device, changed in place so that its code reads no values."""
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
@@ -78,11 +78,11 @@ class Host:
         return plan
 
     def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
-        """Modules called with x and positions that take a row with more tokens otherwise."""
+        """Modules, called with x and positions, that treat rows of more tokens differently."""
         return {}
 
     def most_tokens(self, model: nn.Module) -> int | None:
-        """Tokens of a row from which the model's own count of them matters; None: it has none."""
+        """The length from which a row is wrong, as the model counts tokens itself; None: none."""
         return None
 
     def router_coefficients(self, model: nn.Module) -> RouterCoefficients:
@@ -131,7 +131,7 @@ class HuggingFace(Host):
             )
         wrap_free_functions(model)
         give_positions(model)
-        for part in model.modules():  # it looks at the tokens, to warn of what is not so here
+        for part in model.modules():  # would read the tokens to warn of padding: there is none
             if hasattr(part, _WARNING):
                 setattr(part, _WARNING, lambda *_: None)
 

@@ -48,7 +48,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def leave_alone(model: nn.Module, shape: nn.Module, unused: Iterable[str]) -> None:
-    """Freeze the parameters that get no gradient; torch's optimizers would not change them either.
+    """Freeze the `unused` parameters, which torch's optimizers would not change either.
 
     In `model`, and in `shape`, the same without memory.
     """

@@ -66,12 +66,12 @@ class TracedModel:
         router_losses: RouterCoefficients = RouterCoefficients(),  # noqa: B008
         earlier_names: Mapping[str, RowsOf] | None = None,
     ) -> None:
-        """`weights`: the source of those of a `model` without memory; None: it has them.
+        """`weights`: where those of a `model` on the meta device come from; None: it has weights.
         `gives_scores`: chunks have `scores` with gradients, for which backward reads the head.
-        `router_losses`: those of the model's own configuration where they are 0.
-        `earlier_names`: of parameters, by name, what they are in checkpoints of earlier versions.
+        `router_losses`: where one is 0, that of the model's own configuration holds.
+        `earlier_names`: what parameters are in checkpoints of earlier versions, by name.
 
-        Not `in_place`, `build` takes a copy of the model each time.
+        If not `in_place`, `build` shards a copy of the model each time.
         """
         self.host = host_of(model)
         self.recomputation = recomputation
@@ -85,7 +85,7 @@ class TracedModel:
         self._in_place = in_place
         self._rehearsed: set[int] = set()
         self._cut: set[int] = set()
-        """Numbers of pipeline stages that have been compared with the whole model."""
+        """The numbers of pipeline stages for which the cut was compared with the whole model."""
         check_supported(model)
         self.shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, connected; not to be changed."""
@@ -108,11 +108,11 @@ class TracedModel:
             )
 
     def _empty(self) -> nn.Module:
-        """The model without memory, connected; shards may take the place of its parameters."""
+        """A copy of `shape` whose parameters may be replaced by shards."""
         return copy.deepcopy(self.shape, {id(p): p for p in self.shape.parameters()})
 
     def computed(self, **keys: Any) -> TracedModel:
-        """The same model, computed as these `keys` of its making say; what is known is shared."""
+        """The same model with other arguments `keys` of `__init__`; it is not traced again."""
         other = copy.copy(self)
         vars(other).pop("_tensor_plan", None)
         assert keys.keys() <= vars(other).keys(), keys
@@ -139,7 +139,7 @@ class TracedModel:
 
     @property
     def hidden_size(self) -> int:
-        """Features of a token that blocks give each other."""
+        """Features of a token's hidden state between blocks."""
         form = self.trace.outputs.get(self.trace.blocks[0])
         return self._first_table.embedding_dim if form is None else form.width
 
@@ -233,10 +233,10 @@ class TracedModel:
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
     def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
-        """Bytes that a rank keeps of a document of so many tokens while it generates, at most.
+        """Bytes of a rank's cache for a document of so many tokens, at most.
 
-        Keys and values have `item_bytes` each, and are kept equally long. The rank's layers have
-        one of `parts` of the heads, which `ranks` exchange for tokens.
+        Keys and values have `item_bytes` a number, and are kept equally long. The rank's layers
+        have one of `parts` of the heads, which `ranks` exchange for tokens.
         """
         total = 0
         for call in self.trace.calls:

@@ -124,7 +124,7 @@ def _made(folder: str, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     try:
-        # Not asked, transformers would ask at the terminal, on every rank.
+        # Without trust_remote_code transformers asks at the terminal, on every rank.
         config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -202,7 +202,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
-    """Those that transformers, too, lets lie: also angles that models once kept by layer."""
+    """Those that transformers ignores, too, and angles that models once kept by layer."""
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = (r"rotary_emb\.inv_freq$", *own)
     return (name for name in names if any(re.search(pattern, name) for pattern in patterns))
@@ -219,16 +219,16 @@ class _Files:
         self._untrained = untrained
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a tower of vision, and what transformers lets lie, as in the files.
+        """The tensors of a vision tower, and those that transformers ignores, as in the files.
 
-        Such as the heads for further tokens of DeepSeek-V3. One is in memory at a time.
+        Such as DeepSeek-V3's heads for further tokens. One is in memory at a time.
         """
         there = dict.fromkeys(n for name in self._untrained for n in self._files.made_of(name))
         return ((name, self._files.read_block(name, ())) for name in there)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """As `InitialWeights`; in hand is one shard at a time."""
+        """As `InitialWeights`; one shard at a time is in memory."""
         if shards:
             logger.info("weights     from %s", self._files.folder)
         for item in shards:
@@ -257,7 +257,7 @@ class _Random:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """As `InitialWeights`; in hand is one module's own at a time.
+        """As `InitialWeights`; one module's weights at a time are in memory.
 
         Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
         """

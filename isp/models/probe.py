@@ -93,7 +93,7 @@ def check_local(
             if whole.is_random:
                 _put_in(model, training=False)
                 whole = _run(model, forward, ids, positions, trace.called)
-        except Exception as error:  # somebody else's code, on other numbers than its own
+        except Exception as error:  # the model's own code, on random weights
             logger.warning(
                 "%s was not checked for code that mixes tokens outside of attention, because the"
                 " check failed on random weights (isp.check compares layouts on a small model):"
@@ -135,7 +135,7 @@ def without_weights(
     *,
     training: bool = True,
 ) -> nn.Module:
-    """A copy of `shape` on the CPU, whose weights that are cut all lie in one number."""
+    """A copy of `shape` on the CPU; of each weight that is cut, all elements are one in memory."""
     values: dict[int, Any] = {}
     random = torch.Generator().manual_seed(0)
     for name, parameter in shape.named_parameters():
@@ -152,7 +152,7 @@ def without_weights(
 
 
 def _put_in(model: nn.Module, *, training: bool) -> None:
-    """Let the model's code do what it does in training, but for dropout; norms of a batch stay."""
+    """Put all modules but batch norms into training mode, without dropout, or into evaluation."""
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.training = training and not isinstance(module, nn.modules.dropout._DropoutNd)
@@ -303,7 +303,7 @@ def _rows(ids: Tensor, table: Tensor, random: torch.Generator) -> Tensor:
     return rows.to(table.dtype)
 
 
-# -- what is seen ------------------------------------------------------------------------------
+# -- what goes in and out of modules -----------------------------------------------------------
 
 
 class _Event(NamedTuple):

@@ -170,7 +170,7 @@ def check_stages(
                 received = forward(model, ids * stage.is_first, positions)
             except ForwardEnd as end:
                 received = end.hidden
-            except Exception as error:  # somebody else's code, on other values than its own
+            except Exception as error:  # the model's own code, on random weights
                 raise ValueError(f"a stage fails when it runs alone: {error}") from error
     if not torch.equal(received, whole):
         raise ValueError("its blocks use more from earlier blocks and tables than the hidden state")

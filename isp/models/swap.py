@@ -1,7 +1,7 @@
-"""Somebody else's weights: shards in their places, which linears and tables read as whole values.
+"""Shards in the place of a model's weights, and linears and tables that read them whole.
 
-The module is kept, and so are the names: `module.weight` is this rank's shard, and the instance's
-`forward` multiplies by the whole. O out features, I in features, V vocabulary, D hidden size
+The model keeps its modules and names: `module.weight` is this rank's shard, and the instance's
+`forward` multiplies by the whole weight. O out features, I in features
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Called = Callable[[], Callable[[Tensor], Tensor] | None]
 
 
 class _Swapped:
-    """A module of somebody else's as the runtime sees it: a holder of a sharded weight."""
+    """A module of the model as the runtime sees it: a holder of a sharded weight."""
 
     weight_name = "weight"
 
@@ -54,7 +54,7 @@ class _Swapped:
         self.communicator = layers.communicator
         self.moves = moves
         self._sends_nothing = moves == Moves() and not self.communicator.gathers_weights
-        """Whether nothing travels: without gradients the module's own forward is all there is."""
+        """Whether nothing travels; without gradients the module's own forward is called then."""
         self.layouts: dict[str, ParameterLayout] = {}
 
     @property
@@ -183,8 +183,8 @@ def shard_parameters(
 ) -> Iterator[ShardedParameter]:
     """Put this rank's shard in the place of every parameter, wherever it is used.
 
-    Of those that travel with others it has `rows`. Those that are not its `own`, by name, are not a
-    number, and have the memory of one: what lies before the blocks runs on every pipeline stage.
+    `rows`: of those that travel with others. `own`: names of those that the rank has. The others
+    become NaN, with the memory of one element: what lies before the blocks runs on every stage.
     """
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     wholes: dict[str, ShardedParameter] = {}

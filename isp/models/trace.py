@@ -41,7 +41,7 @@ __all__ = [
 
 
 BEHIND = ""
-"""The place behind all blocks; others are named by the block that they lie in or before."""
+"""The place behind all blocks; other places have the name of the block they lie in or before."""
 
 
 class ModelTrace(NamedTuple):
@@ -85,8 +85,8 @@ class ModelTrace(NamedTuple):
         return [call.module for call in self.calls if call.kind is Kind.TABLE]
 
     multiplied_in: dict[str | None, int]
-    """Elements of the weights that a token is multiplied by in each block, and outside of them: of
-    experts, those that it goes to."""
+    """Elements of the weights that a token is multiplied by in each block, and outside of blocks
+    (None); of experts, those that it goes to count."""
     outputs: dict[str, BlockOutput]
     """The form of what each block gives, if it has a hidden state."""
     read_at: dict[str, set[str]]
@@ -94,12 +94,12 @@ class ModelTrace(NamedTuple):
     called: tuple[str, ...]
     """The modules that are called, in order; others only hold what is read elsewhere."""
     unused: tuple[str, ...]
-    """The parameters that a forward of tokens does not read, such as those of a vision tower, or
-    reads to choose keys: no gradient reaches them."""
+    """The parameters that get no gradient: a forward of tokens does not read them (a vision tower),
+    or reads them only to choose keys."""
     vocab_size: int
     """Logits of a token."""
     reads_positions: bool
-    """Whether the positions that it is given count."""
+    """Whether the model reads the positions that it is given."""
     by_token: tuple[str, ...]
     """Modules of blocks, the outermost, with several linears or experts and without attention."""
     head: str | None
@@ -171,9 +171,8 @@ def trace_model(
     """The trace of `model`, all of whose parameters and buffers are on the meta device.
 
     `forward` runs the model on tokens and positions [B, S]. Raises ValueError, naming the place,
-    for a model that is not supported: a parameter of a kind that nobody would cut or sum, a block
-    that is called twice, tokens that are mixed outside of blocks, weights that are read where they
-    are not whole.
+    for a model that is not supported: a block that is called twice, tokens that are mixed outside
+    of blocks, weights that are read where they are not whole.
     """
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
