@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from isp.models.roles import ParameterRole
+from isp.models.roles import ParameterRole, expert_stacks
 
 if TYPE_CHECKING:
     from isp.models.model import TracedModel
@@ -46,8 +46,8 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
 def experts_of(model: TracedModel) -> dict[str, int]:
     """Modules of experts called as transformers' are, with the number of experts in each."""
     names = dict.fromkeys(call.module for call in model.trace.calls if call.route is not None)
-    weights = {name: model.shape.get_submodule(name).parameters() for name in names}
-    return {name: next(len(p) for p in of_one if p.dim() == 3) for name, of_one in weights.items()}
+    stacks = {name: expert_stacks(model.shape.get_submodule(name)) for name in names}
+    return {name: len(next(iter(weights.values()))) for name, weights in stacks.items()}
 
 
 def saved_buffers(model: TracedModel) -> dict[str, tuple[int, ...]]:

@@ -30,6 +30,7 @@ from isp.layers.linear import NeedsGrad, needs_grad
 from isp.models.ahead import ComputedAhead
 from isp.models.calls import weights_among
 from isp.models.expert_exchange import ExpertExchange, ExpertSubset
+from isp.models.roles import expert_stacks
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.weights.wp import WPCommunicator
@@ -78,8 +79,7 @@ class CalledExperts:
         call: Callable[[nn.Module], nn.Module],
     ) -> None:
         """`call`: makes what calls the code, as a module that has `module` by this name."""
-        own = module.named_parameters(recurse=False)
-        self.weights = tuple(ExpertWeight(module, name, n) for n, p in own if p.dim() == 3)
+        self.weights = tuple(ExpertWeight(module, name, n) for n in expert_stacks(module))
         self.communicator = communicator
         self.name, self.place = name, place
         self._exchange: ExpertExchange | None = None

@@ -20,7 +20,7 @@ from isp.models.experts import ExpertWeight, SwappedExperts
 from isp.models.follow import CallFollower
 from isp.models.fused import FusedLinears, groups_of, rows_of
 from isp.models.region import Entrance
-from isp.models.roles import ParameterRole
+from isp.models.roles import ParameterRole, expert_stacks
 from isp.models.stages import Stage
 from isp.models.swap import SwappedLinear, SwappedTable, shard_parameters
 from isp.models.tensor_plan import TensorPlan, in_features
@@ -188,8 +188,7 @@ class WeightHolders:
                 ahead_module = self.model.get_submodule(what.module)
                 ahead = ComputedAhead(ahead_module, what, self.follower.under_way)
             return SwappedExperts(module, name, communicator, called, place, exchange, ahead)
-        stacks = {id(p): n for n, p in module.named_parameters(recurse=False) if p.dim() == 3}
-        found = ((stacks.get(id(item.parameter)), item.layout) for item in self.named)
+        layout_of = {item.parameter: item.layout for item in self.named}
         block = call.block
         calls = (c for c in trace.calls if c.block == block)
         groups = ExpertGroups(
@@ -197,7 +196,7 @@ class WeightHolders:
             name,
             communicator,
             block=self.model if block is None else self.model.get_submodule(block),
-            layouts={local: layout for local, layout in found if local is not None},
+            layouts={local: layout_of[p] for local, p in expert_stacks(module).items()},
             called=called,
             place=place,
             exchange=exchange,
@@ -214,7 +213,7 @@ class WeightHolders:
         layers = self.layers
         if layers.expert.size == 1:
             return None
-        weight = next(p for p in module.parameters(recurse=False) if p.dim() == 3)
+        weight = next(iter(expert_stacks(module).values()))
         layout = next(item.layout for item in self.named if item.parameter is weight)
         return ExpertExchange(
             name,

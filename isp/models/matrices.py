@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from isp.models.calls import AttentionSizes, Kind
-from isp.models.roles import ParameterRole, holds_experts, is_transposed
+from isp.models.roles import ParameterRole, expert_stacks, holds_experts, is_transposed
 from isp.models.trace import ModelTrace
 from isp.parallel.layout import Matrices
 
@@ -35,7 +35,7 @@ def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -
     siblings = [] if block is None else model.get_submodule(owner.rpartition(".")[0]).children()
     routes = any(
         holds_experts(child)
-        and any(len(p) == parameter.shape[dim] for p in child.parameters() if p.dim() == 3)
+        and any(len(p) == parameter.shape[dim] for p in expert_stacks(child).values())
         for child in siblings
     )
     heads = _heads(trace, owner, block, parameter.shape[dim])

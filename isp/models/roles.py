@@ -12,6 +12,7 @@ from torch import nn
 
 __all__ = [
     "ParameterRole",
+    "expert_stacks",
     "holds_experts",
     "is_linear",
     "is_transposed",
@@ -91,7 +92,11 @@ def holds_experts(module: nn.Module) -> bool:
 
     Mixers such as Zamba's have weights [H, .., ..] and linears.
     """
-    own = module.parameters(recurse=False)
     if type(module).__module__.startswith("torch.") or any(map(is_linear, module.children())):
         return False
-    return any(p.dim() == 3 for p in own)
+    return bool(expert_stacks(module))
+
+
+def expert_stacks(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights [E, .., ..] of a module that holds experts, by their names in it."""
+    return {name: p for name, p in module.named_parameters(recurse=False) if p.dim() == 3}

@@ -23,7 +23,7 @@ from isp.models.fused import FusedRows
 from isp.models.matrices import matrices_in
 from isp.models.reads import looked_up
 from isp.models.region import Entrance
-from isp.models.roles import ParameterRole, holds_experts, is_transposed
+from isp.models.roles import ParameterRole, expert_stacks, holds_experts, is_transposed
 from isp.models.tensor_plan import TensorPlan
 from isp.models.trace import ModelTrace
 from isp.parallel.layout import ParameterLayout
@@ -243,8 +243,8 @@ def _layout(
     owner, _, local = name.rpartition(".")
     module, role = model.get_submodule(owner), trace.roles[name]
     if role is ParameterRole.EXPERT and (plan is None or layers.experts_stay):
-        others = module.parameters(recurse=False)
-        return layers.expert_layout(shape, sum(p.shape[1:].numel() for p in others if p.dim() == 3))
+        numbers = sum(p.shape[1:].numel() for p in expert_stacks(module).values())
+        return layers.expert_layout(shape, numbers)
     if plan is None:
         if not role.is_cut:
             return layers.replicated_layout(shape)
