@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isp.autograd import Function, joined, once_differentiable
 from isp.comm import Channel, Pending
@@ -40,7 +41,15 @@ from isp.models.trace import Kind, ModelTrace
 from isp.parallel.experts import ExpertConfig
 from isp.parallel.partition import chunk_range
 
-__all__ = ["Compute", "ExpertExchange", "ExpertSubset", "Sent", "check_spread", "sum_by_token"]
+__all__ = [
+    "Compute",
+    "ExpertExchange",
+    "ExpertSubset",
+    "Sent",
+    "check_spread",
+    "on_other_tokens",
+    "sum_by_token",
+]
 
 
 def check_spread(
@@ -113,6 +122,20 @@ class ExpertSubset(nn.Module):
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of tokens [M, D], numbers of experts [M, 1] and their weights [M, 1]: the weighted results."""
+
+
+def on_other_tokens(code: Callable[..., Tensor], given: Any, place: int) -> Compute:
+    """`code`, called as with `given` (args and kwargs), whose leaf `place` is the weights."""
+    leaves, spec = tree_flatten(given)
+    dtype = leaves[1].dtype
+
+    def compute(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        now = [*leaves]
+        now[0], now[1], now[place] = x, numbers.to(dtype), weights
+        args, kwargs = tree_unflatten(now, spec)
+        return code(*args, **kwargs)
+
+    return compute
 
 
 @dataclass(eq=False)

@@ -25,12 +25,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from isp.autograd import Function, once_differentiable
 from isp.layers.linear import NeedsGrad
 from isp.models.calls import weights_among
-from isp.models.expert_exchange import Compute, ExpertExchange, ExpertSubset, sum_by_token
+from isp.models.expert_exchange import (
+    Compute,
+    ExpertExchange,
+    ExpertSubset,
+    on_other_tokens,
+    sum_by_token,
+)
 from isp.models.experts import CalledExperts, ExpertPlace, ExpertWeight
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
@@ -149,18 +155,11 @@ def _routed(
     """Tokens [N, D], numbers of experts [N, k] and weights [N, k] of a call of `code`, and the same
     call with others.
     """
-    leaves, spec = tree_flatten((args, kwargs))
-    tokens, numbers = args[:2]
+    leaves, (tokens, numbers) = tree_leaves((args, kwargs)), args[:2]
     place = weights_among(leaves, numbers)
     assert place is not None, "the trace knows"
-
-    def compute(x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
-        given = [*leaves]
-        given[0], given[1], given[place] = x, local.to(numbers.dtype), weights
-        args, kwargs = tree_unflatten(given, spec)
-        return code(*args, **kwargs)
-
-    return (tokens, numbers, leaves[place]), compute
+    given = tokens, numbers, leaves[place]
+    return given, on_other_tokens(code, (args, kwargs), place)
 
 
 class _Group(CalledExperts):

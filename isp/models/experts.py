@@ -29,7 +29,7 @@ from isp.comm import Pending
 from isp.layers.linear import NeedsGrad, needs_grad
 from isp.models.ahead import ComputedAhead
 from isp.models.calls import weights_among
-from isp.models.expert_exchange import ExpertExchange, ExpertSubset
+from isp.models.expert_exchange import ExpertExchange, ExpertSubset, on_other_tokens
 from isp.models.roles import expert_stacks
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
@@ -230,19 +230,12 @@ class _Call(nn.Module):
         exchange = self._exchange
         if exchange is None:
             return self._code(*args, **kwargs)
-        sent, place, given = args
-        leaves, spec = tree_flatten(given)
-        numbers, factors = leaves[1], given[1].get("factors", {})
-
-        def compute(x: Tensor, local: Tensor, weights: Tensor) -> Tensor:
-            leaves[0], leaves[1], leaves[place] = x, local.to(numbers.dtype), weights
-            args, kwargs = tree_unflatten(leaves, spec)
-            if factors:  # of adapters
-                own_of = {n: tuple(x[exchange.own] for x in f) for n, f in factors.items()}
-                kwargs["factors"] = own_of
-            out: Tensor = self._code(*args, **kwargs)
-            return out
-
+        sent, place, (args, kwargs) = args
+        factors = kwargs.get("factors", {})  # of adapters
+        if factors:
+            own_of = {n: tuple(x[exchange.own] for x in f) for n, f in factors.items()}
+            kwargs = {**kwargs, "factors": own_of}
+        compute = on_other_tokens(self._code, (args, kwargs), place)
         read = [*self.module.parameters(), *(x for pair in factors.values() for x in pair)]
         return exchange(compute, sent, read)
 
