@@ -1,4 +1,4 @@
-"""Modules of a block that are computed ahead of their call, by an order of the runtime's own.
+"""Modules of a block that are computed earlier than the model's own code calls them.
 
 [Note: Computed ahead] A shared expert reads the tokens that a block gives to its experts, and most
 blocks call it behind them. So it is computed where the experts are called: the tokens that are

@@ -1,4 +1,4 @@
-"""Initial weights of somebody else's model, of which a rank draws its shard alone.
+"""Initial weights as a model's own code draws them; a rank draws its shard alone.
 
 [Note: Drawn by tiles] The model's own code runs on parameters without memory, and what it does to
 each is noted. Where that is drawing, filling and arithmetic element by element, as in nearly all

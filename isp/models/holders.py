@@ -259,7 +259,7 @@ def _uses_of(
     """
 
     def turn(index: int) -> float:
-        """That of experts comes behind what is computed ahead [Note: Computed ahead].
+        """When weights are read: of experts, after what is computed ahead [Note: Computed ahead].
 
         In tiles all weights are read together.
         """

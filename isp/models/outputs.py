@@ -1,4 +1,4 @@
-"""`LinearOutputs`: what a model's code makes of what its linears give.
+"""`LinearOutputs`: what a model's code does with the outputs of its linears.
 
 B batch, S sequence, O out features
 """
@@ -48,7 +48,7 @@ class LinearOutputs(TorchFunctionMode):
         """A linear has given `output`."""
         self._outputs[output.untyped_storage()._cdata] = name, output
         self._linear, self._made, self._mixed = name, {id(output): output}, False
-        self.used = False  # behind what is asked of the output here
+        self.used = False  # last: reading the output's storage above counts as a use
 
     def passed(self, block: str, given: tuple[Any, ...], output: Any) -> None:
         """A block has given `output`; left out, it gives what it is given first."""

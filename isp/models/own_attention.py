@@ -179,10 +179,8 @@ def _inkling(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> _Attende
         for linear in (module.q_proj, module.k_proj, module.v_proj, module.r_proj)
     )
     split = (-1, module.head_dim)
-    q, k = (
-        module.q_norm(q.unflatten(-1, split)),
-        module.k_norm(module.k_sconv(k).unflatten(-1, split)),
-    )
+    q = module.q_norm(q.unflatten(-1, split))
+    k = module.k_norm(module.k_sconv(k).unflatten(-1, split))
     v, states = module.v_sconv(v).unflatten(-1, split), states.unflatten(-1, (module.num_heads, -1))
     if not module.is_sliding:
         q, states = _scaled_by_place(module.config, q, states)
@@ -203,10 +201,8 @@ def _inkling2(
         for linear in (module.q_proj, module.r_proj, module.gate_proj, module.sink_proj)
     )
     if module.is_sliding:
-        k, v = (
-            module.k_sconv(module.k_proj(hidden_states)),
-            module.v_sconv(module.v_proj(hidden_states)),
-        )
+        k = module.k_sconv(module.k_proj(hidden_states))
+        v = module.v_sconv(module.v_proj(hidden_states))
     else:
         k = module.k_sconv(module.k_proj(key_hidden_states), key_hidden_states)
         v = module.v_sconv(module.v_proj(value_hidden_states), value_hidden_states)

@@ -1,4 +1,4 @@
-"""Who reads the weights of a model: what is cut is gathered for linears and for lookups alone."""
+"""Which code reads the weights of a model: what is cut is gathered for linears and lookups."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from isp.models.roles import ParameterRole, holds_experts, is_linear
 __all__ = ["Reads", "check_reads", "experts_cut", "looked_up", "small_linears_read", "unused"]
 
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
-"""What asks a tensor for its size, which is another for a rank's part of it."""
+"""What asks a tensor for its size, which differs for a rank's part of it."""
 
 
 class Reads(TorchFunctionMode):
-    """Notes reads of parameters that are not the way of their own module, and of positions."""
+    """Notes where parameters are read, and how, unless by their own module as isp knows it."""
 
     def __init__(
         self, model: nn.Module, positions: Tensor, place: Callable[[], tuple[str | None, int]]
@@ -79,7 +79,7 @@ _SMALL = 1 << 20
 
 
 def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
-    """The names of linears that are better whole than refused, as code reads their weights."""
+    """Names of small linears whose weights other code reads: whole on every rank, not refused."""
     owners = {name.rpartition(".")[0] for name in reads if name.endswith(".weight")}
     linears = ((name, model.get_submodule(name)) for name in owners)
     return {

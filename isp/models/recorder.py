@@ -117,7 +117,7 @@ class CallRecorder:
         return self._block, len(self.entered)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """The numbers of any keys; as many as a long document has."""
+        """Numbers of keys, all 0: as many as are chosen in a long document."""
         self._index_size = indexer.keys.shape[-1]
         self.mixing.update(self._open)
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
@@ -221,14 +221,14 @@ class CallRecorder:
 
 
 def _read(*tensors: Tensor | None) -> None:
-    """Let `Reads` see tensors that are handed over as they are."""
+    """Let `Reads` see tensors that no operation of torch has read."""
     for tensor in tensors:
         if tensor is not None:
             tensor.sum()
 
 
 def _route(given: tuple[Any, ...]) -> int | None:
-    """To how many experts a token goes, if a call is like transformers': [N, D], then [N, k]."""
+    """The number of experts of a token, if they are called as in transformers: [N, D], [N, k]."""
     if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
         return None
     tokens, numbers = given[:2]
@@ -242,7 +242,7 @@ _NUMBERS = (torch.int32, torch.int64)
 
 @contextmanager
 def experts_passed(model: nn.Module) -> Iterator[None]:
-    """In this context experts give a copy of their tokens: routes depend on values."""
+    """In this context experts return a copy of their tokens: their own code depends on values."""
     with ExitStack() as stack:
         for module in model.modules():
             if holds_experts(module):

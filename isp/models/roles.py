@@ -1,4 +1,4 @@
-"""Where each parameter of somebody else's model may live: what is cut, and what is whole.
+"""Where each parameter of a traced model may live: what is cut, and what is whole.
 
 E experts
 """

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of somebody else's model: what mtp, msp and fsp cut of it.
+"""The tensor-parallel plan of a traced model: what mtp, msp and fsp cut of it.
 
 transformers says which linears are cut by their outputs ("colwise") and which by their inputs
 ("rowwise"). A trace says what lies between the two, where a rank has its share of the features.
@@ -133,17 +133,11 @@ def _own_features(tensor: Channel, x: Tensor, *, tag: Tag) -> Pending:
 
 def in_features(linear: nn.Module) -> int:
     """Of a linear, torch's own or GPT-2's."""
-    return _weight(linear).shape[int(not is_transposed(linear))]
+    return linear.get_parameter("weight").shape[int(not is_transposed(linear))]
 
 
 def _out_features(linear: nn.Module) -> int:
-    return _weight(linear).shape[int(is_transposed(linear))]
-
-
-def _weight(linear: nn.Module) -> nn.Parameter:
-    weight = linear.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight
+    return linear.get_parameter("weight").shape[int(is_transposed(linear))]
 
 
 def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) -> TensorPlan:
