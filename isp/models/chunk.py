@@ -22,7 +22,6 @@ from isp.layers.rank_layers import RankLayers
 from isp.layers.token_results import ResultRules
 from isp.models.calls import Call, ForwardEnd, Kind
 from isp.models.expert_load import ExpertLoad
-from isp.models.follow import CallFollower
 from isp.models.forward_pass import ForwardPass, Instead, Masks
 from isp.models.holders import WeightHolders
 from isp.models.hosts import Host, check_row
@@ -45,13 +44,12 @@ class TracedChunk:
         self,
         host: Host,
         holders: WeightHolders,
-        follower: CallFollower,
         *,
-        weights: InitialWeights | None = None,
-        loss_chunk_tokens: int = 0,
-        gives_scores: bool = False,
-        routers: RouterLosses | None = None,
-        expert_load: ExpertLoad | None = None,
+        weights: InitialWeights | None,
+        loss_chunk_tokens: int,
+        gives_scores: bool,
+        routers: RouterLosses | None,
+        expert_load: ExpertLoad | None,
     ) -> None:
         """`weights`: the source of the initial ones; None: they are there.
 
@@ -65,11 +63,11 @@ class TracedChunk:
         """Losses of routers; None: without."""
         self.expert_load = expert_load
         """None: it has no experts, or does not train."""
-        self.model, self.trace = holders.model, follower.trace
+        self.model, self.trace = holders.model, holders.follower.trace
         self.splits_logits = holders.layers.splits_logits
         """Whether the losses need the labels of the whole sequence, or those of its tokens."""
         self._host, self._layers = host, holders.layers
-        self.holders, self._follower = holders, follower
+        self.holders, self._follower = holders, holders.follower
         self._weights = weights
         self._outer_calls = tuple(
             calls[0] if calls[0].block is None else Call(Kind.BLOCK, name, name)

@@ -137,13 +137,15 @@ class WeightFiles:
         return {self._slice(name).get_dtype()}
 
     def _slice(self, name: str) -> Any:
-        file = self._files[name]
+        try:
+            return self._handle(self._files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise self._damaged(self._files[name], error) from None
+
+    def _handle(self, file: str) -> Any:
         if file not in self._open:
             self._open[file] = self._opened(file)
-        try:
-            return self._open[file].get_slice(name)
-        except SafetensorError as error:
-            raise self._damaged(file, error) from None
+        return self._open[file]
 
     def _opened(self, file: str) -> Any:
         try:

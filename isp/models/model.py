@@ -363,7 +363,6 @@ class TracedModel:
     def _chunk(
         self, layers: RankLayers, attention: LocalAttention | None, stages: tuple[Stage, ...]
     ) -> TracedChunk:
-        plans_or_generates = layers.device.type == "meta" or layers.cache is not None
         if layers.device.type == "meta":
             model = self._empty()
         else:
@@ -378,30 +377,28 @@ class TracedModel:
             )
         plan = self._tensor_plan if layers.splits_features else None
         follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
-        chunk = TracedChunk(
+        holders = WeightHolders(model, layers, follower, plan, stages)
+        routers = load = None
+        if layers.device.type != "meta" and layers.cache is None:  # it trains
+            of, experts = self._router_losses(), experts_of(self)
+            routers = make_router_losses(model, self.host.config(model), of, layers.tensor)
+            load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None
+            if self.loss_chunk_tokens and self.trace.head is None:
+                logger.warning(
+                    "model.loss_chunk_tokens=%d has no effect: %s computes its logits from more"
+                    " than its last linear layer, so all logits are in memory at once",
+                    self.loss_chunk_tokens,
+                    type(self.model).__name__,
+                )
+        return TracedChunk(
             self.host,
-            WeightHolders(model, layers, follower, plan, stages),
-            follower,
+            holders,
             weights=self._weights,
             loss_chunk_tokens=self.loss_chunk_tokens,
             gives_scores=self.gives_scores,
-            **({} if plans_or_generates else self._router_parts(model, layers)),
+            routers=routers,
+            expert_load=load,
         )
-        if not plans_or_generates and self.loss_chunk_tokens and self.trace.head is None:
-            logger.warning(
-                "model.loss_chunk_tokens=%d has no effect: %s computes its logits from more than"
-                " its last linear layer, so all logits are in memory at once",
-                self.loss_chunk_tokens,
-                type(self.model).__name__,
-            )
-        return chunk
-
-    def _router_parts(self, model: nn.Module, layers: RankLayers) -> dict[str, Any]:
-        """What a chunk that trains has for routers."""
-        of, experts = self._router_losses(), experts_of(self)
-        losses = make_router_losses(model, self.host.config(model), of, layers.tensor)
-        load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None
-        return {"routers": losses, "expert_load": load}
 
     def _router_losses(self) -> RouterCoefficients:
         """The weights of the losses of routers."""
