@@ -105,7 +105,7 @@ class HuggingFace(Host):
     of S x S is ever made.
     """
 
-    def connect(self, model: nn.Module) -> None:
+    def connect(self, model: Any) -> None:
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise ValueError(
                 "gradient checkpointing is on: call model.gradient_checkpointing_disable() and"
@@ -114,16 +114,15 @@ class HuggingFace(Host):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
-        whole: Any = model
         if hasattr(model, "peft_config"):
             hand_on_factors(model)
-        text = whole.config.get_text_config(decoder=True)
+        text = model.config.get_text_config(decoder=True)
         registered = use_registered_mixers(model)
-        if registered and not whole._can_set_attn_implementation():
+        if registered and not model._can_set_attn_implementation():
             text._attn_implementation = "isp"  # for what makes masks: its modules do not ask
         else:
-            parts = (n for n in whole.config.sub_configs if getattr(whole.config, n) is text)
-            whole.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
+            parts = (n for n in model.config.sub_configs if getattr(model.config, n) is text)
+            model.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
         if text._attn_implementation != "isp":
             raise ValueError(
                 f"{type(model).__name__} computes attention in its own code, not through"
@@ -135,7 +134,7 @@ class HuggingFace(Host):
             if hasattr(part, _WARNING):
                 setattr(part, _WARNING, lambda *_: None)
 
-    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, model: Any, ids: Tensor, positions: Tensor) -> Tensor:
         first = self.first_position(model)
         with at_positions(positions):
             own = positions + first if first else positions
@@ -147,14 +146,14 @@ class HuggingFace(Host):
                 logits.append(output.logits)
         return logits[0]
 
-    def logits_of(self, model: nn.Module) -> LogitsOf:
-        whole: Any = model  # transformers goes by the names of classes, too
+    def logits_of(self, model: Any) -> LogitsOf:
+        # transformers goes by the names of classes, too
         kinds = {"ForSequenceClassification": LogitsOf.ROW_LABELS}
         kinds["ForTokenClassification"] = LogitsOf.TOKEN_LABELS
-        return kinds.get(whole.loss_type, LogitsOf.VOCABULARY)
+        return kinds.get(model.loss_type, LogitsOf.VOCABULARY)
 
     @contextmanager
-    def _ended_by_score(self, model: nn.Module) -> Iterator[list[Tensor]]:
+    def _ended_by_score(self, model: Any) -> Iterator[list[Tensor]]:
         """A forward that ends with the logits of all tokens, where the model takes one of each row.
 
         Raises ValueError for a model that classifies sequences in another way.
@@ -163,10 +162,10 @@ class HuggingFace(Host):
         if self.logits_of(model) is not LogitsOf.ROW_LABELS:
             yield logits
             return
-        whole: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-        if not hasattr(whole, "score"):
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        if not hasattr(base, "score"):
             raise ValueError(
-                f"{type(whole).__name__} classifies sequences with more than a linear layer"
+                f"{type(base).__name__} classifies sequences with more than a linear layer"
                 f" (`score`) at the last token, which is not supported"
             )
 
@@ -174,65 +173,59 @@ class HuggingFace(Host):
             logits.append(found)
             raise _Scored
 
-        hook = whole.score.register_forward_hook(end)
+        hook = base.score.register_forward_hook(end)
         try:
             with suppress(_Scored):
                 yield logits
         finally:
             hook.remove()
 
-    def router_coefficients(self, model: nn.Module) -> RouterCoefficients:
-        whole: Any = model
-        config = whole.config.get_text_config(decoder=True)
+    def router_coefficients(self, model: Any) -> RouterCoefficients:
+        config = model.config.get_text_config(decoder=True)
         if not _adds_router_losses(model):
             return RouterCoefficients()
         return RouterCoefficients(float(getattr(config, "router_aux_loss_coef", 0.0)))
 
-    def first_position(self, model: nn.Module) -> int:
+    def first_position(self, model: Any) -> int:
         for module in model.modules():  # RoBERTa and its kind count from behind that of padding
             if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
-                return int(module.padding_idx) + 1  # type: ignore[arg-type]
+                return int(module.padding_idx) + 1
         return 0
 
-    def without_values(self, model: nn.Module) -> nn.Module:
-        whole: Any = model
+    def without_values(self, model: Any) -> Any:
         for part in model.modules():  # some kinds of rotary positions look at the largest one
             if isinstance(getattr(part, "rope_type", None), str):
-                setattr(part, "rope_type", "default")  # noqa: B010
-                rope = getattr(whole.config, "rope_parameters", None) or {}
+                part.rope_type = "default"
+                rope = getattr(model.config, "rope_parameters", None) or {}
                 rope |= {"rope_type": "default"} if "rope_type" in rope else {}
         with suppress(ValueError, RuntimeError):  # of models without experts, or with one way alone
-            whole.set_experts_implementation("grouped_mm")
+            model.set_experts_implementation("grouped_mm")
         return model
 
-    def config(self, model: nn.Module) -> dict[str, Any]:
-        whole: Any = model
-        found: dict[str, Any] = whole.config.get_text_config(decoder=True).to_dict()
+    def config(self, model: Any) -> dict[str, Any]:
+        found: dict[str, Any] = model.config.get_text_config(decoder=True).to_dict()
         return found
 
-    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
-        whole: Any = model
-        more = _ATTENTION_PLAN if whole.config.model_type in _PLANLESS else {}
-        return {**more, **(whole.tp_plan or {})}
+    def tensor_styles(self, model: Any) -> dict[str, str]:
+        more = _ATTENTION_PLAN if model.config.model_type in _PLANLESS else {}
+        return {**more, **(model.tp_plan or {})}
 
-    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+    def length_limits(self, model: Any) -> dict[nn.Module, int]:
         found: dict[nn.Module, int] = {}
         for part in model.modules():
             if getattr(part, "rope_type", None) == "longrope":
-                owner: Any = part
-                found[part] = owner.config.rope_parameters["original_max_position_embeddings"]
+                found[part] = part.config.rope_parameters["original_max_position_embeddings"]
         return found
 
-    def most_tokens(self, model: nn.Module) -> int | None:
+    def most_tokens(self, model: Any) -> int | None:
         config = self.config(model)
         tuned = config.get("attn_temperature_tuning") and 0 in config.get("no_rope_layers", ())
         return int(config["floor_scale"]) if tuned else None
 
-    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def published(self, model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        whole: Any = model
-        found: dict[str, Tensor] = revert_weight_conversion(whole, weights)
+        found: dict[str, Tensor] = revert_weight_conversion(model, weights)
         return found
 
 
