@@ -25,7 +25,7 @@ __all__ = ["ConvertedFiles"]
 
 
 class _Source(NamedTuple):
-    """What of the files becomes a parameter, or the several that a converter makes at once."""
+    """The tensors in the files of which a parameter, or several at once, are made."""
 
     target: str
     """The first of these parameters."""

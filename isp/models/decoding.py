@@ -14,10 +14,10 @@ __all__ = ["decoding_layout"]
 
 
 def decoding_layout(model: TracedModel, parallel: ParallelConfig) -> ParallelConfig:
-    """How tokens are decoded where prompts are read by `parallel`: itself, or mtp in place of isp.
+    """The layout that decodes tokens if `parallel` reads prompts: itself, or mtp in place of isp.
 
-    Weights that are gathered for each token would cost as much as for a whole prompt. They are all
-    the same where the model's features cannot be split, or mtp would leave a rank other heads than
+    Gathering weights for each token would cost as much as for a whole prompt. It is done all the
+    same where the model's features cannot be split, or where mtp would give a rank other heads than
     those whose keys it has: where a model's plan cuts its attention, but not by heads.
     """
     tensor = parallel.tensor

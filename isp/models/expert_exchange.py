@@ -55,10 +55,10 @@ __all__ = [
 def check_spread(
     name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig, tiles: int
 ) -> None:
-    """Raise ValueError if a model's experts cannot be called with some of the tokens alone.
+    """Raise ValueError if a model's experts cannot be called with a part of the tokens.
 
-    That is where ranks send each other tokens, and where experts are gathered in groups. `tiles`:
-    of how many tokens, 0: none; the weights of such a module are there for all of them.
+    They are where ranks exchange tokens, and where experts are gathered in groups. `tiles`: tokens
+    of a tile, 0: none; tiles need all weights of a module at once.
     """
     if of.size == 1 and of.max_gathered_bytes is None:
         return
@@ -300,13 +300,13 @@ class ExpertExchange:
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
-    """Rows of each part from each rank to each where tokens have no values: all alike."""
+    """Rows of each part from each rank to each, on the meta device: equally many."""
     ranges = [[len(chunk_range(x.numel(), size, i)) for i in range(size)] for x in parts]
     return [ranges] * size
 
 
 def _wait(under_way: list[Pending], count: int = 1) -> list[Tensor]:
-    """What the first `count` of the transfers bring."""
+    """Wait for the first `count` transfers; return what they bring."""
     return [under_way.pop(0).wait() for _ in range(count)]
 
 

@@ -130,7 +130,7 @@ class ExpertGroups:
         return out
 
     def _rows(self, flat: Tensor, order: Tensor) -> Sequence[Tensor]:
-        """The entries of `order` of each group; where they have no values, equally many."""
+        """The entries of `order` of each group; on the meta device, equally many."""
         count, num_experts = len(self._sizes), sum(self._sizes)
         rows = [len(chunk_range(len(flat), count, i)) for i in range(count)]
         if not flat.is_meta:

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class _Keys:
-    """A cache of index keys, which gives those it was made with, or takes those it is given."""
+    """A cache of index keys: returns those it was made with, and keeps those it is given."""
 
     def __init__(self, keys: Tensor | None = None) -> None:
         self.keys = keys
@@ -175,7 +175,7 @@ _KINDS = {
 
 
 def _refuse(module: nn.Module, *_: Any, **__: Any) -> None:
-    """Of DeepSeek-V4: rows shorter than a window would not show that it has keys of windows."""
+    """Of DeepSeek-V4: a trace of fewer tokens than a window would not show its keys of windows."""
     raise ValueError(
         f"{type(module).__name__} adds a key for each window of tokens: attention to compressed"
         f" windows is not supported"
@@ -214,9 +214,9 @@ def indexer_parameters(model: nn.Module) -> Iterator[str]:
 
 
 def chosen_by(module: Any, others: dict[str, Any]) -> Chosen | None:
-    """The keys that a module of attention names among its other arguments, by an indexer of ours.
+    """The keys that an indexer has chosen, among an attention module's other arguments.
 
-    Its own, or that of a layer before, which handed on what it had chosen.
+    The indexer is its own, or that of an earlier layer. None: all keys are attended.
     """
     if type(module).__module__ not in _SPACES:
         return None

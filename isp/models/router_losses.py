@@ -29,7 +29,7 @@ __all__ = ["RouterCoefficients", "RouterLosses", "check_router_losses", "make_ro
 
 
 class RouterCoefficients(NamedTuple):
-    """The weights of the losses and of what does without; 0: not."""
+    """The weights of the router losses, and the rate of updates of biases; 0: without."""
 
     aux: float = 0.0
     """Of load balancing, num_experts * sum(f * p)."""
@@ -71,7 +71,7 @@ def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
 
 
 class _Routing:
-    """What is known of the tokens of one forward."""
+    """Sums over the tokens of one forward, for its losses and their gradients."""
 
     def __init__(self, mask: Tensor, own: Tensor, weight: float, scale: Tensor) -> None:
         self.mask, self.own = mask, own
@@ -229,7 +229,7 @@ def check_router_losses(
     num_stages: int,
     tiles: int,
 ) -> None:
-    """Raise ValueError for what `of` asks and this model, or this layout, cannot have.
+    """Raise ValueError if this model, or this layout, cannot have the losses that `of` asks for.
 
     `experts`: see `isp.models.expert_load.experts_of`.
     """

@@ -78,7 +78,7 @@ class TensorPlan(NamedTuple):
         return size if any(name.startswith(f"{block}.") for name in apart) else 1
 
     def sees_part(self, module: str) -> bool | None:
-        """Whether a module's own vectors see a part of the tokens' features, all, or neither."""
+        """Whether a module's vectors see a part of the features; None: it is in no region."""
         return next((not r.whole for r in self.regions if module in r.between), None)
 
     def is_row(self, linear: str) -> bool:
