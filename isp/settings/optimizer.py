@@ -173,13 +173,8 @@ class OptimizerConfig:
     after which the loss scale can still be lowered; 0: never."""
 
     def __post_init__(self) -> None:
-        plain = {"offload_states": False, "moment_dtype": "float32", "param_groups": ()}
-        for key, value in plain.items() if self.is_torchs else ():
-            if (own := getattr(self, key)) != value:
-                raise ValueError(
-                    f"optimizer.{key}={own} applies only to isp's own update rules: leave the key"
-                    f" out with optimizer.name={self.name}"
-                )
+        if self.is_torchs:
+            self.check_torchs(f"optimizer.name={self.name}")
         if self.moment_dtype != "bfloat16":
             return
         for key, decay in self._moment_decays():
@@ -188,6 +183,16 @@ class OptimizerConfig:
                     f"optimizer.{key}={decay} is too close to 1 for"
                     f" optimizer.moment_dtype=bfloat16: with 8 bits such a moment does not decay;"
                     f" use at most 0.996, or moment_dtype=float32"
+                )
+
+    def check_torchs(self, optimizer: str) -> None:
+        """Raise ValueError for keys that an `optimizer` of torch, in words, has no use for."""
+        plain = {"offload_states": False, "moment_dtype": "float32", "param_groups": ()}
+        for key, value in plain.items():
+            if (own := getattr(self, key)) != value:
+                raise ValueError(
+                    f"optimizer.{key}={own} applies only to isp's own update rules: leave the key"
+                    f" out with {optimizer}"
                 )
 
     @property

@@ -6,7 +6,6 @@ import os
 from dataclasses import field, replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,7 +19,6 @@ from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.parallel import Topology
-from isp.settings import OptimizerConfig
 from isp.settings.section import section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
@@ -77,7 +75,9 @@ def parallelize(
     world = make_world(config)
     optimizer = optimizer or optimizer_of(config.optimizer)
     if optimizer is not None:
-        _check_optimizer(optimizer, model, config, world.device)
+        config.optimizer.check_torchs("isp.parallelize(.., optimizer=..)")
+        dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}
+        check_elementwise(optimizer, dims, world.device)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
@@ -112,21 +112,6 @@ class _LoopConfig(JobConfig):
 
     def _check_model(self) -> None:
         """The trace of the caller's model says what fits."""
-
-
-def _check_optimizer(
-    make: MakeOptimizer, model: nn.Module, config: JobConfig, device: torch.device
-) -> None:
-    """Raise ValueError for an optimizer that cannot be, or keys of the rule that it replaces."""
-    plain = OptimizerConfig()
-    for key in ("offload_states", "moment_dtype", "param_groups"):
-        if getattr(config.optimizer, key) != getattr(plain, key):
-            raise ValueError(
-                f"optimizer.{key}={getattr(config.optimizer, key)} applies only to isp's own"
-                f" update rules: leave the key out with isp.parallelize(.., optimizer=..)"
-            )
-    dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}
-    check_elementwise(make, dims, device)
 
 
 def _check_parameters(model: nn.Module) -> None:
