@@ -31,7 +31,7 @@ class Net:
         self.tracker.add(RngStream.EQUAL, 3)
         self.log = CommLog()
         self.log.collect()
-        self.host = HostMemory(CPU, key="the.key", log=self.log)
+        self.host = HostMemory(CPU, log=self.log)
         if options.pop("offload", False):
             options["offload_to"] = self.host
         self.recompute = Recomputer(tracker=self.tracker, **options)
@@ -195,7 +195,7 @@ def test_too_little_host_memory_names_the_key() -> None:
     net = Net(2, offload=True)
     with (
         mock.patch("torch.zeros", side_effect=RuntimeError("no room\nat all")),
-        pytest.raises(HostMemoryError, match=r"^the.key: .*: no room: use .* the.key=false$"),
+        pytest.raises(HostMemoryError, match=r"_offload: .*: no room: use .*_offload=false$"),
     ):
         net.forward()
     assert net.host.leased_bytes == net.host.reserved_bytes == 0

@@ -102,11 +102,9 @@ class HostMemory:
         self,
         device: torch.device,
         *,
-        key: str,
         log: CommLog | None = None,
         channel: HostChannel | None = None,
     ) -> None:
-        """`key`: the key of the configuration that asks for this memory."""
         self.channel = HostChannel(device, log=log) if channel is None else channel
         self.reserved_bytes = 0
         """Leased or free."""
@@ -116,7 +114,6 @@ class HostMemory:
         self.is_apart = device.type == "cuda"
         """Whether it is not the memory that the device computes in; pinned then."""
         self._device = device
-        self._key = key
         self._free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
 
     def describe(self) -> str:
@@ -147,9 +144,10 @@ class HostMemory:
                 buffer = host_memory.zeros(x.numel(), x.dtype, self._device)
         except MemoryError as error:
             raise HostMemoryError(
-                f"{self._key}: the host has {self.reserved_bytes / 2**30:.1f} GiB of memory for"
-                f" this rank, and no further {x.nbytes / 2**20:.1f} MiB: {error}: use a shorter"
-                f" data.seq_len, a larger model.checkpoint_segment, or {self._key}=false"
+                f"model.checkpoint_offload: the host has {self.reserved_bytes / 2**30:.1f} GiB of"
+                f" memory for this rank, and no further {x.nbytes / 2**20:.1f} MiB: {error}: use a"
+                f" shorter data.seq_len, a larger model.checkpoint_segment, or"
+                f" model.checkpoint_offload=false"
             ) from error
         self.reserved_bytes += buffer.nbytes
         self.num_buffers += 1

@@ -117,7 +117,7 @@ def build_model(
     # One rank has whole weights: a plan would be idle, and costs a fifth of a step of 64 tokens.
     if mesh.topology.mode.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
-    host = HostMemory(device, key="model.checkpoint_offload", log=mesh.log)
+    host = HostMemory(device, log=mesh.log)
     sequence = SequenceRanks.of(
         mesh,
         model.attention_windows,

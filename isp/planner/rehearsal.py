@@ -225,7 +225,7 @@ def _rehearsed(
             wide_gradients=part.wide_gradients,
             parts=part.parts_of_weights(pool, recorder),
         ),
-        host=HostMemory(META, key="model.checkpoint_offload", channel=DryHost(recorder)),
+        host=HostMemory(META, channel=DryHost(recorder)),
         device=META,
         dtype=getattr(torch, dtype),
         sequence=part.ranks(own_model.attention_windows, recorder),

@@ -37,8 +37,8 @@ class _Runtime:
         return f"cudaError {code}"
 
 
-def _apart(key: str = "the.key") -> HostMemory:
-    memory = HostMemory(torch.device("cpu"), key=key)
+def _apart() -> HostMemory:
+    memory = HostMemory(torch.device("cpu"))
     memory.is_apart, memory._device = True, torch.device("cuda")
     return memory
 
@@ -91,6 +91,6 @@ def test_pages_that_cannot_be_locked_are_told_with_the_key() -> None:
     with mock.patch("torch.cuda.cudart", return_value=_Runtime(room=1000)):
         memory = _apart()
         store(memory, x)
-        with pytest.raises(HostMemoryError, match=r"the\.key: .* page-locked \(cudaError 2"):
+        with pytest.raises(HostMemoryError, match=r"_offload: .* page-locked \(cudaError 2"):
             store(memory, x)
         assert memory.reserved_bytes == memory.leased_bytes == 800
