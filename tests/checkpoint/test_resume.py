@@ -11,6 +11,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.checkpoint import Checkpointer, CheckpointError, inspect
+from isp.checkpoint.background import Staging
+from isp.checkpoint.boxes import Shard
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
 from tests.checkpoint.runs import LION, Layout, chosen, clear, expect, fill, make_run, whole_value
@@ -232,3 +234,21 @@ def test_torch_can_read_it(tmp_path: Path) -> None:
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
     expected = whole_value("wqkv.weight", "master", (16, 6)).float()
     assert torch.equal(weights["model.wqkv.weight"], expected)
+
+
+def test_copies_take_the_same_memory_again() -> None:
+    """Catches copies of more than the shards, memory taken anew, and a size that changed."""
+    whole = torch.arange(40.0).view(8, 5)
+    staging = Staging()
+    addresses = set()
+    for step in range(3):
+        rest = torch.full((3 + step // 2,), step)
+        shards = {s.key: s for s in (Shard.whole("rows", whole[2:4]), Shard.whole("rest", rest))}
+        copied = {key: shard.pieces[0].data for key, shard in staging.copy(shards).items()}
+        before = whole[2:4].clone()
+        whole += 1
+        assert torch.equal(copied["rows"], before)
+        assert torch.equal(copied["rest"], rest)
+        assert copied["rows"].untyped_storage().nbytes() == before.nbytes
+        addresses.add(copied["rows"].data_ptr())
+    assert len(addresses) == 1

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isp.models.chunk import TracedChunk
+from isp.models.hosts import host_of
 from isp.models.model import TracedModel
 from isp.models.roles import ParameterRole
+from isp.models.tiny import tiny_model
 from tests.models.models import alone, tiny
 from tests.models.own import Own
 
@@ -54,3 +56,24 @@ def test_a_weight_that_is_read_outside_of_its_linear_is_cut(name: str) -> None:
     found = {role for key, role in roles.items() if key.endswith("dt_proj.weight")}
     biases = {role for key, role in roles.items() if key.endswith("dt_proj.bias")}
     assert (found, biases) == ({ParameterRole.SHARDED}, {ParameterRole.VECTOR})
+
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+
+@pytest.mark.parametrize("name", ["roberta", "opt", "bart"])
+def test_positions_begin_as_in_the_model_alone(name: str) -> None:
+    """Catches trained rows of a table of positions that are read at other tokens."""
+    config = transformers.AutoConfig.for_model(name, is_decoder=True)
+    model = tiny_model(config).eval()
+    ids = torch.randint(20, 60, (1, 13), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        alone = model(input_ids=ids, use_cache=False).logits
+        ours = host_of(model).forward(model, ids, torch.arange(13)[None])
+    torch.testing.assert_close(ours, alone, rtol=0, atol=1e-12)
+
+
+def test_rows_before_the_first_position_are_not_counted() -> None:
+    small = tiny_model(transformers.AutoConfig.for_model("roberta", is_decoder=True))
+    rows, padding = small.config.max_position_embeddings, small.config.pad_token_id
+    assert TracedModel(small).learned_positions == rows - padding - 1

@@ -1,15 +1,17 @@
-"""Garbage collection and the release of freed host memory, at given steps."""
+"""Garbage: that of a rank's parent, and what is collected and released at given steps."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import weakref
 
 import pytest
 import torch
 
 from isp.metrics.device import MemoryMeter
+from isp.run.forked import run_ranks
 from isp.run.garbage import collected_every
 
 
@@ -54,3 +56,30 @@ def test_freed_memory_between_living_tensors_goes_back_to_the_system() -> None:
     freed = (full - meter.gib()) * 2**30
     meter.close()
     assert freed > 0.8 * below_mmap * len(kept)
+
+
+class Owner:
+    """Something that can be taken down only where it was made, in a cycle."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.process = os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os._exit(3)
+
+
+def _collect(rank: int) -> int:
+    gc.collect()
+    return rank
+
+
+def test_a_rank_leaves_the_garbage_of_its_parent_alone() -> None:
+    """A rank that took down a store of its parent's waited for a thread that it did not have."""
+    gc.disable()  # so that it is still there when ranks begin
+    try:
+        Owner()
+        assert run_ranks(1, _collect) == [0]
+    finally:
+        gc.enable()
