@@ -17,7 +17,8 @@ from isp.layers.head import HeadLoss
 from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
 from isp.layers.module import MasterStream, ParallelModule, named_parameters
 from isp.layers.rank_layers import RankLayers
-from isp.parallel import Mode, ParallelConfig, Topology, WeightConfig
+from isp.parallel import Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.parallel.config import PipelineConfig, Sequence2DConfig, Zero1Config
 from isp.parallel.layout import ParameterLayout
 from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.weights.trace import Use
@@ -31,6 +32,7 @@ __all__ = [
     "ToolkitLayers",
     "blocks_of",
     "init_weights",
+    "topology",
     "weight_mesh",
 ]
 
@@ -201,10 +203,31 @@ class Operations(TorchDispatchMode):
         return out
 
 
+def topology(
+    world: int = 1,
+    *,
+    mode: Mode = Mode.ISP,
+    tensor: int = 1,
+    weight: int = 1,
+    pipeline: int = 1,
+    zero1: int = -1,
+    context: int = 1,
+    **keys: bool,
+) -> Topology:
+    """Of groups of these sizes; `keys` are others of `parallel.weight`."""
+    parallel = ParallelConfig(
+        tensor=TensorConfig(size=tensor, mode=mode),
+        weight=WeightConfig(size=weight, **keys),
+        pipeline=PipelineConfig(size=pipeline),
+        zero1=Zero1Config(size=zero1),
+        sequence_2D=Sequence2DConfig(enable=context > 1, context_size=context),
+    )
+    return Topology.create(world, parallel)
+
+
 def weight_mesh(rank: int, world: int) -> Mesh:
     """The channels of a rank where all ranks share one copy of the weights."""
-    parallel = ParallelConfig(weight=WeightConfig(size=world))
-    return Mesh(Topology.create(world, parallel), rank)
+    return Mesh(topology(world, weight=world), rank)
 
 
 def blocks_of(*layers: WeightHolder) -> tuple[DeclaredBlock, ...]:

@@ -14,44 +14,17 @@ from isp.checkpoint import Checkpointer, CheckpointInfo, TrainState
 from isp.comm import Channel
 from isp.layers.module import RowsOf, bind_names, named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import (
-    Axis,
-    Mode,
-    ParallelConfig,
-    TensorConfig,
-    Topology,
-    WeightConfig,
-    Zero1Config,
-)
+from isp.parallel import Axis, Topology
 from isp.settings import OptimizerConfig
 from tests.toolkit import ToolkitLayers
 
-__all__ = ["LION", "Layout", "Run", "chosen", "clear", "expect", "fill", "make_run", "whole_value"]
+__all__ = ["LION", "Run", "chosen", "clear", "expect", "fill", "make_run", "whole_value"]
 
 ADAMW, LION = OptimizerConfig(), OptimizerConfig(name="lion")
 
 
 _FROZEN = {"rows": (0, 0), "tensors": {}}
 """In place of the states of a parameter that has none."""
-
-
-class Layout(NamedTuple):
-    """The sizes of a run."""
-
-    world: int = 1
-    mode: str = "isp"
-    tensor: int = 1
-    weight: int = 1
-    zero1: int = -1
-
-    @property
-    def topology(self) -> Topology:
-        parallel = ParallelConfig(
-            tensor=TensorConfig(size=self.tensor, mode=Mode(self.mode)),
-            weight=WeightConfig(size=self.weight),
-            zero1=Zero1Config(size=self.zero1),
-        )
-        return Topology.create(self.world, parallel)
 
 
 class Run(NamedTuple):
@@ -97,7 +70,7 @@ class _Model(nn.Module):
 
 def make_run(
     rank: int,
-    layout: Layout,
+    topology: Topology,
     dtype: torch.dtype,
     *,
     wide: int = 6,
@@ -107,7 +80,6 @@ def make_run(
     apart: bool = False,
 ) -> Run:
     """A run on this rank, all zeros; needs a process group where there are several."""
-    topology = layout.topology
     mesh = _channels(topology, rank)
     layers = ToolkitLayers(
         mode=topology.mode,

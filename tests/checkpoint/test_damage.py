@@ -23,8 +23,9 @@ from isp.checkpoint.whole import WholeWeights
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
 from isp.train.export import export
-from tests.checkpoint.runs import Layout, chosen, fill, make_run
+from tests.checkpoint.runs import chosen, fill, make_run
 from tests.ranks import run_ranks
+from tests.toolkit import topology
 
 CONFIG = CheckpointConfig(async_mode="disabled")
 DATA = "__0_0.distcp"
@@ -35,7 +36,7 @@ FILES = {name: FileRecord(1 << 20, 64 * "0") for name in (METADATA, DATA)}
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 10, 20 and 30."""
     folder = tmp_path_factory.mktemp("three")
-    run = make_run(0, Layout(), torch.float32)
+    run = make_run(0, topology(), torch.float32)
     fill(run)
     checkpointer = Checkpointer(folder, CONFIG, world=run.world)
     for step in (10, 20, 30):
@@ -140,7 +141,7 @@ def test_a_run_that_went_back_goes_on(folder: Path) -> None:
 
 
 def _choose_on(rank: int, folder: Path) -> tuple[int, tuple[str, ...]]:
-    run = make_run(rank, Layout(2, "isp", weight=2), torch.float32)
+    run = make_run(rank, topology(2, weight=2), torch.float32)
     info = Checkpointer(folder, CONFIG, world=run.world).choose()
     assert info is not None
     return info.step, info.passed_over
@@ -332,7 +333,7 @@ def test_shards_lie_beside_their_table(folder: Path, name: str) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = name
     _write_table(path, metadata)
-    run = make_run(0, Layout(), torch.float32)
+    run = make_run(0, topology(), torch.float32)
     checkpointer = Checkpointer(folder, CONFIG, world=run.world)
     info = chosen(checkpointer)
     assert info.step == 30, "every byte is as its manifest says"

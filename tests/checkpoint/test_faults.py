@@ -20,10 +20,11 @@ import torch.multiprocessing as mp
 
 from isp.checkpoint import Checkpointer, CheckpointError
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import Layout, Run, chosen, clear, expect, fill, make_run
+from tests.checkpoint.runs import Run, chosen, clear, expect, fill, make_run
 from tests.ranks import run_ranks
+from tests.toolkit import topology
 
-LAYOUT = Layout(2, "isp", weight=2)
+LAYOUT = topology(2, weight=2)
 WIDE = 2048
 """Features of the model: some 300 KiB a tensor."""
 
@@ -131,7 +132,7 @@ def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
 
 def _save_until_killed(folder: Path, mode: str, published: Connection) -> None:
     """Go on from the newest checkpoint: save its step once more, and then one after the other."""
-    run = make_run(0, Layout(), torch.float32)
+    run = make_run(0, topology(), torch.float32)
     fill(run)
     config = CheckpointConfig(keep_latest_k=2, async_mode=mode)  # type: ignore[arg-type]
     checkpointer = Checkpointer(folder, config, world=run.world)
@@ -145,7 +146,7 @@ def _save_until_killed(folder: Path, mode: str, published: Connection) -> None:
 def test_killed_at_any_moment(tmp_path: Path, mode: str) -> None:
     """Catches an instant of writing, replacing or deleting at which death costs a checkpoint."""
     context, chance = mp.get_context("fork"), random.Random(0)
-    run = make_run(0, Layout(), torch.float32)
+    run = make_run(0, topology(), torch.float32)
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(), world=run.world)
     newest = 0
     for _ in range(8):

@@ -9,7 +9,7 @@ import pytest
 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, SavedTopology
-from isp.parallel import ParallelConfig, Topology
+from tests.toolkit import topology
 
 
 def _write(folder: Path, step: int, content: str = "weights") -> None:
@@ -20,7 +20,7 @@ def _write(folder: Path, step: int, content: str = "weights") -> None:
         step=step,
         tokens=0,
         num_updates=step,
-        topology=SavedTopology.of(Topology.create(1, ParallelConfig())),
+        topology=SavedTopology.of(topology()),
         shared={},
         saved_at=0.0,
         files={"data": FileRecord(len(content), digest)},

@@ -10,21 +10,23 @@ import pytest
 import torch
 
 from isp.checkpoint import Checkpointer, inspect
+from isp.parallel import Mode, Topology
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import LION, Layout, chosen, clear, expect, fill, make_run
+from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run
 from tests.ranks import run_ranks
+from tests.toolkit import topology
 
 LAYOUTS = {
-    "isp": Layout(4, "isp", tensor=2, weight=2, zero1=2),
-    "isp-wide": Layout(4, "isp", tensor=4, weight=2, zero1=1),
-    "mtp": Layout(4, "mtp", tensor=2),
-    "fsp": Layout(4, "fsp", tensor=4),
-    "one": Layout(),
+    "isp": topology(4, tensor=2, weight=2, zero1=2),
+    "isp-wide": topology(4, tensor=4, weight=2, zero1=1),
+    "mtp": topology(4, mode=Mode.MTP, tensor=2),
+    "fsp": topology(4, mode=Mode.FSP, tensor=4),
+    "one": topology(),
 }
 CONFIG = CheckpointConfig()
 
 
-def _save(rank: int, layout: Layout, dtype: torch.dtype, folder: Path, **options: Any) -> None:
+def _save(rank: int, layout: Topology, dtype: torch.dtype, folder: Path, **options: Any) -> None:
     run = make_run(rank, layout, dtype, **options)
     fill(run)
     with Checkpointer(folder, CONFIG, world=run.world) as checkpointer:
@@ -34,7 +36,7 @@ def _save(rank: int, layout: Layout, dtype: torch.dtype, folder: Path, **options
 
 def _load(
     rank: int,
-    layout: Layout,
+    layout: Topology,
     dtype: torch.dtype,
     folder: Path,
     through: torch.dtype | None,
@@ -46,7 +48,7 @@ def _load(
     return expect(run, through)
 
 
-def _load_all(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> list[int]:
+def _load_all(rank: int, layout: Topology, dtype: torch.dtype, folder: Path) -> list[int]:
     run = make_run(rank, layout, dtype)
     compared = []
     for name in LAYOUTS:
@@ -64,7 +66,7 @@ def _load_all(rank: int, layout: Layout, dtype: torch.dtype, folder: Path) -> li
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for name, layout in LAYOUTS.items():
-        run_ranks(layout.world, _save, layout, torch.float64, folder / name)
+        run_ranks(layout.world_size, _save, layout, torch.float64, folder / name)
     return folder
 
 
@@ -72,7 +74,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_loads_every_other(saved: Path, name: str) -> None:
     """Catches a box in the wrong place: fused, uneven, empty, split by columns, split by zero1."""
     layout = LAYOUTS[name]
-    compared = run_ranks(layout.world, _load_all, layout, torch.float64, saved)
+    compared = run_ranks(layout.world_size, _load_all, layout, torch.float64, saved)
     assert all(n > 0 for counts in compared for n in counts)
 
 
@@ -81,21 +83,22 @@ WIDE, MTP, BF16 = LAYOUTS["isp-wide"], LAYOUTS["mtp"], torch.bfloat16
 
 def test_another_rule_loads_in_another_layout(tmp_path: Path) -> None:
     """Catches states that are saved or loaded by the names of one update rule alone."""
-    run_ranks(WIDE.world, partial(_save, config=LION), WIDE, BF16, tmp_path)
-    assert all(run_ranks(MTP.world, partial(_load, config=LION), MTP, BF16, tmp_path, None))
+    run_ranks(WIDE.world_size, partial(_save, config=LION), WIDE, BF16, tmp_path)
+    assert all(run_ranks(MTP.world_size, partial(_load, config=LION), MTP, BF16, tmp_path, None))
     assert "exp_avg\n" in inspect(tmp_path / "step_20")
 
 
 def test_rows_of_what_was_fused_are_loaded_in_another_layout(tmp_path: Path) -> None:
     """Catches weights, masters and moments of q, k or v that are another's rows."""
-    run_ranks(WIDE.world, _save, WIDE, BF16, tmp_path)
+    run_ranks(WIDE.world_size, _save, WIDE, BF16, tmp_path)
     for dtype in (BF16, torch.float64):  # whose weights are the saved masters
         load = partial(_load, apart=True)
-        assert all(run_ranks(MTP.world, load, MTP, dtype, tmp_path, torch.float32))
+        assert all(run_ranks(MTP.world_size, load, MTP, dtype, tmp_path, torch.float32))
 
 
 def test_frozen_parameters_are_saved_and_loaded_in_another_layout(tmp_path: Path) -> None:
     """Catches frozen weights that a checkpoint leaves out, and states asked for that they lack."""
     there, frozen = LAYOUTS["isp"], frozenset({"embedding.weight", "wo.bias"})
-    run_ranks(there.world, partial(_save, frozen=frozen), there, BF16, tmp_path)
-    assert all(run_ranks(WIDE.world, partial(_load, frozen=frozen), WIDE, BF16, tmp_path, None))
+    run_ranks(there.world_size, partial(_save, frozen=frozen), there, BF16, tmp_path)
+    load = partial(_load, frozen=frozen)
+    assert all(run_ranks(WIDE.world_size, load, WIDE, BF16, tmp_path, None))

@@ -15,9 +15,10 @@ from isp.checkpoint.background import Staging
 from isp.checkpoint.boxes import Shard
 from isp.comm import Channel
 from isp.settings import CheckpointConfig
-from tests.checkpoint.runs import LION, Layout, chosen, clear, expect, fill, make_run, whole_value
+from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run, whole_value
+from tests.toolkit import topology
 
-ONE = Layout()
+ONE = topology()
 CONFIG = CheckpointConfig(async_mode="disabled")
 
 

@@ -13,52 +13,30 @@ import torch.distributed as dist
 from isp.comm import Mesh, World
 from isp.comm.tag import Tag
 from isp.config import load_config
-from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
-from isp.parallel.config import PipelineConfig, Sequence2DConfig, Zero1Config
+from isp.parallel import Axis, Mode, Topology
 from isp.train import main as train
 from tests.ranks import run_programs, run_ranks
+from tests.toolkit import topology
 from tests.train.jobs import write_job
 
-
-def _topology(
-    world: int,
-    *,
-    mode: Mode = Mode.ISP,
-    tensor: int = 1,
-    weight: int = 1,
-    pipeline: int = 1,
-    zero1: int = -1,
-    context: int = 1,
-    apart: bool = False,
-) -> Topology:
-    parallel = ParallelConfig(
-        tensor=TensorConfig(size=tensor, mode=mode),
-        weight=WeightConfig(size=weight, own_reduce_group=apart),
-        pipeline=PipelineConfig(size=pipeline),
-        zero1=Zero1Config(size=zero1),
-        sequence_2D=Sequence2DConfig(enable=context > 1, context_size=context),
-    )
-    return Topology.create(world, parallel)
-
-
 LAYOUTS = {
-    "tensor, weight, stage = world": _topology(8, tensor=8, weight=8),
-    "tensor, weight, stage = world, gradients of weight": _topology(
-        8, tensor=8, weight=8, apart=True
+    "tensor, weight, stage = world": topology(8, tensor=8, weight=8),
+    "tensor, weight, stage = world, gradients of weight": topology(
+        8, tensor=8, weight=8, own_reduce_group=True
     ),
-    "tensor, data, weight, weight_data = zero1, stage = world": _topology(8, tensor=2, weight=4),
-    "tensor = weight, data, weight_data, zero1, stage = world": _topology(
+    "tensor, data, weight, weight_data = zero1, stage = world": topology(8, tensor=2, weight=4),
+    "tensor = weight, data, weight_data, zero1, stage = world": topology(
         8, tensor=2, mode=Mode.MSP, zero1=2
     ),
-    "data = stage = world, weight_data = zero1": _topology(8),
-    "tensor, weight, pipeline, embedding, stage, world": _topology(
+    "data = stage = world, weight_data = zero1": topology(8),
+    "tensor, weight, pipeline, embedding, stage, world": topology(
         8, tensor=2, weight=2, pipeline=4
     ),
-    "pipeline, embedding = world": _topology(2, pipeline=2),
-    "tensor, head, context, weight, weight_data = zero1, stage = world": _topology(
+    "pipeline, embedding = world": topology(2, pipeline=2),
+    "tensor, head, context, weight, weight_data = zero1, stage = world": topology(
         8, tensor=8, weight=4, context=2
     ),
-    "none": _topology(1),
+    "none": topology(1),
 }
 """Topologies by what they say of their process groups."""
 
@@ -68,8 +46,8 @@ def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
     """Catches a group too many, one that would delay a gather or a transfer of tokens, and one
     whose ranks are not those of its axes.
     """
-    topology = LAYOUTS[said]
-    line = next(line for line in topology.describe().split("\n") if "process group" in line)
+    ranks = LAYOUTS[said]
+    line = next(line for line in ranks.describe().split("\n") if "process group" in line)
     number, _, named = line.partition(": ")
     assert (
         named.removesuffix(
@@ -77,9 +55,9 @@ def test_axes_of_the_same_ranks_share_where_nobody_waits(said: str) -> None:
         )
         == said
     )
-    assert number.split()[0] == str(0 if topology.world_size == 1 else len(said.split(", ")))
-    for home, axes in topology.process_groups.items():
-        assert all(sorted(topology.groups(axis)) == sorted(topology.groups(home)) for axis in axes)
+    assert number.split()[0] == str(0 if ranks.world_size == 1 else len(said.split(", ")))
+    for home, axes in ranks.process_groups.items():
+        assert all(sorted(ranks.groups(axis)) == sorted(ranks.groups(home)) for axis in axes)
 
 
 def _groups(rank: int, topology: Topology) -> tuple[int, dict[str, int]]:
@@ -115,14 +93,13 @@ def _beside(rank: int, topology: Topology) -> list[tuple[str, bool]]:
 def test_groups_beside_a_default_one_of_any_backend() -> None:
     """Catches groups of a loop that called init_process_group() alone: torch's have a backend for
     each device and name none, so that nobody knew whose transfers they carry."""
-    for found in run_programs(2, _beside, _topology(2, tensor=2)):
+    for found in run_programs(2, _beside, topology(2, tensor=2)):
         assert set(found) == {("gloo", True)}
 
 
 def test_channels_of_a_group_have_numbers_of_their_own() -> None:
     """Catches a message that names one axis and counts another's, and groups beside the default."""
-    topology = _topology(2, tensor=2, weight=2)
-    for added, progress in run_ranks(2, _groups, topology):
+    for added, progress in run_ranks(2, _groups, topology(2, tensor=2, weight=2)):
         assert added == 2  # tensor and weight
         counts = {"tensor": 2, "weight": 2, "stage": 1, "world": 1}  # head; expert_weight
         assert progress == {f"{name} group [0, 1]": count for name, count in counts.items()}

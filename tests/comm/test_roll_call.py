@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from isp.comm import CollectiveError, CollectiveTimeout, Mesh, RollCall
 from isp.comm.tag import Tag
-from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology
+from isp.parallel import Axis, Mode
 from tests.ranks import run_ranks
+from tests.toolkit import topology
 
 SECONDS = 1
 """Time for a collective."""
-PARALLEL = ParallelConfig(tensor=TensorConfig(size=2, mode=Mode.MTP))
-"""Of 4 ranks: tensor groups [0, 1] and [2, 3], data groups [0, 2] and [1, 3]."""
 
 Work = Callable[[Mesh], object]
 
@@ -31,8 +30,8 @@ def _sleep(mesh: Mesh) -> None:
 
 
 def _said(rank: int, works: list[list[Work]]) -> str:
-    """What a rank says after its own of `works`."""
-    mesh = Mesh(Topology.create(len(works), PARALLEL), rank)
+    """What a rank says after its own of `works`; tensor groups are [0, 1] and [2, 3]."""
+    mesh = Mesh(topology(len(works), mode=Mode.MTP, tensor=2), rank)
     for axis in (Axis.TENSOR, Axis.DATA):
         _gather(axis, "first")(mesh)
     roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=SECONDS)
@@ -101,7 +100,7 @@ def test_a_sender_is_waited_for_too() -> None:
 
 def _fail(rank: int) -> str:
     """Rank 1 closes its connections."""
-    mesh = Mesh(Topology.create(2, PARALLEL), rank)
+    mesh = Mesh(topology(2, mode=Mode.MTP, tensor=2), rank)
     roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=60)
     if rank == 1:
         dist.destroy_process_group(mesh[Axis.TENSOR].group)

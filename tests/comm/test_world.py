@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from isp.comm import Mesh, World, cuda, mesh, streams
-from isp.parallel import ParallelConfig, TensorConfig, Topology
 from tests.ranks import run_ranks
+from tests.toolkit import topology
 
 
 def _meet(rank: int, port: int, restarts: int) -> float:
@@ -86,7 +86,7 @@ def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with World(cuda, timeout_seconds=7, rank=0, size=2):
         pass
-    Mesh(Topology.create(2, ParallelConfig(tensor=TensorConfig(size=2))), 0)
+    Mesh(topology(2, tensor=2), 0)
     given = [options["pg_options"] for options in asked if options.get("backend") != "gloo"]
     assert asked[0]["device_id"] == cuda
     assert given[0]._timeout == asked[0]["timeout"] == timedelta(seconds=7)

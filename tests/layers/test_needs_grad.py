@@ -16,13 +16,13 @@ from isp.comm import Mesh
 from isp.layers.module import bind_names, named_parameters
 from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.optim import MainGradients
-from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.parallel import Axis, Mode
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import LocalWeights
 from tests.ranks import run_ranks
-from tests.toolkit import CPU, ToolkitLayers
+from tests.toolkit import CPU, ToolkitLayers, topology
 
 B, S, D, F_, V = 2, 4, 6, 8, 10
 ROUTES = ("at once", "into main gradients", "deferred")
@@ -160,11 +160,8 @@ def ask(bench: Bench) -> None:
 def run_all(rank: int, world: int) -> int:
     runs = 0
     for mode in (Mode.ISP, Mode.MTP, Mode.FSP):
-        parallel = ParallelConfig(
-            tensor=TensorConfig(size=world, mode=mode),
-            weight=WeightConfig(size=world if mode is Mode.ISP else 1),
-        )
-        mesh = Mesh(Topology.create(world, parallel), rank)
+        weight = world if mode is Mode.ISP else 1
+        mesh = Mesh(topology(world, mode=mode, tensor=world, weight=weight), rank)
         for route, recomputes in itertools.product(ROUTES, (False, True)):
             try:
                 ask(Bench(mesh, mode, route, recomputes=recomputes))

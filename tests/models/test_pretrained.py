@@ -17,11 +17,12 @@ from isp.comm import Mesh
 from isp.models.build import BuiltModel, build_model
 from isp.models.folder import WeightFiles
 from isp.models.pretrained import folder_model, parameters_on_meta
-from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.settings.recomputation import Recomputation
 from tests.layers.test_initial_weights import Drawn
 from tests.models.folders import small_config, write_folder
 from tests.ranks import run_ranks
+from tests.toolkit import weight_mesh
 
 WEIGHT = 4
 Parts = dict[str, tuple[int, int, Tensor]]
@@ -37,12 +38,8 @@ def built(folder: Path, mesh: Mesh, *, seed: int = 0) -> BuiltModel:
     return build_model(model, parallel, mesh, seed=seed, device=device, dtype=torch.float32)
 
 
-def meshed(rank: int, size: int) -> Mesh:
-    return Mesh(Topology.create(size, ParallelConfig(weight=WeightConfig(size=size))), rank)
-
-
 def parts_of(rank: int, folder: Path, size: int, seed: int = 0) -> Parts:
-    model = built(folder, meshed(rank, size), seed=seed)
+    model = built(folder, weight_mesh(rank, size), seed=seed)
     found = {
         p.name: (p.layout.index, p.layout.parts, p.parameter.detach()) for p in model.parameters
     }
@@ -143,7 +140,7 @@ def test_names_of_the_hub_are_known_in_float64(tmp_path: Path) -> None:
 def test_files_are_closed_once_read(tmp_path: Path) -> None:
     """Catches weights that stay mapped, and on the disk if deleted, as long as a process."""
     folder = write_folder(tmp_path, "llama")
-    built(folder, meshed(0, 1))
+    built(folder, weight_mesh(0, 1))
     assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
@@ -180,7 +177,7 @@ def _taken(rank: int, folder: Path) -> tuple[list[int], Counter[bool]]:
             return _Counting(self._opened.get_slice(name), taken)
 
     WeightFiles._handle = lambda self, file: Handle(handle(self, file))
-    parameters = built(folder, meshed(rank, WEIGHT)).parameters
+    parameters = built(folder, weight_mesh(rank, WEIGHT)).parameters
     own: Counter[bool] = Counter()
     for item in parameters:
         own[item.layout.sharded] += item.parameter.numel()
@@ -218,7 +215,7 @@ def test_random_weights_are_the_models_own_in_every_layout(tmp_path: Path, kind:
 
 def _numbers_drawn(rank: int, folder: Path) -> int:
     with Drawn() as drawn:
-        built(folder, meshed(rank, WEIGHT))
+        built(folder, weight_mesh(rank, WEIGHT))
     return drawn.total
 
 

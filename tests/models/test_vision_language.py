@@ -21,9 +21,10 @@ from isp.models.model_folder import with_sizes
 from isp.models.pretrained import folder_model
 from isp.models.tiny import kept_in_float64
 from isp.optim import MainGradients
-from isp.parallel import Axis, ParallelConfig, Topology
+from isp.parallel import Axis, ParallelConfig
 from tests.models.folders import TEXT_SIZES, write_job
 from tests.models.models import job
+from tests.toolkit import topology
 from tests.train.jobs import run_folders, run_forked
 
 _VISION = {
@@ -112,7 +113,7 @@ def test_the_text_part_computes_what_the_whole_does(tmp_path: Path, kind: str) -
     built = build_model(
         folder_model(str(folder), "float64"),
         ParallelConfig(),
-        Mesh(Topology.create(1, ParallelConfig()), 0),
+        Mesh(topology(), 0),
         seed=0,
         device=torch.device("cpu"),
         dtype=torch.float64,

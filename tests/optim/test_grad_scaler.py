@@ -15,7 +15,7 @@ from isp.optim import MainGradients, StepResult, Zero1Optimizer
 from isp.optim.grad_scaler import GradScaler
 from isp.settings import GradScalerConfig, OptimizerConfig
 from tests.optim.places import Spec, place
-from tests.optim.test_zero1 import topology
+from tests.toolkit import topology
 
 PLAIN = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 

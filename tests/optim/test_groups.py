@@ -11,7 +11,8 @@ from isp.optim import check_groups
 from isp.optim.update_rules import GroupValues, group_values
 from isp.settings import OptimizerConfig, ParamGroupConfig
 from tests.optim.places import Spec
-from tests.optim.test_zero1 import assert_parity, topology
+from tests.optim.test_zero1 import assert_parity
+from tests.toolkit import topology
 from tests.train.jobs import run_folders, run_forked, tensors, write_job
 
 SPECS = [

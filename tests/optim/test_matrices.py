@@ -23,8 +23,9 @@ from isp.run.forked import RankError
 from isp.settings import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
 from isp.train.check_reference import orthogonal
 from tests.optim.places import Spec, loss, place
-from tests.optim.test_zero1 import STEPS, reference, topology
+from tests.optim.test_zero1 import STEPS, reference
 from tests.ranks import run_each
+from tests.toolkit import topology
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 MUON = OptimizerConfig(
@@ -74,7 +75,7 @@ LAYOUTS = {
     "weight 2": topology(4, weight=2),
     "weight 2, replicas alone": topology(4, weight=2, zero1=1),
     "weight 4": topology(4, weight=4),
-    "msp": topology(4, weight=2, mode=Mode.MSP),
+    "msp": topology(4, tensor=2, mode=Mode.MSP),
     "pipeline": topology(4, weight=2, pipeline=2),
 }
 

@@ -21,9 +21,9 @@ from isp.settings import GradScalerConfig, OptimizerConfig, ParamGroupConfig
 from isp.train import host_memory as train_memory
 from tests.optim.places import Spec, loss, place
 from tests.optim.test_update_rules import plain_optimizer
-from tests.optim.test_zero1 import topology
 from tests.ranks import run_each
 from tests.streams import Device
+from tests.toolkit import topology
 from tests.train.jobs import numbers, run_folders, run_forked, tensors, write_job
 
 SPECS = [

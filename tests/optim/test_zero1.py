@@ -13,12 +13,12 @@ from torch import Tensor
 from isp.comm import Mesh
 from isp.optim import MainGradients, StepResult, Zero1Optimizer
 from isp.optim.update_rules import group_values
-from isp.parallel import Axis, Mode, ParallelConfig, Topology
-from isp.parallel.config import PipelineConfig, TensorConfig, WeightConfig, Zero1Config
+from isp.parallel import Axis, Topology
 from isp.settings import OptimizerConfig
 from tests.optim.places import Spec, full_loss, loss, place
 from tests.optim.test_update_rules import plain_optimizer
 from tests.ranks import run_ranks
+from tests.toolkit import topology
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 LION = OptimizerConfig(name="lion", lr=1e-2, weight_decay=0.1, beta2=0.99)
@@ -34,20 +34,6 @@ SPECS = [
     Spec("scalar", (1,)),
 ]
 STAGED = [spec._replace(stage=i % 2) for i, spec in enumerate(SPECS)]
-
-
-def topology(
-    world: int, *, weight: int = 1, pipeline: int = 1, zero1: int = -1, mode: Mode = Mode.ISP
-) -> Topology:
-    return Topology.create(
-        world,
-        ParallelConfig(
-            tensor=TensorConfig(mode=mode, size=1 if mode is Mode.ISP else weight),
-            weight=WeightConfig(size=weight),
-            pipeline=PipelineConfig(size=pipeline),
-            zero1=Zero1Config(size=zero1),
-        ),
-    )
 
 
 def _train(

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from isp.comm import Mesh
-from isp.parallel import Axis, ParallelConfig, TensorConfig, Topology
+from isp.parallel import Axis
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.wp import HeadWeightParallelCommunicator
 from tests.ranks import run_ranks
-from tests.toolkit import CPU
+from tests.toolkit import CPU, topology
 
 B, S, V = 2, 8, 12
 
 
 def _forms(rank: int) -> None:
-    mesh = Mesh(Topology.create(4, ParallelConfig(tensor=TensorConfig(size=4))), rank)
+    mesh = Mesh(topology(4, tensor=4), rank)
     weight, tensor = mesh[Axis.WEIGHT], mesh[Axis.TENSOR]
     runtime = ISPCommunicator(weight, ISPCommModelConfig(device=CPU))
     logits, dy = torch.randn(2, B, S, V, generator=torch.Generator().manual_seed(2))

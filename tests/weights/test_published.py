@@ -7,11 +7,12 @@ import torch
 from isp.comm import Link, Mesh
 from isp.layers.module import named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import Axis, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.parallel import Axis
 from isp.settings import OptimizerConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks
+from tests.toolkit import topology
 from tests.weights.echo import CPU, Net, echo_layers
 
 IDS = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 7]])
@@ -20,8 +21,7 @@ LATENCY_SECONDS = 0.02
 
 def published_run(rank: int, *, latency: float, ask: bool, steps: int = 3) -> list[float]:
     """Outputs of a net whose updated weights take `latency` to be published by the optimizer."""
-    parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=WeightConfig(size=2))
-    mesh = Mesh(Topology.create(4, parallel), rank)
+    mesh = Mesh(topology(4, weight=2), rank)
     zero1, weight = mesh[Axis.ZERO1], mesh[Axis.WEIGHT]
     assert zero1.size == 2
     zero1.link = Link(1e12, latency) if latency else None
