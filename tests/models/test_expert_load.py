@@ -111,8 +111,7 @@ SPREAD = replace(job(2, 4).parallel, expert=ExpertConfig(size=2))
 CASES = {
     "isp, recomputed": Case(replace(job(2, 4, recompute=1.0), parallel=SPREAD)),
     "heads x context": Case(job(4, 4, context=2), "glm4_moe"),
-    "msp": Case(job(2, mode=Mode.MSP), "glm4_moe", "heads x context"),
-    "fsp": Case(job(2, mode=Mode.FSP), "glm4_moe", "msp"),
+    "fsp": Case(job(2, mode=Mode.FSP), "glm4_moe", "heads x context"),
     "mtp": Case(job(2, mode=Mode.MTP), "glm4_moe", "fsp"),
     "pipeline": Case(replace(job(recompute=0.5), data=TWO, parallel=PIPELINE), "ernie4_5_moe"),
 }

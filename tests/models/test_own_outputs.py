@@ -281,7 +281,6 @@ def _staged(
 PIPELINES = {
     "none": job(2, 2),
     "1F1B": _staged("1F1B", weight=2, exchanged=True),
-    "zero bubble": _staged("InterleavedZeroBubble", 2, tensor=1, weight=2),
     "a V": _staged("ZBVZeroBubble", 2, mode=Mode.MTP),
 }
 

@@ -86,7 +86,6 @@ CASES = {
         "mixtral", job(4, 2, recompute=1.0), 1, RouterCoefficients(0.3), asked=True
     ),
     "heads x context": Case("olmoe", job(4, 4, context=2), 1),
-    "msp": Case("qwen3_moe", job(2, mode=Mode.MSP), 2),
     "fsp": Case("mixtral", job(2, mode=Mode.FSP), 2),
     "mtp": Case("qwen3_moe", job(2, mode=Mode.MTP), 2),
     "the plain decoder": Case("qwen3_moe", job(2, 2), 2, plain_decoder=True),
