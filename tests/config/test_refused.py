@@ -75,6 +75,10 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
     )
 
 
+FLASH, VARLEN, CUDNN = (f"--model.attention_backend={x}" for x in ("flash2", "varlen", "cudnn"))
+BF16, EXACT = "--training.dtype=bfloat16", "--training.deterministic=true"
+
+
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
@@ -98,10 +102,19 @@ def test_an_unknown_section_of_the_command_line_is_blamed_on_it(write):
         (["--job.name", "é" * 128], "no slash, at most 255 bytes"),
         (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
         (["--optimizer.muon.qk_clip", "1"], "muon.qk_clip: clipping of query and key weights is"),
+        (["--parallel.pipeline.size=2"], "data.micro_num=2 or more"),
+        (["--parallel.pipeline.num_chunks=2"], "needs parallel.pipeline.size=2 or more"),
+        (["--profiler.profile_freq=1"], "profile_freq=1 must be at least 2 (default: 10)"),
+        (["--profiler.save_traces_folder=../x"], "must name a folder in that of the run"),
+        ([FLASH, "--training.dtype=float32"], f"{FLASH[2:]} needs bfloat16 or float16"),
+        ([VARLEN, BF16, "--training.device=cpu"], "not bfloat16 on cpu: use model.attention_back"),
+        ([CUDNN, BF16, "--training.device=cuda", EXACT], "cudnn is not deterministic"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(write, words, fault):
-    """Catches a wrong value obeyed as something else (true for 1), or an unclear refusal."""
+    """Catches a wrong value obeyed as something else (true for 1), one that is silently ignored or
+    that only ranks find impossible, and an unclear refusal.
+    """
     assert fault in faults_of(write(MINIMAL), *words)
 
 
@@ -138,20 +151,6 @@ def test_pipelines_that_cannot_be_are_refused(write, schedule, num_chunks, micro
         "--model.num_layers=7",
     ]
     assert fault in faults_of(write(MINIMAL), *words)
-
-
-@pytest.mark.parametrize(
-    ("word", "fault"),
-    [
-        ("--parallel.pipeline.size=2", "data.micro_num=2 or more"),
-        ("--parallel.pipeline.num_chunks=2", "needs parallel.pipeline.size=2 or more"),
-        ("--profiler.profile_freq=1", "profile_freq=1 must be at least 2 (default: 10)"),
-        ("--profiler.save_traces_folder=../x", "must name a folder in that of the run"),
-    ],
-)
-def test_what_no_part_carries_out_yet_is_refused(write, word, fault):
-    """Catches a key that is accepted and then silently ignored."""
-    assert fault in faults_of(write(MINIMAL), word)
 
 
 def test_sizes_that_do_not_fit_the_world_are_refused(write):
@@ -203,31 +202,9 @@ def test_an_unknown_preset_is_refused(write):
     assert "--model.preset: model.preset=tiney is unknown: use one of tiny, " in faults
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "device", "words"),
-    [
-        ("flash2", "float32", "auto", "model.attention_backend=flash2 needs bfloat16 or float16"),
-        ("varlen", "bfloat16", "cpu", "not bfloat16 on cpu: use model.attention_backend=sdpa"),
-    ],
-)
-def test_an_attention_that_cannot_run_is_refused(write, backend, dtype, device, words):
-    """Catches a forced backend that is found impossible only by the ranks."""
-    keys = f"attention_backend={backend}", f"dtype={dtype}", f"device={device}"
-    overrides = [f"--{s}.{k}" for s, k in zip(("model", "training", "training"), keys, strict=True)]
-    assert words in faults_of(write(MINIMAL), *overrides)
-
-
-def test_cudnn_is_refused_where_kernels_must_be_deterministic(write):
-    """Catches a kernel that torch would refuse on every rank."""
-    overrides = ["--model.attention_backend=cudnn", "--training.deterministic=true"]
-    overrides += ["--training.dtype=bfloat16", "--training.device=cuda"]
-    assert "cudnn is not deterministic" in faults_of(write(MINIMAL), *overrides)
-
-
 def test_an_attention_whose_package_is_missing_is_refused(write):
     """Catches a forced backend that nobody installed, found out by every rank."""
-    overrides = ["--model.attention_backend=flash3", "--training.dtype=bfloat16"]
-    config = load_config(write(MINIMAL), overrides)
+    config = load_config(write(MINIMAL), ["--model.attention_backend=flash3", BF16])
     with pytest.raises(
         ConfigError,
         match=r"flash3 needs the package flash_attn_interface, .*: build it .*, or use auto",
@@ -238,9 +215,8 @@ def test_an_attention_whose_package_is_missing_is_refused(write):
 def test_a_gpu_attention_without_a_gpu_is_refused(write, monkeypatch):
     """Catches training.device=auto that turns into cpu behind the check of the configuration."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    overrides = ["--model.attention_backend=varlen", "--training.dtype=bfloat16"]
     with pytest.raises(ValueError, match="not bfloat16 on cpu"):
-        make_world(load_config(write(MINIMAL), overrides))
+        make_world(load_config(write(MINIMAL), [VARLEN, BF16]))
 
 
 @pytest.mark.parametrize("value", ["-2", "1" + "0" * 31, ".nan", ".inf"])
