@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def text_of(prompt: str) -> str:
     """What transformers writes."""
-    tokens = written(made("llama"), list(prompt.encode()), NEW).tokens
+    tokens = written(made("llama"), list(prompt.encode()), NEW)
     end = tokens.index(256) if 256 in tokens else NEW
     return bytes(t for t in tokens[:end] if t < 256).decode(errors="replace")
 

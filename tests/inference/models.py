@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from isp.parallel import Topology
 from tests.model.folders import in_float64
 from tools.architectures import ARCHITECTURES
 
-__all__ = ["FAMILIES", "HYBRIDS", "PROMPTS", "Written", "made", "opened", "saved", "written"]
+__all__ = ["FAMILIES", "HYBRIDS", "PROMPTS", "made", "opened", "read", "saved", "written"]
 
 WINDOW = 9
 _SIZES = {
@@ -130,19 +131,17 @@ def opened(path: Path, rank: int, ranks: int, words: Sequence[str] = ()) -> tupl
     return source, source.engine(layout.parallel, mesh, torch.device("cpu"))
 
 
-class Written(NamedTuple):
-    """The continuation of one prompt."""
+@cache
+def read(model: Any, ids: tuple[int, ...]) -> Tensor:
+    """The logits of the plain model, [S, V]."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
 
-    tokens: list[int]
-    logits: Tensor
-    """[tokens, V]: those that each was chosen by."""
 
-
-def written(model: Any, prompt: list[int], count: int) -> Written:
+def written(model: Any, prompt: list[int], count: int) -> list[int]:
     """What the plain model writes behind a prompt, greedily: it reads all anew for each token."""
-    ids, logits = torch.tensor([prompt]), []
+    ids = list(prompt)
     for _ in range(count):
-        with torch.no_grad():
-            logits.append(model(ids, use_cache=False).logits[0, -1])
-        ids = torch.cat((ids, logits[-1].argmax().view(1, 1)), 1)
-    return Written(ids[0, len(prompt) :].tolist(), torch.stack(logits))
+        ids.append(int(read(model, tuple(ids))[-1].argmax()))
+    return ids[len(prompt) :]

@@ -233,7 +233,7 @@ def _examples(rank: int, config: str) -> list[list[float]]:
     import grpo
     import trainer
 
-    steps = {dpo: 25, distill: 15, grpo: 12, trainer: 8}
+    steps = {dpo: 10, distill: 6, grpo: 10, trainer: 4}
     return [example.main(config, num) for example, num in steps.items()]
 
 
