@@ -101,9 +101,8 @@ _CASES: dict[int, dict[str, tuple[str, JobConfig]]] = {
     2: {
         "in chunks": ("three", _config(2, 2, 2, chunks=3, recompute=0.5)),
         "frozen, recomputed": ("experts only", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
-        "mtp": ("biases", _config(2, 2, 2, mode=Mode.MTP, chunks=2)),
         "fsp": ("shared", _config(2, 2, 2, mode=Mode.FSP, recompute=1.0)),
-        "ahead, mtp": ("ahead", _config(2, 2, 2, mode=Mode.MTP, recompute=0.5)),
+        "ahead, mtp": ("ahead", _config(2, 2, 2, mode=Mode.MTP, recompute=0.5, chunks=2)),
     },
     4: {
         "both axes": ("three", _config(2, 4, 2, recompute=1.0, chunks=2)),

@@ -83,7 +83,7 @@ class Case(NamedTuple):
     ahead: bool = True
     context: int = 1
     schedule: PipelineSchedule | None = None
-    """Of two pipeline ranks."""
+    """Of two pipeline ranks with two chunks each."""
     between_linears: bool = False
     """Whether what lies there is recomputed, and no linear."""
 
@@ -97,8 +97,7 @@ class Case(NamedTuple):
         expert = ExpertConfig(size=self.expert, max_gathered_bytes=self.limit * EXPERT)
         keys: dict[str, Any] = {"weight": weight, "expert": expert}
         if self.schedule is not None:
-            chunks = 1 if self.schedule is PipelineSchedule.ONE_F_ONE_B else 2
-            keys["pipeline"] = PipelineConfig(size=2, schedule=self.schedule, num_chunks=chunks)
+            keys["pipeline"] = PipelineConfig(size=2, schedule=self.schedule, num_chunks=2)
         data, parallel = replace(config.data, micro_num=2), replace(config.parallel, **keys)
         return replace(config, model=model, data=data, parallel=parallel)
 
@@ -106,7 +105,6 @@ class Case(NamedTuple):
 CASES = {
     2: {
         "does not": Case("qwen3", 2, 2, limit=8, recompute=1.0),
-        "some recomputed": Case("decoder", 2, 2, limit=4, recompute=0.5),
         "not ahead": Case("biases", 1, 2, limit=2, ahead=False),
         "one group": Case("mixtral", 1, 2, limit=5),
         "linears kept": Case("mixtral", 2, 2, limit=4, recompute=0.4, between_linears=True),
@@ -117,7 +115,6 @@ CASES = {
         "replicas": Case("decoder", 1, 2, limit=4),
         "spread": Case("qwen3", 1, 4, limit=4, expert=2, recompute=0.5),
         "heads and context": Case("biases", 4, 4, limit=8, context=2, recompute=0.5),
-        "1F1B": Case("deep", 1, 2, limit=4, schedule=PipelineSchedule.ONE_F_ONE_B),
         "V": Case("deep", 2, 2, limit=4, schedule=PipelineSchedule.ZBV, recompute=0.5),
     },
 }

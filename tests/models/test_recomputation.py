@@ -37,7 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "kept": KEPT,
     "all": ALL,
     "distributed": {**ALL, "checkpoint_distribute_activations": True},
-    "offloaded": {**ALL, **HOST},
     "segments": {**ALL, "checkpoint_segment": 2},
     "segments, offloaded": {**ALL, **HOST, "checkpoint_segment": 2},
     "both": {**KEPT, **BETWEEN, "checkpoint": 0.5},
@@ -73,7 +72,7 @@ def _gemma() -> nn.Module:
 
 BOTH = "segments, offloaded"
 MODELS: dict[str, tuple[Callable[[], nn.Module], Mode, tuple[str, ...]]] = {
-    "llama": (lambda: tiny("llama"), Mode.ISP, tuple(way for way in WAYS if way != "distributed")),
+    "llama": (lambda: tiny("llama"), Mode.ISP, (*FEWER, "segments", BOTH, "both, offloaded")),
     "gemma3": (_gemma, Mode.ISP, ("plain", "kept", BOTH)),
     "experts": (lambda: tiny("qwen3_moe"), Mode.ISP, ("plain", "both, offloaded")),
     "hybrid": (
