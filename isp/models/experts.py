@@ -106,15 +106,6 @@ class CalledExperts:
             full = [stack.enter_context(use) for use in uses]
             yield [one.weight for one in full][turn]
 
-    @contextmanager
-    def read_by_backward(self) -> Iterator[None]:
-        """The whole weights are there for a graph that goes back."""
-        with self.whole(Phase.BACKWARD) as self.reading:
-            try:
-                yield
-            finally:
-                self.reading = []
-
     def compute(self, given: _Given, tensors: Sequence[Tensor], full: Sequence[Tensor]) -> Tensor:
         """What the module makes of `tensors` and its whole weights.
 
@@ -387,8 +378,11 @@ class _Experts(Function):
         if graph is None:
             graph = experts.recorded.pop(ctx.place.number)
         needs = needs_grad(ctx, len(graph.begins))
-        with experts.read_by_backward():
-            gradients = graph.backward(dy, needs)
+        with experts.whole(Phase.BACKWARD) as experts.reading:
+            try:
+                gradients = graph.backward(dy, needs)
+            finally:
+                experts.reading = []
         for first, again in zip(ctx.under_way, graph.under_way, strict=True):
             first[:] = again  # for who recorded the first [Note: Launch and wait]
         of_weights = range(len(needs) - len(experts.weights), len(needs))
