@@ -245,15 +245,15 @@ class _Files:
 class _Random:
     """Weights as the model itself begins them; a function of the seed and of modules' names."""
 
-    def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """None: there are no files."""
-        return iter(())
-
     def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
         """`drawn_as`: the parameters of other names whose random numbers some are drawn from."""
         self._shape = model
         """On the meta device, but for its buffers; never changed."""
         self._drawn_as = drawn_as or {}
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """None: there are no files."""
+        return iter(())
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:

@@ -128,9 +128,8 @@ def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -
     cut = {call.module for call in experts} - others
     own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
     while True:
-        held = set[int]().union(
-            *(parameters for name, parameters in own.items() if name not in cut)
-        )
+        whole = (parameters for name, parameters in own.items() if name not in cut)
+        held = set[int]().union(*whole)
         left = {name for name in cut if not own[name] & held}
         if left == cut:
             return cut

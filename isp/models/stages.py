@@ -60,14 +60,8 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
         for number in several if name == tied else _one_stage(name, places, stage_of):
             parameters[number].add(name)
     return tuple(
-        Stage(
-            span,
-            number == 0,
-            number == last,
-            frozenset(parts[number]),
-            frozenset(parameters[number]),
-        )
-        for number, span in enumerate(spans)
+        Stage(span, number == 0, number == last, frozenset(own), frozenset(read))
+        for number, (span, own, read) in enumerate(zip(spans, parts, parameters, strict=True))
     )
 
 

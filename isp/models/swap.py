@@ -210,12 +210,9 @@ def shard_parameters(
             wholes[whole.name] = whole
             layout = replace(layout, ahead=among.ahead, behind=among.behind)
         layout = replace(layout, matrices=matrices[name])
-        shard = nn.Parameter(
-            _own_part(
-                parameter, layout, layers, whole, router_dtype(model, trace, name, layers.dtype)
-            ),
-            requires_grad=parameter.requires_grad,
-        )
+        dtype = router_dtype(model, trace, name, layers.dtype)
+        part = _own_part(parameter, layout, layers, whole, dtype)
+        shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
         for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
         del parameter  # nobody else holds it: whole weights go one by one

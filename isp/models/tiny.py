@@ -247,16 +247,13 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     own = [_of_layer(config, index) for index in range(number)]
     dense = [_is_dense(config, index) for index in range(number)]
     sharing = _value(config, "num_kv_shared_layers") or 0
-    kinds = [
-        str(
-            [
-                *(dense[i], i >= number - sharing, own[i]),
-                *(value[i] for value in lists.values()),
-                *(i in value for value in numbers.values()),
-            ]
-        )
-        for i in range(number)
-    ]
+
+    def kind_of(layer: int) -> str:
+        listed = [value[layer] for value in lists.values()]
+        named = [layer in value for value in numbers.values()]
+        return str([dense[layer], layer >= number - sharing, own[layer], *listed, *named])
+
+    kinds = [kind_of(layer) for layer in range(number)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
     first += [index for index in hybrid[:2] if index not in first]  # two share one transformer
