@@ -277,14 +277,12 @@ def _uses_of(
     for index in reached:
         call, launch_point = calls[index], named.get(index)
         name, holder = _name(call), of[index]
-        at = (
-            follower.points[call.module, index]
-            if call.kind.mixes
-            else model.get_submodule(call.module)
-        )
         if isinstance(holder, FusedLinears):
             name = holder.name.removeprefix(f"{call.block}.")
         outer = follower.tile_of(call.module)
+        at = model.get_submodule(outer or call.module)
+        if call.kind.mixes:
+            at = follower.points[call.module, index]
         for number, weight in enumerate((None,) if holder is None else holder.weights):
             inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
             use = Use(
@@ -295,7 +293,7 @@ def _uses_of(
                 passes=0 if weight is None else _passes(weight, call),
                 in_recompute=outer is None,
             )
-            yield DeclaredUse(use, weight, at if outer is None else model.get_submodule(outer))
+            yield DeclaredUse(use, weight, at)
             latest = outer
 
 

@@ -174,10 +174,8 @@ def _falcon(
 
 def _inkling(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> _Attended:
     """Whose logits have a bias by distance."""
-    q, k, v, states = (
-        linear(hidden_states)
-        for linear in (module.q_proj, module.k_proj, module.v_proj, module.r_proj)
-    )
+    linears = module.q_proj, module.k_proj, module.v_proj, module.r_proj
+    q, k, v, states = (linear(hidden_states) for linear in linears)
     split = (-1, module.head_dim)
     q = module.q_norm(q.unflatten(-1, split))
     k = module.k_norm(module.k_sconv(k).unflatten(-1, split))
@@ -196,10 +194,8 @@ def _inkling2(
     **_: Any,
 ) -> _Attended:
     """The same with a sink of each query; a full layer's keys and values are of other states."""
-    q, states, gate, sinks = (
-        linear(hidden_states)
-        for linear in (module.q_proj, module.r_proj, module.gate_proj, module.sink_proj)
-    )
+    linears = module.q_proj, module.r_proj, module.gate_proj, module.sink_proj
+    q, states, gate, sinks = (linear(hidden_states) for linear in linears)
     if module.is_sliding:
         k = module.k_sconv(module.k_proj(hidden_states))
         v = module.v_sconv(module.v_proj(hidden_states))

@@ -143,9 +143,8 @@ def without_weights(
         value = _nothing(parameter) if cut else _random(parameter, random)
         values[id(parameter)] = nn.Parameter(value, requires_grad=False)
     for own, buffer in zip(shape.buffers(), buffers, strict=True):
-        values[id(own)] = (
-            _counted(buffer, random) if buffer.is_meta else _wide(buffer.cpu().clone())
-        )
+        value = _counted(buffer, random) if buffer.is_meta else _wide(buffer.cpu().clone())
+        values[id(own)] = value
     model = copy.deepcopy(shape, values)
     _put_in(model, training=training)
     return model
