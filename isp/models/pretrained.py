@@ -30,7 +30,13 @@ from isp.parallel.layout import ParameterLayout
 from isp.settings.adapter import AdapterConfig
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["begun_by_the_model", "folder_model", "parameters_on_meta", "saved_again"]
+__all__ = [
+    "begun_by_the_model",
+    "folder_model",
+    "kept_buffers",
+    "parameters_on_meta",
+    "saved_again",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +98,7 @@ def saved_again(
     """
     model = _made(folder, torch.float32)
     weights = _weights_of(model, Path(folder))
-    kept = {name: buffer for name, buffer in _kept_buffers(model) if name not in shapes}
+    kept = {name: buffer for name, buffer in kept_buffers(model) if name not in shapes}
     own = {n: tuple(attrgetter(n)(model).shape) for n in _names(model) if n not in kept}
     if odd := [name for name in {**own, **shapes} if own.get(name) != shapes.get(name)]:
         raise ValueError(
@@ -192,11 +198,12 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
     return {of_one[0]: of_one for of_one in found.values()} | {
-        name: [name] for name, _ in _kept_buffers(model)
+        name: [name] for name, _ in kept_buffers(model)
     }
 
 
-def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a model's weights."""
     kept = model.state_dict(keep_vars=True).keys()
     return (item for item in model.named_buffers() if item[0] in kept)
 
@@ -233,7 +240,7 @@ class _Files:
             logger.info("weights     from %s", self._files.folder)
         for item in shards:
             item.parameter.copy_(self._read(item.name, item.layout))
-        for name, buffer in _kept_buffers(model):
+        for name, buffer in kept_buffers(model):
             buffer.copy_(self._read(name))
         self._files.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -19,6 +19,7 @@ from isp.comm.tag import Tag
 from isp.models.build import BuiltModel
 from isp.models.folder import WeightWriter
 from isp.models.model import TracedModel
+from isp.models.pretrained import kept_buffers
 from isp.parallel import Axis
 from isp.train.peft_adapters import merged
 from isp.weights.parameter import ShardedParameter
@@ -96,7 +97,7 @@ class GatheredWeights:
 
         for _, group in groupby(self._wholes(), key=block):
             yield {name: whole for name, whole in group if wanted}
-        buffers = _kept_buffers(self._traced.model) if wanted else ()
+        buffers = kept_buffers(self._traced.model) if wanted else ()
         yield {name: buffer.clone() for name, buffer in buffers}
 
     def _wholes(
@@ -152,9 +153,3 @@ def _save_config(model: Any, folder: Path, dtype: str) -> None:
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-
-
-def _kept_buffers(model: nn.Module) -> Sequence[tuple[str, Tensor]]:
-    """The buffers that belong to a model's weights."""
-    kept = model.state_dict(keep_vars=True).keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
