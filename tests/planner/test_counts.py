@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,19 +10,18 @@ import torch
 
 from isp.comm.tag import Purpose
 from isp.data.batch import MicroBatch
-from isp.parallel import Axis, ContextExchange, Mode, PipelineSchedule, WeightConfig
+from isp.parallel import ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.declared import shape_of
 from isp.planner.record import Launch
 from isp.planner.rehearsal import records_of
-from isp.train.data import share_micro_batches, stacked
 from model.config import ModelConfig
+from tests.planner.cases import Counts, counted, plan_case, share
 from tests.ranks import run_ranks
 from tests.train.runs import SEQ_LEN, Layout, Meshes, Task, make_run
 
-CPU = torch.device("cpu")
 BASE = ModelConfig(
     vocab_size=50,
     hidden_size=32,
@@ -65,8 +63,6 @@ KEPT_EXPERTS = replace(EXPERTS, checkpoint_keeps_attention=True)
 ONE = 3 * 32 * 16 * 4
 """Bytes of one of them in float32."""
 ROUND, V = PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV
-
-Counts = dict[tuple[str, str], tuple[int, int]]
 
 CASES: list[tuple[Layout, ModelConfig, str]] = [
     (Layout(mode=Mode.MTP, data=4, zero1=2, micro=2), BASE, "bfloat16"),
@@ -123,15 +119,11 @@ def _task(number: int, layout: Layout, model: ModelConfig) -> Task:
 
 def case_of(layout: Layout, task: Task, dtype: Any) -> PlanCase:
     """What is planned for a run of `tests.train.runs`."""
-    return PlanCase(
-        model=task.model,
-        parallel=layout.parallel,
-        topology=layout.topology(),
+    return plan_case(
+        layout,
+        task.model,
+        dtype,
         rows=1 if task.packed else task.micro_bsz,
-        tokens=SEQ_LEN,
-        micro_num=layout.micro,
-        dtype=dtype,
-        on_cpu=True,
         documents=DOCUMENTS if isinstance(task, AlikeDocuments) and task.packed else 1,
     )
 
@@ -145,24 +137,9 @@ def _counted(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[Co
         if number % 3 == 0:
             run.numbers(range(1))  # a later step has the transfers of the first
         mesh.log.collect()
-        first = rank % layout.tensor == 0
-        read = [task.batch(1, place) for place in range(layout.micro)]
-        share_micro_batches(
-            stacked(read, CPU) if first else None,
-            shape=(1, SEQ_LEN) if task.packed else (2, SEQ_LEN),
-            micro_num=layout.micro,
-            packed=task.packed,
-            tensor=mesh[Axis.TENSOR],
-            host=mesh[Axis.TENSOR],
-            device=CPU,
-        )
+        share([task.batch(1, place) for place in range(layout.micro)], mesh)
         run.numbers(range(2, 3))
-        counts = Counter[tuple[str, str]]()
-        sent = Counter[tuple[str, str]]()
-        for transfer in mesh.log.take():
-            counts[transfer.kind, transfer.channel] += 1
-            sent[transfer.kind, transfer.channel] += transfer.sent_bytes
-        found.append({key: (counts[key], sent[key]) for key in counts})
+        found.append(counted(mesh.log))
         run.close()
     return found
 
@@ -190,12 +167,11 @@ def _check(cases: list[tuple[Layout, ModelConfig, str]]) -> None:
         case = case_of(layout, task, dtype)
         others = {world - 1 - n % world} if layout.pipeline > 1 else set()
         for rank in {n % world} | others:
-            planned = {k: tuple(v) for k, v in traffic(case, rank).by_channel.items()}
-            counted = of_ranks[rank][n]
+            planned, found = traffic(case, rank).by_channel, of_ranks[rank][n]
             if layout.expert > 1:  # how many tokens travel is the router's to say
                 calls, sent = planned.pop(_OF_TOKENS)
-                assert counted.pop(_OF_TOKENS) == (calls, pytest.approx(sent, rel=0.5))
-            assert planned == counted, f"{layout} {dtype} {model} rank {rank}"
+                assert found.pop(_OF_TOKENS) == (calls, pytest.approx(sent, rel=0.5))
+            assert planned == found, f"{layout} {dtype} {model} rank {rank}"
 
 
 def test_long_steps_are_planned_as_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:

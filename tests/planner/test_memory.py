@@ -20,6 +20,7 @@ from isp.planner.rehearsal import records_of, rehearsal
 from isp.settings import OptimizerConfig
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
+from tests.planner.cases import plan_case
 from tests.planner.live import LiveBytes, tensors_here
 from tests.ranks import run_each, run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run
@@ -105,16 +106,7 @@ class Found(NamedTuple):
 
 
 def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) -> PlanCase:
-    return PlanCase(
-        model=model,
-        parallel=layout.parallel,
-        topology=layout.topology(),
-        rows=1,
-        tokens=tokens,
-        micro_num=layout.micro,
-        dtype=dtype,  # type: ignore[arg-type]
-        on_cpu=True,
-    )
+    return plan_case(layout, model, dtype, tokens=tokens)
 
 
 class _OneDocument(Task):

@@ -22,6 +22,7 @@ from isp.planner.rehearsal import records_of
 from isp.planner.walk import Clock
 from isp.settings import OptimizerConfig
 from model.config import ModelConfig
+from tests.planner.cases import plan_case
 from tests.train.runs import Layout
 
 MODEL = ModelConfig(
@@ -57,15 +58,7 @@ def _fabric(bytes_per_second: float, latency_us: float = 0.0, **more: Any) -> Fa
 
 
 def _case(layout: Layout, model: ModelConfig = MODEL, tokens: int = TOKENS) -> PlanCase:
-    return PlanCase(
-        model=model,
-        parallel=layout.parallel,
-        topology=layout.topology(),
-        rows=1,
-        tokens=tokens,
-        micro_num=layout.micro,
-        on_cpu=True,
-    )
+    return plan_case(layout, model, tokens=tokens)
 
 
 MEASURED = {

@@ -5,20 +5,18 @@ Without pipelines, whose stages tell each other the shapes of what they send.
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from isp.comm import Channel, Mesh
 from isp.parallel import Axis, Mode
-from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.memory import states
 from model.config import ModelConfig
+from tests.planner.cases import Counts, counted, plan_case
 from tests.ranks import run_ranks
-from tests.train.runs import SEQ_LEN, Layout, Task, make_run
+from tests.train.runs import Layout, Task, make_run
 
 WORLD = 1024
 MODEL = ModelConfig(
@@ -37,20 +35,6 @@ LAYOUTS = {
     "mtp": Layout(mode=Mode.MTP, tensor=4, data=256),
 }
 RANK = 777
-
-Counts = dict[tuple[str, str], tuple[int, int]]
-
-
-def _case(layout: Layout) -> PlanCase:
-    return PlanCase(
-        model=MODEL,
-        parallel=layout.parallel,
-        topology=layout.topology(),
-        rows=1,
-        tokens=SEQ_LEN,
-        micro_num=layout.micro,
-        dtype="float64",
-    )
 
 
 class _FakeMesh(Mesh):
@@ -76,14 +60,11 @@ def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
     run.numbers(range(1))
     mesh.log.collect()
     run.numbers(range(2, 3))
-    calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for transfer in mesh.log.take():
-        calls[transfer.kind, transfer.channel] += 1
-        sent[transfer.kind, transfer.channel] += transfer.sent_bytes
+    transfers = counted(mesh.log)
     shards = run.optimizer.state_dict()["parameters"].values()
     held = sum(item.parameter.nbytes for item in run.parameters) * 2
     held += sum(x.nbytes for s in shards for kind, x in s["tensors"].items() if kind != "master")
-    return {key: (calls[key], sent[key]) for key in calls}, held
+    return transfers, held
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -91,9 +72,9 @@ def test_a_step_of_1024_ranks_is_as_planned(name: str) -> None:
     """Catches group arithmetic, shards or counts that hold for a few ranks alone."""
     layout = LAYOUTS[name]
     assert layout.world == WORLD
-    ((counted, held),) = run_ranks(1, _one_rank, layout, RANK)
-    case = _case(layout)
-    planned = {k: tuple(v) for k, v in traffic(case, RANK).by_channel.items()}
+    ((transfers, held),) = run_ranks(1, _one_rank, layout, RANK)
+    case = plan_case(layout, MODEL, "float64", on_cpu=False)
+    planned = traffic(case, RANK).by_channel
     planned.pop(("broadcast", Axis.TENSOR.value), None)  # the step begins behind the data
-    assert counted == planned
+    assert transfers == planned
     assert held == states(case, case.place(RANK)).states
