@@ -8,10 +8,8 @@ as the compute between launch and wait would have to grow for the transfer to fi
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
@@ -51,29 +49,15 @@ _OF_SEQUENCE = {
 """What is said of exchanges of a sequence that ranks share."""
 
 
-@dataclass(frozen=True, eq=False)
-class _RankStep:
-    """A recorded step of a rank."""
-
-    rank: int
-    collectives: tuple[Collective, ...]
-    sites: list[Mark]
-    """The uses going forward."""
-
-    @classmethod
-    def of(cls, rank: int, times: RankTimes, step: int) -> _RankStep:
-        begin, end = times.begins[step], times.begins[step + 1]
-        sites = [
-            m for m in times.marks if m.site and m.phase is Phase.FORWARD and begin <= m.at < end
-        ]
-        return cls(rank, step_collectives(times, step), sites)
-
-
 class _Occurrence(NamedTuple):
     """One collective of a tensor, in one step of one rank."""
 
-    at: _RankStep
+    rank: int
     collective: Collective
+    step: tuple[Collective, ...]
+    """All collectives of the step."""
+    sites: list[Mark]
+    """The uses of weights in its forward."""
 
 
 def worst_waits(
@@ -83,10 +67,13 @@ def worst_waits(
     found: defaultdict[tuple[str, ...], list[_Occurrence]] = defaultdict(list)
     for rank, own in enumerate(times):
         for step in steps:
-            at = _RankStep.of(rank, own, step)
-            for c in at.collectives:
+            begin, end = own.begins[step], own.begins[step + 1]
+            marks = (mark for mark in own.marks if mark.site and begin <= mark.at < end)
+            sites = [mark for mark in marks if mark.phase is Phase.FORWARD]
+            collectives = step_collectives(own, step)
+            for c in collectives:
                 key = (c.kind, c.channel, c.label, c.block, c.phase)
-                found[key].append(_Occurrence(at, c))
+                found[key].append(_Occurrence(rank, c, collectives, sites))
     divisor = len(steps) * len(times)
     waits = [_Waits(several, parallel) for several in found.values()]
     worst = sorted(waits, key=lambda one: one.exposed, reverse=True)[:at_most]
@@ -145,7 +132,7 @@ class _Waits:
         """Also the rank that waits least for others, where there is one that hardly waits."""
         waited: defaultdict[int, float] = defaultdict(float)
         for one in self.several:
-            waited[one.at.rank] += one.collective.others_ms
+            waited[one.rank] += one.collective.others_ms
         rank = min(waited, key=lambda r: waited[r])
         text = f"{sum(waited.values()) / len(self.own):.1f} ms for the last rank to join"
         is_last = waited[rank] < max(waited.values()) / 10
@@ -165,8 +152,8 @@ class _Waits:
     def _of_queue(self) -> str:
         ahead: defaultdict[str, float] = defaultdict(float)
         behind_reduction = False
-        for at, own in self.several:
-            on_channel = (c for c in at.collectives if c.channel == own.channel)
+        for _, own, step, _ in self.several:
+            on_channel = (c for c in step if c.channel == own.channel)
             before = next((c for c in on_channel if abs(c.end_ms - own.start_ms) < 1e-6), None)
             if before is not None:
                 ahead[f"{before.kind} of {before.label}"] += own.queue_ms
@@ -237,8 +224,8 @@ class _Waits:
 
 def _compute_beside(one: _Occurrence) -> float:
     """The compute between its launch and its use."""
-    c, others = one.collective, one.at.collectives
-    waits = sum(o.exposed_ms for o in others if c.launch_ms <= o.wait_ms < c.wait_ms)
+    c = one.collective
+    waits = sum(o.exposed_ms for o in one.step if c.launch_ms <= o.wait_ms < c.wait_ms)
     return max(0.0, c.wait_ms - c.launch_ms - waits)
 
 
@@ -248,7 +235,7 @@ def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
     Launches come after the wait for the weight that is read there.
     """
     c = one.collective
-    passed = one.at.sites[: bisect_right(one.at.sites, c.wait_ms, key=lambda mark: mark.at)]
+    passed = [mark for mark in one.sites if mark.at <= c.wait_ms]
     runs = groupby(reversed(passed), key=lambda mark: mark.block)
     block, _ = next(runs, ("", None))
     _, before = next(runs, ("", None))
@@ -259,7 +246,7 @@ def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
         if site.site == point:
             waits = [
                 o.wait_ms + o.exposed_ms
-                for o in one.at.collectives
+                for o in one.step
                 if o.cost is Cost.AHEAD and site.at <= o.wait_ms < following
             ]
             return max([site.at, *waits])
@@ -277,12 +264,12 @@ def _end_from(one: _Occurrence, place: float) -> float:
     with_others = others_begin + c.moving_ms if c.others_ms else place
     together = [
         o
-        for o in one.at.collectives
+        for o in one.step
         if (o.kind, o.channel, o.block, o.phase) == (c.kind, c.channel, c.block, c.phase)
         and place <= o.launch_ms <= c.launch_ms
     ]
     mine = {id(o) for o in together}
-    foreign = [o for o in one.at.collectives if id(o) not in mine]
+    foreign = [o for o in one.step if id(o) not in mine]
     under_way = [o.end_ms for o in foreign if o.launch_ms <= place < o.end_ms]
     alone = max([place, *under_way]) + sum(o.moving_ms for o in together)
     end, meanwhile = alone, -1.0
