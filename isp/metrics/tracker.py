@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import re
 from collections.abc import Mapping
 from hashlib import sha256
@@ -213,8 +213,7 @@ def tracker_of(name: str) -> Tracker:
     """The tracker `name` of `metrics.report_to`: a library, or module:Class."""
     if name in LIBRARIES:
         return LIBRARIES[name]()
-    module, _, attribute = name.partition(":")
-    made: Tracker = getattr(importlib.import_module(module), attribute)()
+    made: Tracker = pkgutil.resolve_name(name)()
     return made
 
 
@@ -224,10 +223,9 @@ def check_tracker(name: str) -> None:
     if name in LIBRARIES:
         require(who, name, extra="tensorboard" if name == "tensorboard" else None)
         return
-    module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, SyntaxError) as error:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         raise ValueError(f"{who}: {error}: is its folder in PYTHONPATH?") from error
     if not (isinstance(found, type) and issubclass(found, Tracker)):
         raise ValueError(f"{who} must be a subclass of isp.metrics.Tracker")
