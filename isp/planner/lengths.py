@@ -51,6 +51,10 @@ class Budget(NamedTuple):
         over = memory.total - self.device
         return over if self.host is None else max(over, memory.host - self.host)
 
+    def fits(self, memory: Memory) -> bool:
+        """Whether there is enough of both."""
+        return self.excess(memory) <= 0
+
     def on_host(self, memory: Memory) -> bool:
         """Whether it is the host whose memory ends first."""
         return self.host is not None and memory.host - self.host > memory.total - self.device

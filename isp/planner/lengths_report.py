@@ -16,6 +16,7 @@ from isp.planner.lengths import Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
 from isp.planner.report import largest, model_of
 from isp.profile.table import aligned
+from isp.settings.counts import counted
 
 __all__ = ["MemoryPlan", "lengths_as_json", "lengths_as_text"]
 
@@ -43,7 +44,7 @@ class MemoryPlan(NamedTuple):
         """Whether there is a length that fits: the configuration's, or any, if it was asked for."""
         if self.longest is not None:
             return self.longest.seq_len > 0
-        return self.budget.excess(self.memory) <= 0
+        return self.budget.fits(self.memory)
 
 
 def lengths_as_text(plan: MemoryPlan) -> str:
@@ -119,7 +120,7 @@ def _head(plan: MemoryPlan) -> str:
     t = case.topology
     host = "" if budget.host is None else f", {_gib(budget.host)} GiB of its host's"
     lines = {
-        "": f"{_ranks(t.world_size)}  {plan.fabric.name}",
+        "": f"{counted(t.world_size, 'rank')}  {plan.fabric.name}",
         "model": model_of(case),
         "layout": f"{t.mode}  tensor {t.tensor}  weight {t.weight}  pipeline {t.pipeline}"
         f"  zero1 {t.zero1}",
@@ -129,10 +130,6 @@ def _head(plan: MemoryPlan) -> str:
         "memory": f"{_gib(budget.device)} GiB of a rank for tensors{host}",
     }
     return "\n".join(f"{head:<10}{line}" if head else line for head, line in lines.items() if line)
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _owners(growth: Growth) -> str:
@@ -157,7 +154,7 @@ def _line(growth: Growth) -> tuple[str, str]:
 
 def _verdict(plan: MemoryPlan) -> str:
     seq_len = plan.planned.config.data.seq_len
-    if plan.budget.excess(plan.memory) <= 0:
+    if plan.budget.fits(plan.memory):
         return f"data.seq_len={seq_len} fits as it is"
     return f"data.seq_len={seq_len} does not fit: {_too_much(plan.memory, plan)}"
 
@@ -166,7 +163,7 @@ def _generation(plan: MemoryPlan) -> str:
     found, length = plan.generation, plan.planned.config.data.seq_len
     mode = "" if found.ranks == 1 else f" in {found.mode}"
     return (
-        f"generation by {_ranks(found.ranks)}{mode}: the cache of {length:,} tokens takes"
+        f"generation by {counted(found.ranks, 'rank')}{mode}: the cache of {length:,} tokens takes"
         f" {_gib(found.cache)} GiB of a rank,\nbeside {_gib(found.weights)} GiB of weights,"
         f" and the next token at least {found.seconds * 1e3:.3g} ms,\nin which cache and weights"
         f" are read"
@@ -220,7 +217,7 @@ def _reason(beyond: Memory | str, budget: Budget) -> str:
 def _advice(plan: MemoryPlan, longest: Longest) -> str:
     """The keys with which the configuration fits, if it needs any, and of the longest."""
     config, seq_len = plan.planned.config, plan.planned.config.data.seq_len
-    fits, lines, enough = plan.budget.excess(plan.memory) <= 0, [], None
+    fits, lines, enough = plan.budget.fits(plan.memory), [], None
     if not fits:
         enough = next((s for s in plan.steps if s.longest.seq_len >= seq_len), None)
     if enough is not None:

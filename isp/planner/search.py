@@ -116,7 +116,7 @@ class Found:
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether there is memory for it."""
-        return Budget.of(self.fabric, self.world_size).excess(candidate.memory) <= 0
+        return Budget.of(self.fabric, self.world_size).fits(candidate.memory)
 
 
 def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int) -> Candidate:
@@ -166,17 +166,16 @@ def search(
     layouts = list(_layouts(config, world_size, fabric, rows, refused))
     for layout in progress(layouts, "memory of layouts"):
         found = _least_recomputed(layout, world_size, fabric, budget)
-        if _may_ring(found) and budget.excess(found.memory) > 0:
+        if _may_ring(found) and not budget.fits(found.memory):
             layout = with_exchange(layout, ContextExchange.RING)
             found = _least_recomputed(layout, world_size, fabric, budget)
-        fits = budget.excess(found.memory) <= 0
         others = (
             _least_recomputed(other, world_size, fabric, budget)
-            for other in spread_instead(found.case, layout, fits=fits)
+            for other in spread_instead(found.case, layout, fits=budget.fits(found.memory))
         )
         for one in (found, *others):
             group = one.case.mode, one.case.topology.tensor
-            if budget.excess(one.memory) <= 0:
+            if budget.fits(one.memory):
                 fitting.append(one)
             elif group not in smallest or one.memory.total < smallest[group].memory.total:
                 smallest[group] = one
@@ -186,7 +185,7 @@ def search(
     tried = TRIED_TO_STAY if config.parallel.expert.max_gathered_bytes is None else 0
     for candidate in [c for c in predicted if c.case.gathers_weights][:tried]:
         there = _with_weights_kept(candidate, fabric)
-        if budget.excess(there.memory) <= 0:
+        if budget.fits(there.memory):
             there = replace(there, prediction=predict(there.case, fabric))
             if there.seconds < STAYS_BELOW * candidate.seconds:
                 kept.append(there)
@@ -330,13 +329,13 @@ def _least_recomputed(
         )
         return _candidate(replace(config, model=model), world_size, fabric)
 
-    def fits(candidate: Candidate) -> bool:
-        return budget.excess(candidate.memory) <= 0
-
     least, most = with_recompute(*RECOMPUTE[0]), with_recompute(*RECOMPUTE[-1])
-    if fits(least) or not fits(most):
-        return least if fits(least) else most
-    return next(filter(fits, (with_recompute(*choice) for choice in RECOMPUTE[1:-1])), most)
+    if budget.fits(least.memory):
+        return least
+    if not budget.fits(most.memory):
+        return most
+    between = (with_recompute(*choice) for choice in RECOMPUTE[1:-1])
+    return next((one for one in between if budget.fits(one.memory)), most)
 
 
 def _candidate(config: JobConfig, world_size: int, fabric: Fabric) -> Candidate:

@@ -120,9 +120,9 @@ def plan_page(plan: MemoryPlan, *, command: str) -> Page:
 def _plan_lead(plan: MemoryPlan) -> str:
     memory, budget = plan.memory, plan.budget
     used, room, whose = memory.total, budget.device, "a rank"
-    if budget.host is not None and budget.excess(memory) > 0 and budget.on_host(memory):
+    if budget.host is not None and not budget.fits(memory) and budget.on_host(memory):
         used, room, whose = memory.host, budget.host, "of a rank's part of the host"
-    verb = "do not fit" if budget.excess(memory) > 0 else "fit"
+    verb = "fit" if budget.fits(memory) else "do not fit"
     length = plan.planned.config.data.seq_len
     return f"{length:,} tokens {verb}: {size_of(used)} of {size_of(room)} {whose}."
 

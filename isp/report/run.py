@@ -18,6 +18,7 @@ from isp.report.page import Page, Section
 from isp.report.style import Color, Picture, legend_above, new_axes
 from isp.run.environment import Environment
 from isp.run.folder import RunFolder
+from isp.settings.counts import counted
 
 __all__ = ["Means", "means", "run_page"]
 
@@ -70,7 +71,7 @@ def run_page(folder: RunFolder) -> Page:
         )
     config = load_config(folder.config_file)
     environment, average = _environment(folder), means(records)
-    ranks = "1 rank" if environment.world_size == 1 else f"{environment.world_size} ranks"
+    ranks = counted(environment.world_size, "rank")
     return Page(
         name="report",
         title=f"{config.job.name}: {config.parallel.tensor.mode} on {ranks}",
