@@ -43,7 +43,7 @@ def test_file_is_json_with_lanes_of_every_rank(tmp_path):
     assert names == {0: "isp rank 0", 1: "isp rank 1"}
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1}
     assert lanes == {"phase", "compute", "exposed waits", "communication: weight"}
-    assert sum(e["ph"] == "C" for e in events) == 8
+    assert sum(e["ph"] == "C" for e in events) == 2 * len(timelines[0].memory) > 8
     assert_nested(events)
 
 
