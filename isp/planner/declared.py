@@ -122,12 +122,6 @@ def updated_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParam
     return _parameters(case, place, apart=True)
 
 
-def _spread(model: ModelConfig, dtype: str, ranks: int) -> dict[str, int]:
-    """The weights of experts, by name, if they are spread over so many `ranks`, with these."""
-    roles = language_model(model, dtype).trace.roles.items() if ranks > 1 else ()
-    return {name: ranks for name, role in roles if role is ParameterRole.EXPERT}
-
-
 def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
     """The parameters of the rank at `place`, without memory."""
     return _parameters(case, place, apart=False)
@@ -168,11 +162,11 @@ def _local_parameters(
 
     `spread`: ranks that have different experts; `apart`: trained ones, each by itself.
     """
-    found, of_experts = [], _spread(model, dtype, spread)
+    found, roles = [], language_model(model, dtype).trace.roles
     stay = spread == parts > 1
     shape = _shapes(model, dtype, mode, embed_split_hidden, order, stay, expert_parts)[rank]
     for name, layout in (shape.trained if apart else shape.layouts).items():
-        groups = of_experts.get(name, 1)
+        groups = spread if roles.get(name) is ParameterRole.EXPERT else 1
         if groups > 1 or layout.reduce_over is Axis.WEIGHT_DATA:
             over = Axis.WEIGHT_DATA
             layout = replace(layout, reduce_over=over, parts=parts, index=index, groups=groups)
