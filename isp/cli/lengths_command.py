@@ -7,7 +7,7 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from isp.cli.options import Run, add_planning, check_planned, positive
+from isp.cli.options import Run, add_option, add_planning, check_planned, positive
 from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -21,26 +21,16 @@ _UNITS = {"": 2**30, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "MB": 1e6, "GB": 
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add its options besides the configuration."""
-    parser.add_argument(
-        "--world",
-        type=positive,
-        metavar="N",
-        help="ranks to plan for (default: as many as the layout needs)",
-    )
+    ranks = "ranks to plan for (default: as many as the layout needs)"
+    add_option(parser, "world", "N", positive, ranks)
     parser.add_argument(
         "--max-seq-len",
         action="store_true",
         help="find the longest data.seq_len that fits, with each setting that saves memory",
     )
-    parser.add_argument(
-        "--memory", type=gib, metavar="GIB", help="memory of a device (default: the fabric's)"
-    )
-    parser.add_argument(
-        "--host-memory",
-        type=gib,
-        metavar="GIB",
-        help="memory of a node, which its ranks share (default: the fabric's, or no limit)",
-    )
+    add_option(parser, "memory", "GIB", gib, "memory of a device (default: the fabric's)")
+    of_host = "memory of a node, which its ranks share (default: the fabric's, or no limit)"
+    add_option(parser, "host-memory", "GIB", gib, of_host)
     add_planning(parser, "tokens")
     return _run
 
@@ -79,9 +69,9 @@ def _run(args: argparse.Namespace) -> int:
     world = args.world or config.parallel.least_ranks
     fabric = _with_memory(load_fabric(args.fabric), args)
     fabric.check(world)
-    budget, on_cpu = Budget.of(fabric, world), fabric.device.kind == "cpu"
-    config, exchange = choose_exchange(config, world, budget.device, on_cpu=on_cpu)
-    planned = Planned(config, world, on_cpu)
+    budget = Budget.of(fabric, world)
+    config, exchange = choose_exchange(config, world, budget.device, on_cpu=fabric.on_cpu)
+    planned = Planned(config, world, fabric.on_cpu)
     seq_len = config.data.seq_len
     plan = MemoryPlan(
         planned,

@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from isp.cli.options import Run, add_nproc, add_planning, check_planned, positive
+from isp.cli.options import Run, add_nproc, add_option, add_planning, check_planned, positive
 from isp.cli.progress import show_progress
 
 __all__ = ["add_calibrate", "add_layouts"]
@@ -19,17 +19,11 @@ def add_layouts(parser: argparse.ArgumentParser) -> Run:
         "--world", type=positive, required=True, metavar="N", help="ranks to plan for"
     )
     add_planning(parser, "seconds")
-    parser.add_argument(
-        "--batch",
-        type=positive,
-        metavar="N",
-        help="sequences per step over all ranks (default: the configuration's)",
-    )
-    parser.add_argument(
-        "--top", type=positive, default=10, metavar="N", help="layouts to show (default: 10)"
-    )
-    parser.add_argument(
-        "--write", metavar="FILE", help="write the configuration of the fastest layout to FILE"
+    sequences = "sequences per step over all ranks (default: the configuration's)"
+    add_option(parser, "batch", "N", positive, sequences)
+    add_option(parser, "top", "N", positive, "layouts to show", 10)
+    add_option(
+        parser, "write", "FILE", str, "write the configuration of the fastest layout to FILE"
     )
     return _run_layouts
 
@@ -70,9 +64,7 @@ def _run_layouts(args: argparse.Namespace) -> int:
 def add_calibrate(parser: argparse.ArgumentParser) -> Run:
     """Add `isp calibrate`'s options."""
     add_nproc(parser)
-    parser.add_argument(
-        "--out", metavar="FILE", help="write the fabric to FILE (without it: print it)"
-    )
+    add_option(parser, "out", "FILE", str, "write the fabric to FILE (without it: print it)")
     parser.add_argument(
         "--quick", action="store_true", help="measure little, only to test that it works"
     )

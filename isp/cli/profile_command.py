@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING
 
-from isp.cli.options import Run, add_html, add_nproc, not_negative, positive
+from isp.cli.options import Run, add_html, add_nproc, add_option, not_negative, positive
 
 if TYPE_CHECKING:
     from isp.parallel import Mode
@@ -25,23 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add the command's options beside CONFIG and overrides."""
     from isp.parallel.config import Mode
 
-    modes = ",".join(Mode)
     add_nproc(parser)
-    parser.add_argument(
-        "--modes",
-        metavar="LIST",
-        help=f"modes to compare (default: {modes}; with model.hf: isp)",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=not_negative,
-        default=2,
-        metavar="N",
-        help="steps before the measured ones (default: 2)",
-    )
-    parser.add_argument(
-        "--steps", type=positive, default=5, metavar="N", help="measured steps (default: 5)"
-    )
+    modes = f"modes to compare (default: {','.join(Mode)}; with model.hf: isp)"
+    add_option(parser, "modes", "LIST", str, modes)
+    add_option(parser, "warmup", "N", not_negative, "steps before the measured ones", 2)
+    add_option(parser, "steps", "N", positive, "measured steps", 5)
     parser.add_argument(
         "--no-torch", action="store_true", help="leave torch.profiler's events out of the trace"
     )
