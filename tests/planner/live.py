@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes", "tensors_here", "tensors_in"]
+__all__ = ["LiveBytes", "live_bytes", "tensors_here", "tensors_in"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -50,6 +50,14 @@ class LiveBytes(TorchDispatchMode):
 
         self._live[key] = weakref.ref(memory, gone)
         self.now += size
+
+
+def live_bytes(step: Callable[[], object], *, earlier: Container[int]) -> LiveBytes:
+    """What `step` takes, with what has been made since `tensors_here` gave `earlier`."""
+    gc.collect()
+    with LiveBytes(x for key, x in tensors_here().items() if key not in earlier) as live:
+        step()
+    return live
 
 
 def tensors_in(x: Any) -> list[Tensor]:

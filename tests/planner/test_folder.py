@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from isp.planner.record import Compute, Work
 from isp.train.step import TrainStep, make_train_step
 from tests.models.folders import small_config, write_folder, write_job
 from tests.planner.cases import Counts, counted, share
-from tests.planner.live import LiveBytes, tensors_here
+from tests.planner.live import live_bytes, tensors_here
 from tests.ranks import run_ranks
 
 WORLD = 4
@@ -145,10 +145,10 @@ def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
     for config in configs:
         earlier = tensors_here().keys()
         step = _step(rank, config)
-        step(_batches(config), 0.1)
-        gc.collect()
-        with LiveBytes(x for key, x in tensors_here().items() if key not in earlier) as live:
-            step(_batches(config), 0.1)  # pools are full in the second step
+        batches = _batches(config)
+        step(batches, 0.1)
+        # Pools are full in the second step.
+        live = live_bytes(partial(step, batches, 0.1), earlier=earlier)
         step.drain()
         found.append(live.peak)
         del step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +22,7 @@ from isp.settings import OptimizerConfig
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.cases import plan_case
-from tests.planner.live import LiveBytes, tensors_here
+from tests.planner.live import LiveBytes, live_bytes, tensors_here
 from tests.ranks import run_each, run_ranks
 from tests.train.runs import Layout, Meshes, Run, Task, make_run
 
@@ -122,21 +123,16 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[F
     meshes, found = Meshes(rank), []
     for layout, model, dtype in cases:
         earlier = tensors_here().keys()
-        run = make_run(meshes.of(layout), layout, _OneDocument(model=model), dtype=_torch(dtype))
+        task = _OneDocument(model=model)
+        run = make_run(meshes.of(layout), layout, task, dtype=getattr(torch, dtype))
         run.numbers(range(1))
-        gc.collect()
-        with LiveBytes(x for key, x in tensors_here().items() if key not in earlier) as live:
-            run.numbers(range(1, 2))  # pools are full in the second step
+        # Pools are full in the second step.
+        live = live_bytes(partial(run.numbers, range(1, 2)), earlier=earlier)
         host = run.step.built.host.reserved_bytes
         found.append(Found(live.peak - host, live.where, _states(run), host))
         run.close()
         del run
         gc.collect()
-    return found
-
-
-def _torch(dtype: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype)
     return found
 
 
@@ -167,18 +163,14 @@ def test_planned_peak_is_the_measured_one(world: int) -> None:
     """Catches an owner forgotten or counted twice, and a peak looked for at the wrong moment."""
     cases = [case for case in CASES if case[0].world == world]
     of_ranks = run_ranks(world, _measured, cases, timeout_seconds=300)
-    lines = []
     for number, (layout, model, dtype) in enumerate(cases):
         for rank in range(world):
             planned, found = memory(_case(layout, model, dtype), rank), of_ranks[rank][number]
-            ratio = planned.total / found.peak
-            lines.append(f"{ratio:.3f}  {layout} {dtype}: {planned.moment}, {found.where}")
-            assert abs(ratio - 1) < 0.12, "\n".join(lines)
-            assert planned.host == found.host, lines[-1]
-            assert (planned.weights, planned.gradients, planned.optimizer) == found.states, lines[
-                -1
-            ]
-    print("\n".join(lines))
+            what = f"{layout} {dtype}: {planned.moment}, {found.where}"
+            assert planned.total == pytest.approx(found.peak, rel=0.12), what
+            assert planned.host == found.host, what
+            states = planned.weights, planned.gradients, planned.optimizer
+            assert states == found.states, what
 
 
 @pytest.mark.parametrize(("layout", "dtype"), PARTS)
