@@ -75,12 +75,7 @@ def _reduced(
         for block, names in order:
             before = in_flight()
             for name, part in names:
-                if case.gathers_weights:
-                    rank.reduce(name, part)
-                    if not case.parallel.weight.overlap:
-                        rank.reducer.finish()
-                if last:
-                    rank.passed(name)
+                rank.deliver(name, part, last=last)
             found[block] = _InFlight(before, in_flight())
     return found, rank.pool.reserved_bytes
 

@@ -106,8 +106,19 @@ class DryRank:
         item = self.parameters[name]
         return replace(item, layout=item.layout.of_group)
 
-    def reduce(self, name: str, part: ParameterLayout | None = None) -> None:
-        """Set the sum of the full gradient of parameter `name`, or a part of it, on its way."""
+    def deliver(self, name: str, part: ParameterLayout | None = None, *, last: bool) -> None:
+        """A gradient of parameter `name`, or of a part of it, is there; `last`: of a step."""
+        if self.case.gathers_weights:
+            self._reduce(name, part)
+            if not self.case.parallel.weight.overlap:
+                self.reducer.finish()
+        if last:
+            self._uses[name] -= 1
+            if self._uses[name] <= 0:
+                self.gradients.collect(self.parameters[name].parameter)
+
+    def _reduce(self, name: str, part: ParameterLayout | None) -> None:
+        """Set the sum of the full gradient of a parameter, or a part of it, on its way."""
         sharded = self.travels(name)
         if part is not None:
             own = replace(part, index=self._index[Axis.EXPERT_WEIGHT])
@@ -127,12 +138,6 @@ class DryRank:
         for item in self.trained:
             if item.name not in uses:
                 self.gradients.collect(item.parameter)
-
-    def passed(self, name: str) -> None:
-        """A gradient of parameter `name` has come, in the last backward pass."""
-        self._uses[name] -= 1
-        if self._uses[name] <= 0:
-            self.gradients.collect(self.parameters[name].parameter)
 
     def gather(self, name: str) -> None:
         """Set the full tensor of parameter `name` on its way."""

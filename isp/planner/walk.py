@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from isp.comm.host import FROM_HOST, HOST
@@ -18,7 +18,6 @@ from isp.comm.tag import Purpose, Tag, Transfer
 from isp.models.expert_load import experts_of
 from isp.optim.matrices import in_turn
 from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
@@ -103,23 +102,18 @@ Acts = dict[tuple[Phase, int], tuple[Act, ...]]
 """The plan's acts before the uses of a block, by phase and use."""
 
 
-@dataclass
 class Walk:
     """The state of a walk."""
 
-    case: PlanCase
-    fabric: Fabric
-    rank: int
-    clock: Clock = field(default_factory=Clock)
-
-    def __post_init__(self) -> None:
-        case, self.place = self.case, self.case.place(self.rank)
+    def __init__(self, case: PlanCase, fabric: Fabric, rank: int) -> None:
+        self.case, self.fabric, self.clock = case, fabric, Clock()
+        self.place = case.place(rank)
         self.dry = DryRank(case, self.place, self)
-        self.costs = Costs(case, self.place, self.fabric.device, self.fabric.host)
+        self.costs = Costs(case, self.place, fabric.device, fabric.host)
         self.chunks = shape_of(case, self.place.stage).chunks
         self.records = records_of(case, self.place, chain(*self.chunks))
         self.overlap = case.parallel.weight.overlap
-        self._wires = {axis: self.fabric.wire(case, axis) for axis in Axis}
+        self._wires = {axis: fabric.wire(case, axis) for axis in Axis}
         self.sent = Counter[Transfer]()
         self._seconds: dict[tuple[str, str, int], float] = {}
         self._gathers: dict[Act, list[Transfer]] = {}
@@ -241,9 +235,9 @@ class Walk:
                 self._pass_back((block, use))
                 name = block.uses[use].bias if is_bias else block.uses[use].weight
                 assert name is not None
-                self._reduce(name)
+                self.dry.deliver(name, last=self._last)
             case PartGradient(local, layout):
-                self._reduce(f"{block.name}.{local}", layout)
+                self.dry.deliver(f"{block.name}.{local}", layout, last=self._last)
 
     def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[Act, ...]) -> None:
         reads = block.uses[use].weight is not None
@@ -300,15 +294,6 @@ class Walk:
         for name in names:
             rank.gather(name)
         return heard
-
-    def _reduce(self, name: str, part: ParameterLayout | None = None) -> None:
-        """The gradient of a parameter is there, or that of a part of it."""
-        if self.case.gathers_weights:
-            self.dry.reduce(name, part)
-            if not self.overlap:
-                self.dry.reducer.finish()
-        if self._last:
-            self.dry.passed(name)
 
     # -- ends of a step ----------------------------------------------------------------------
 
