@@ -92,10 +92,8 @@ def _draw_text(text: TextLosses, trained: int | None) -> Figure:
     shown = [bucket for bucket in text.buckets if bucket.tokens]
     top = max((bucket.loss or 0.0 for bucket in shown), default=0.0) or 1.0
     for index, bucket in enumerate(shown):
-        loss, name = (
-            bucket.loss or 0.0,
-            "not finite" if bucket.loss is None else f"{bucket.loss:.2f}",
-        )
+        loss = bucket.loss or 0.0
+        name = "not finite" if bucket.loss is None else f"{loss:.2f}"
         look = _BEYOND if trained is not None and bucket.begin >= trained else _WITHIN
         hover = f"{bucket.places}: loss {name}, {bucket.tokens:,} tokens"
         begin, end = index - 0.4, index + 0.4

@@ -1,6 +1,5 @@
 """What TensorBoard shows of a run."""
 
-import importlib.util
 import logging
 import math
 from dataclasses import replace
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from isp.cli import main
 from isp.metrics import TrackedRun, Trackers
 from tests.disk import no_file_larger_than
 from tests.metrics.test_record import RECORD
@@ -63,20 +61,3 @@ def test_a_full_disk_does_not_end_the_run(
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
     assert "training continues" in warning.getMessage()
-
-
-def test_a_missing_package_is_reported_before_ranks_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches ranks that start and then fail on an import, each with a traceback."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name)
-    )
-    job = tmp_path / "job.yaml"
-    job.write_text("model: {preset: tiny}\ndata: {source: absent.txt}\n")
-    words = ["train", str(job), "--nproc", "2", "--metrics.enable_tensorboard"]
-    assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: metrics.report_to=tensorboard needs the tensorboard package")
-    assert "bash tools/setup_env.sh tensorboard (or pip install tensorboard)" in line

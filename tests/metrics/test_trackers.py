@@ -133,12 +133,14 @@ def test_faults_are_reported_before_ranks_start(
 ) -> None:
     """Catches a tracker that nobody finds missing until hours of training are over."""
     find = importlib.util.find_spec
+    absent = "wandb", "tensorboard"
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
+        importlib.util, "find_spec", lambda name: None if name in absent else find(name)
     )
     job = write_job(tmp_path)
     for name, fault in (
         ("wandb", "error: metrics.report_to=wandb needs the wandb package: pip install wandb"),
+        ("tensorboard", "bash tools/setup_env.sh tensorboard (or pip install tensorboard)"),
         ("nowhere:Mine", "error: metrics.report_to=nowhere:Mine: No module named 'nowhere'"),
         ("pathlib:Path", "pathlib:Path must be a subclass of isp.metrics.Tracker"),
         ("wand", "must be some of tensorboard, wandb, trackio, mlflow, swanlab, or module:Class"),

@@ -222,13 +222,6 @@ def test_everything_is_hidden() -> None:
     assert page.lead == "In isp, 0% of the step is exposed: 0.00 of 100.0 ms."
 
 
-def test_folder_with_a_bad_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback where the file is of another version, or is said to be damaged."""
-    (tmp_path / "profile.json").write_text('{"version": 1}')
-    assert main(["report", str(tmp_path)]) == 2
-    assert "profile.json: a profile of version 1" in capsys.readouterr().err
-
-
 def test_marks_of_memory_are_whole() -> None:
     """Catches the marks of the first and the highest moments cut at the edge of the picture."""
     axes = picture(example_profile(), "memory").draw().axes[0]
