@@ -23,9 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     if config.getoption("markexpr") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Workers and ranks fill the cores: threads of torch would wait for each other's, ten times as
-    # long as small operations take. Read as torch is imported.
-    os.environ["OMP_NUM_THREADS"] = "1"
     # Garbage of this process may wait, when collected, for threads that a fork does not have.
     os.register_at_fork(after_in_child=gc.freeze)
     # Ignored by nohup and in a shell's background jobs, and inherited by every process of a test.
