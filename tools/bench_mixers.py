@@ -27,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,7 +154,7 @@ class MixersBench(Bench):
                 inputs, lambda x, n=lengths: kind.recurrence.scan(x, n, None)[0]
             )
             own = slice(self.rank * tokens // self.world, (self.rank + 1) * tokens // self.world)
-            mine = inputs.tokens(own.start, own.stop)
+            mine = inputs.of_tokens(itemgetter(own))
             planned = received_bytes(kind.recurrence, mine, placement)
             for way, scan in WAYS.items():
                 self.log.collect()
@@ -216,7 +217,8 @@ class MixersBench(Bench):
 
     def _row(self, kind: Kind, tokens: int, way: str) -> Row:
         placement, share = self._placement((tokens,)), tokens // self.world
-        inputs = kind.inputs(tokens).tokens(self.rank * share, (self.rank + 1) * share)
+        own = slice(self.rank * share, (self.rank + 1) * share)
+        inputs = kind.inputs(tokens).of_tokens(itemgetter(own))
         leaves, inputs = _leaves(inputs)
 
         def step() -> StepResult:

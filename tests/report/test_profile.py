@@ -83,8 +83,8 @@ def test_first_sentence(written: Written) -> None:
         "In isp, 9% of the step is exposed: 9.00 of 100.0 ms. 44% of it in the last"
         " reduce-scatter, which has nothing left to hide behind. 2 ranks share 1 core, so they"
         " wait more for each other than on GPUs. The worst wait, 4.00 ms, is for the"
-        " reduce-scatter of embedding.weight.grad in backward: as designed: the last gradient,"
-        " with nothing left to compute beside it."
+        " reduce-scatter of embedding.weight.grad in backward: expected: no compute is left to"
+        " overlap with the last gradients."
         " Exposed of the step in the other modes: mtp 16%."
     ) in written.page.text
 
