@@ -8,6 +8,7 @@ from pydantic import Field
 
 from isp.layers.rope_scaling import RopeScaling
 from isp.parallel.config import ParallelConfig, PipelineConfig
+from isp.parallel.distributable import check_distributable
 from isp.parallel.partition import usable
 from isp.settings.adapter import AdapterConfig
 from isp.settings.attention_backend import AttentionBackend
@@ -266,7 +267,7 @@ class ModelConfig:
         parallel.for_heads(self.num_heads, self.kv_heads)
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
-            parallel.tensor.check_distributable(self.hidden_size, seq_len)
+            check_distributable(parallel.tensor, self.hidden_size, seq_len)
         if mode.splits_sequence and seq_len % size:
             raise ValueError(
                 f"parallel.tensor.size={size} must divide the sequence of {seq_len} tokens"

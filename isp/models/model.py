@@ -41,6 +41,7 @@ from isp.models.tensor_plan import TensorPlan, tensor_plan
 from isp.models.trace import check_supported, trace_model
 from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
+from isp.parallel.distributable import check_distributable
 from isp.pipeline import PipelineOrder
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.recomputation import Recomputation
@@ -259,7 +260,7 @@ class TracedModel:
         """
         check_layout(parallel, seq_len)
         if self.recomputation.distributed:
-            parallel.tensor.check_distributable(self.hidden_size, seq_len)
+            check_distributable(parallel.tensor, self.hidden_size, seq_len)
         self.with_head_size(parallel)
         config = self.host.config(self.model)
         check_model_config(config, parallel)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from isp.parallel.experts import ExpertConfig, ExpertParts, ExpertWeightConfig
-from isp.parallel.partition import any_of, divisors, usable
+from isp.parallel.partition import any_of, divisors
 from isp.settings.section import KeyRole, Ranks, section
 
 
@@ -111,21 +111,6 @@ class TensorConfig:
     mode: Mode = Mode.ISP
     """How a tensor group shares the work: isp splits sequences and gathers weights; mtp splits
     weights; msp and fsp split weights, and tokens between them (fsp keeps fewer activations)."""
-
-    def check_distributable(self, hidden_size: int, seq_len: int) -> None:
-        """Raise ValueError if each rank cannot keep a part of a block's input."""
-        if self.mode.splits_sequence:
-            raise ValueError(
-                f"model.checkpoint_distribute_activations is for mtp mode: in {self.mode} mode each"
-                f" tensor rank keeps its own tokens only; set it to false"
-            )
-        if (elements := seq_len * hidden_size) % self.size:
-            raise ValueError(
-                f"parallel.tensor.size={self.size} must divide the {seq_len} tokens of a sequence"
-                f" times model.hidden_size={hidden_size} for"
-                f" model.checkpoint_distribute_activations: use {usable(elements, self.size)}, or"
-                f" set it to false"
-            )
 
 
 @section("parallel.weight", KeyRole.PLACE)
