@@ -153,7 +153,8 @@ def _summaries(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> 
         return rows
 
     def of_continued(x: Tensor) -> Tensor:
-        parts = [x.split(lengths)[i] for i in continued]
+        segments = x.split(lengths)
+        parts = [segments[i] for i in continued]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     found = recurrence.summary(inputs.of_tokens(of_continued), [lengths[i] for i in continued])
