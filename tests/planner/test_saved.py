@@ -33,7 +33,6 @@ KEPT = replace(PART, checkpoint_keeps_attention=True)
 DROPS = replace(BASE, checkpoint_norm_outputs=True, checkpoint_mlp_activation=True)
 TILED = replace(NORMED, mlp_tile_tokens=7)
 PIECES = replace(KEPT, checkpoint_distribute_activations=True)
-ODD = replace(BASE, num_heads=6, num_kv_heads=3, head_dim=8)
 EXCHANGED = WeightConfig(vocab_parallel_loss=True)
 
 CASES = {

@@ -189,7 +189,7 @@ def test_a_stopped_run_goes_on_in_another_layout(config, tmp_path):
         _assert_close(_latest(other), whole)
 
 
-def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path, caplog):
+def test_a_run_on_a_new_machine_resumes_from_the_store(config, tmp_path):
     """Catches copies that are not made, not found, half made, not deleted with the others, or
     damaged with no older one in their place."""
     store, folder = tmp_path / "store", tmp_path / "checkpoint"
