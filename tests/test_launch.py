@@ -193,7 +193,7 @@ def test_a_stop_before_ranks_can_save_is_named_once(start_ranks):
     assert launcher.end() == (128 + signal.SIGINT, "", "error: stopped by SIGINT\n")
 
 
-def test_a_launcher_heeds_nohup(start_ranks, monkeypatch):
+def test_a_launcher_heeds_nohup(start_ranks):
     """Catches ranks under `nohup` that are stopped when the terminal is closed."""
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

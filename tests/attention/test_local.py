@@ -24,7 +24,6 @@ from tests.attention.reference import (
 )
 from tests.toolkit import Operations
 
-CPU = torch.device("cpu")
 TOLERANCE = 1e-12
 BACKENDS: list[Callable[..., LocalAttention]] = [CpuAttention, SdpaAttention]
 

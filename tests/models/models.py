@@ -18,7 +18,14 @@ from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64
-from isp.parallel.config import Mode, ParallelConfig, Sequence2DConfig, TensorConfig, WeightConfig
+from isp.parallel.config import (
+    ExpertConfig,
+    Mode,
+    ParallelConfig,
+    Sequence2DConfig,
+    TensorConfig,
+    WeightConfig,
+)
 from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
@@ -90,6 +97,7 @@ def job(
     *,
     mode: Mode = Mode.ISP,
     context: int = 1,
+    expert: int = 1,
     recompute: float = 0.0,
     dtype: str = "float64",
     **keys: Any,
@@ -102,6 +110,7 @@ def job(
             tensor=TensorConfig(size=tensor, mode=mode),
             weight=WeightConfig(size=weight),
             sequence_2D=Sequence2DConfig(enable=context > 1, context_size=context),
+            expert=ExpertConfig(size=expert),
         ),
         training=TrainingConfig(dtype=dtype, max_norm=1.0),
         optimizer=OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, **keys}),

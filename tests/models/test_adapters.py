@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import isp
 from isp.config import JobConfig
 from isp.models.expert_adapters import hand_on_factors
 from isp.models.hosts import host_of
-from isp.parallel.config import ExpertConfig
 from tests.models.models import (
     TOLERANCE,
     Rows,
@@ -137,9 +135,7 @@ def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
     plain.load_state_dict(expected.weights, strict=False)
     whole = plain.merge_and_unload()
     published = host_of(whole).published(whole, dict(whole.state_dict()))
-    spread = job(2, 2, recompute=1.0)
-    parallel = replace(spread.parallel, expert=ExpertConfig(size=2))
-    cases = {"isp": job(2, 4), "recomputed, spread": replace(spread, parallel=parallel)}
+    cases = {"isp": job(2, 4), "recomputed, spread": job(2, 2, expert=2, recompute=1.0)}
     for name, of_ranks in run_each(4, _merged, cases).items():
         for found, merged in of_ranks:
             assert_trained_as(expected, [found], name)

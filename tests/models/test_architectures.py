@@ -58,8 +58,8 @@ SELECTED = {
     "hy_v4": "keys that an indexer chooses, also for the layer behind, and sinks",
     "minimax_m3_vl_text (sparse)": "blocks of keys that are chosen for each KV head",
 }
-"""Architectures, and what each of them is here for, in an order in which sequences are split where
-it is a question of tokens. Llama, GPT-2 and Mixtral are trained in test_parallelize.py and others.
+"""Architectures, and what each of them is here for. Llama, GPT-2 and Mixtral are trained in
+test_parallelize.py and others.
 """
 
 NAMES = list(SELECTED)
@@ -92,13 +92,16 @@ def _chosen(name: str) -> list[tuple[Layout, CheckCase]]:
 
 
 def _jobs(name: str, chosen: list[tuple[Layout, CheckCase]]) -> list[_Job]:
-    """And one more in a mode that splits features, where the model's plan does."""
+    """And one more in a mode that splits features, where the model's plan does; else, if no other
+    splits the sequence, one that does."""
     subject = Subject.of_config(tool.config_of(name))
     fits = tool.layouts_of(subject)
     chosen = [(x if x in fits else Layout(x.tensor, x.weight), case) for x, case in chosen]
     check = Check(subject, fits, cases=list(dict.fromkeys(case for _, case in chosen)))
     number = [*SELECTED, *THROUGHOUT].index(name)
     split = [x for x in reversed(tool.SPLIT[2 * (number % 3) :][:2]) if x in fits]
+    if not split and all(layout.tensor == 1 for layout, _ in chosen):
+        split = [Layout(2, 1)]
     return [_Job(check, *step) for step in (*chosen, *((x, chosen[-1][1]) for x in split[:1]))]
 
 

@@ -19,7 +19,7 @@ from isp.layers.loss import IGNORED
 from isp.models.model import TracedModel
 from isp.models.router_losses import RouterCoefficients
 from isp.parallel import Mode
-from isp.parallel.config import ExpertConfig, PipelineConfig
+from isp.parallel.config import PipelineConfig
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     Rows,
@@ -106,10 +106,8 @@ class Case(NamedTuple):
 TWO = replace(job().data, micro_num=2)
 PIPELINE = replace(job().parallel, pipeline=PipelineConfig(size=2))
 
-SPREAD = replace(job(2, 4).parallel, expert=ExpertConfig(size=2))
-
 CASES = {
-    "isp, recomputed": Case(replace(job(2, 4, recompute=1.0), parallel=SPREAD)),
+    "isp, recomputed": Case(job(2, 4, expert=2, recompute=1.0)),
     "heads x context": Case(job(4, 4, context=2), "glm4_moe"),
     "fsp": Case(job(2, mode=Mode.FSP), "glm4_moe", "heads x context"),
     "mtp": Case(job(2, mode=Mode.MTP), "glm4_moe", "fsp"),

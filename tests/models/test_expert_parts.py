@@ -62,7 +62,7 @@ def _adapted() -> Any:
 
 MODELS = {
     "mixtral": lambda: tiny("mixtral", num_local_experts=4, intermediate_size=16),
-    "qwen3": lambda: tiny("qwen3_moe", num_experts=10),
+    "qwen3": lambda: tiny("qwen3_moe", num_experts=9),
     "deepseek": lambda: tiny("deepseek_v3", n_routed_experts=8),
     "biases": lambda: tiny("gpt_oss", num_local_experts=6, intermediate_size=16),
     "decoder": lambda: Decoder(DECODER).double(),
@@ -188,11 +188,10 @@ def test_experts_in_groups_train_as_in_a_plain_loop() -> None:
 def _resumed(rank: int, folder: Path) -> Trained:
     grouped = Case("qwen3", 1, 4, limit=8, recompute=1.0).config
     spread = Case("qwen3", 2, 4, limit=4, expert=2).config
-    msp = job(2, mode=Mode.MSP)
-    msp = replace(msp, parallel=replace(msp.parallel, expert=ExpertConfig(size=2)))
+    msp = job(2, mode=Mode.MSP, expert=2)
     losses, norms = list[float](), list[float]()
     for number, config in enumerate((grouped, job(2, 2), spread, msp)):
-        run = isp.parallelize(tiny("qwen3_moe", num_experts=10, seed=number), config)
+        run = isp.parallelize(tiny("qwen3_moe", num_experts=9, seed=number), config)
         if number:
             run.load(folder / str(number - 1))
         one = trained(run, _data()[:1])

@@ -255,7 +255,7 @@ DECODER = ModelConfig(
     num_dense_layers=1,
     mlp_tile_tokens=5,
 )
-LAYOUTS = "2x2x2, mtp2, fsp2"
+LAYOUTS = "1x4, 2x2x2, mtp2, fsp2, 1x2 1F1B 2"
 
 
 @pytest.mark.slow

@@ -281,6 +281,7 @@ def _staged(
 PIPELINES = {
     "none": job(2, 2),
     "1F1B": _staged("1F1B", weight=2, exchanged=True),
+    "chunks": _staged("InterleavedZeroBubble", 2, weight=2),
     "a V": _staged("ZBVZeroBubble", 2, mode=Mode.MTP),
 }
 

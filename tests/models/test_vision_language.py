@@ -167,7 +167,7 @@ def test_a_trained_folder_has_its_tower_again(tmp_path: Path, kind: str) -> None
 def test_a_folder_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a tower that is made, and a check of nothing."""
     transformers.AutoConfig.for_model("qwen3_vl", **KINDS["qwen3_vl"]).save_pretrained(tmp_path)
-    assert main(["check", str(tmp_path), "--layouts", "2x1"]) == 0
+    assert main(["check", str(tmp_path), "--layouts", "2x2"]) == 0
     assert "all 1 layouts agree" in capsys.readouterr().out
 
 

@@ -112,7 +112,7 @@ def _gathers(mode) -> int:
     return 1 + 4 + 1
 
 
-def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path):
     """Catches a full or missing disk under the profiles ending the training."""
     job = write_job(tmp_path)
     words = ["--training.steps=2", "--profiler.enable_profiling", "--profiler.profile_freq=2"]

@@ -51,7 +51,6 @@ def test_the_api_has_all_public_names_with_types() -> None:
     assert "### ParallelRun.log_probs" in text
 
 
-ROOT = Path(__file__).parents[2]
 READMES = [
     ROOT / folder / "README.md"
     for folder in ("", "configs", "isp", "isp/metrics", "isp/profile", "isp/models", "tools")
@@ -86,7 +85,7 @@ def test_files_exist(readme: Path) -> None:
     assert set(missing) <= {"tb/", "memory_snapshot/"}  # in the folder of a run
 
 
-def test_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_exist() -> None:
     """Catches a command that was renamed."""
     text = "".join(readme.read_text() for readme in READMES)
     shell = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))

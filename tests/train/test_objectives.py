@@ -41,7 +41,6 @@ TEXTS = [
     }
     for i in range(40)
 ]
-ISP = ("--parallel.tensor.size=2", "--parallel.weight.size=4", "--data.micro_num=1")
 MSP = ("--parallel.tensor.size=2", "--parallel.tensor.mode=msp", "--data.micro_num=2")
 CONTEXT = (
     "--parallel.tensor.size=4",
