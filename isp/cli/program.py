@@ -146,8 +146,6 @@ def _train(args: argparse.Namespace) -> int:
         chosen = choose_layout(config, ranks, args.overrides, args.fabric)
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
-    if speaks():
-        _note_unused(config)
     if args.nproc is not None:  # every error before any process starts
         from isp.train.data import check_data
         from isp.train.host_memory import check_host_memory
@@ -162,6 +160,9 @@ def _train(args: argparse.Namespace) -> int:
         check_host_memory(sized, topology, args.nproc)
         check_data(config)
         check_start(sized, topology)  # last: a fault of this command comes before an earlier run's
+    if speaks():
+        _note_unused(config)
+    if args.nproc is not None:
         return start_ranks(args.nproc, args.words)
     from isp.train import main as train
 

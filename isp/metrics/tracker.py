@@ -225,7 +225,7 @@ def check_tracker(name: str) -> None:
         return
     try:
         found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"{who}: {error}: is its folder in PYTHONPATH?") from error
     if not (isinstance(found, type) and issubclass(found, Tracker)):
         raise ValueError(f"{who} must be a subclass of isp.metrics.Tracker")

@@ -35,6 +35,7 @@ _ARITHMETIC = (
     _aten.erfinv_.default,
     _aten.clamp_.default,
 )
+_IN_PLACE = (*_RANDOM, *_FILLS, *_ARITHMETIC)
 """In-place and element by element; what they take beside the parameter are numbers."""
 _VIEWS = (_aten.detach.default, _aten.alias.default, _aten.select.int)
 
@@ -99,13 +100,13 @@ class _Noted(TorchDispatchMode):
                 if len(tensors) > 1 or not self._note(name, func, args, kwargs):
                     self.found[name].known = False
         # What changes no memory is left out: torch takes long for it.
-        is_noop = func in (*_RANDOM, *_FILLS, *_ARITHMETIC) and args[0].is_meta
+        is_noop = func in _IN_PLACE and args[0].is_meta
         return args[0] if is_noop else func(*args, **kwargs)
 
     def _note(self, name: str, func: Any, args: Any, kwargs: Any) -> bool:
         """Note an operator on a parameter or a row of it. Returns whether that is all it does."""
         drawing, shape, (x, *others) = self.found[name], self._shapes[name], args
-        if x.shape == shape and func in (*_RANDOM, *_FILLS, *_ARITHMETIC):
+        if x.shape == shape and func in _IN_PLACE:
             if func not in _ARITHMETIC:
                 drawing.calls, drawing.rows = [], {}
             drawing.calls.append((func, tuple(others), kwargs))

@@ -8,8 +8,8 @@ given all and a part: what it does to the part has to be the same.
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -34,9 +34,8 @@ def optimizer_of(config: OptimizerConfig) -> MakeOptimizer | None:
     """
     if not config.is_torchs:
         return None
-    module, _, name = config.name.partition(":")
     try:
-        made = getattr(importlib.import_module(module), name)
+        made = pkgutil.resolve_name(config.name)
         takes = inspect.signature(made).parameters
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"optimizer.name={config.name} cannot be used: {error}") from error

@@ -32,6 +32,7 @@ from enum import StrEnum
 
 from isp.parallel.config import Mode, ParallelConfig
 from isp.parallel.partition import any_of, divisors
+from isp.settings.counts import counted
 
 __all__ = ["Axis", "Topology"]
 
@@ -283,7 +284,7 @@ class Topology:
             named.append("gradients of weight")
         why = " (axes with the same ranks share a group where neither delays the other)"
         shares = any(len(axes) > 1 for axes in self.process_groups.values())
-        count = f"{len(named)} process group{'' if len(named) == 1 else 's'} per rank"
+        count = f"{counted(len(named), 'process group')} per rank"
         line = f"{count}: {', '.join(named) or 'none'}{why if shares else ''}"
         if self.world_size == 1:
             return line

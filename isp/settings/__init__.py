@@ -108,7 +108,7 @@ def _duration(value: int | str | None) -> int | str | None:
 
 def _trackers(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        if name not in _TRACKERS and not re.fullmatch(r"[\w.]+:\w+", name):
+        if name not in _TRACKERS and not re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", name):
             known = ", ".join(_TRACKERS)
             raise ValueError(f"must be some of {known}, or module:Class of your own")
     return names
