@@ -89,10 +89,10 @@ def check_local(
     }
     with local_calls(model):
         try:
-            whole = _run(model, forward, ids, positions, trace.called)
-            if whole.is_random:
+            whole, is_random = _run(model, forward, ids, positions)
+            if is_random:
                 _put_in(model, training=False)
-                whole = _run(model, forward, ids, positions, trace.called)
+                whole, _ = _run(model, forward, ids, positions)
         except Exception as error:  # the model's own code, on random weights
             logger.warning(
                 "%s was not checked for code that mixes tokens outside of attention, because the"
@@ -104,17 +104,19 @@ def check_local(
             return False
         for case, (tokens, their_positions, rows) in calls.items():
             try:
-                found = _run(model, forward, tokens, their_positions, trace.called)
+                found, _ = _run(model, forward, tokens, their_positions)
             except Exception as error:
                 raise ValueError(
                     f"{type(model).__name__} runs on {_TOKENS} tokens but not on {len(rows)}:"
                     f" {error}"
                 ) from error
-            apart = (found.logits - whole.logits[:, rows]).abs() / whole.logits.abs().max()
+            apart = (found - whole[:, rows]).abs() / whole.abs().max()
             if case == "changed":
                 apart[:, _CHANGED] = 0
             if apart.max() > _LARGEST:
-                place = _first_apart(whole, found, rows, unlike=case == "changed")
+                before = _events(model, forward, ids, positions, trace.called)
+                now = _events(model, forward, tokens, their_positions, trace.called)
+                place = _first_apart(before, now, rows, unlike=case == "changed")
                 kind = type(model.get_submodule(place)).__name__
                 raise ValueError(
                     f"{f'{place} ({kind})' if place else kind} mixes or counts tokens outside of"
@@ -314,18 +316,17 @@ class _Event(NamedTuple):
     """A number for each token, [S], of each tensor that is given or comes back."""
 
 
-class _Outcome(NamedTuple):
-    logits: Tensor
-    """[1, S, V]."""
-    is_random: bool
-    """Whether random numbers were drawn."""
-    events: list[_Event]
+def _run(model: nn.Module, forward: Forward, ids: Tensor, positions: Tensor) -> tuple[Tensor, bool]:
+    """The logits [1, S, V] of a forward, and whether random numbers were drawn."""
+    before = torch.manual_seed(0).get_state()
+    logits = forward(model, ids, positions)
+    return logits.to(torch.float64), not torch.equal(torch.get_rng_state(), before)
 
 
-def _run(
+def _events(
     model: nn.Module, forward: Forward, ids: Tensor, positions: Tensor, called: Iterable[str]
-) -> _Outcome:
-    """A forward, and what went in and out of each module."""
+) -> list[_Event]:
+    """What goes in and out of each module in a forward."""
     events: list[_Event] = []
     size = ids.shape[1]
 
@@ -334,16 +335,14 @@ def _run(
         per_token = (_per_token(leaf, size) for leaf in leaves)
         events.append(_Event(entered, name, [x for x in per_token if x is not None]))
 
-    before = torch.manual_seed(0).get_state()
     with ExitStack() as stack:
         for name in called:
             module = model.get_submodule(name)
             begins, ends = partial(note, name, True), partial(note, name, False)
             stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(ends).remove)
-        logits = forward(model, ids, positions)
-    is_random = not torch.equal(torch.get_rng_state(), before)
-    return _Outcome(logits.to(torch.float64), is_random, events)
+        _run(model, forward, ids, positions)
+    return events
 
 
 def _per_token(x: Any, size: int) -> Tensor | None:
@@ -357,14 +356,14 @@ def _per_token(x: Any, size: int) -> Tensor | None:
     return _number(x.reshape(size, -1).to(torch.float64))
 
 
-def _first_apart(whole: _Outcome, found: _Outcome, rows: Tensor, *, unlike: bool) -> str:
+def _first_apart(whole: list[_Event], found: list[_Event], rows: Tensor, *, unlike: bool) -> str:
     """The innermost module whose own code first gives other values; empty: the model's own.
 
     If its output is the first that differs, it is that module; if it is what a module is given, the
     one around that. `unlike`: the changed token's own values do not count.
     """
     inside = [""]
-    for before, now in zip(whole.events, found.events, strict=False):
+    for before, now in zip(whole, found, strict=False):
         if not now.entered:
             inside.pop()
         for one, other in zip(before.tokens, now.tokens, strict=False):
