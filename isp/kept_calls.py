@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from isp.autograd import Function
+from isp.tensors import memory_of, tensors_in
 
 __all__ = ["KeptCalls", "Needs"]
 
@@ -128,11 +128,11 @@ class KeptCalls:
 
     def _saved_outside(self, dropped: Tensor | None, node: Any) -> saved_tensors_hooks:
         """In this context tensors are saved as outside of the part, except `dropped`, once."""
-        left = [] if dropped is None else [dropped.untyped_storage()._cdata]
+        left = [] if dropped is None else [memory_of(dropped)]
         offset = 0 if dropped is None else int(dropped.storage_offset())
 
         def pack(x: Tensor) -> Any:
-            if left and x.untyped_storage()._cdata == left[0] and x.dtype == dtype:
+            if left and memory_of(x) == left[0] and x.dtype == dtype:
                 left.clear()
                 return _View(x.shape, x.stride(), int(x.storage_offset()) - offset)
             return self._pack(x)
@@ -191,11 +191,10 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {_memory(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+        given = map(memory_of, tensors_in(args, kwargs))
         of = frozenset[int]().union(*(self._made_of.get(memory, ()) for memory in given))
-        for x in (*tree_iter(out), *self._written(func, args, kwargs)):
-            if isinstance(x, Tensor):
-                self._made_of[_memory(x)] = of
+        for x in tensors_in(out, *self._written(func, args, kwargs)):
+            self._made_of[memory_of(x)] = of
         return out
 
     @staticmethod
@@ -207,7 +206,7 @@ class _Watch(TorchDispatchMode):
 
     def made(self, number: int, y: Tensor) -> None:
         """A kept call gave y."""
-        self._made_of[_memory(y)] = frozenset([number])
+        self._made_of[memory_of(y)] = frozenset([number])
         self._results[number] = y.detach(), y._version
 
     def saved(self) -> saved_tensors_hooks:
@@ -215,7 +214,7 @@ class _Watch(TorchDispatchMode):
         pack_other, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(x: Tensor) -> Any:
-            self._values |= self._made_of.get(_memory(x), frozenset())
+            self._values |= self._made_of.get(memory_of(x), frozenset())
             return pack_other(x)
 
         return saved_tensors_hooks(pack, unpack)
@@ -224,10 +223,6 @@ class _Watch(TorchDispatchMode):
         """What it saw."""
         written = {n for n, (y, version) in self._results.items() if y._version > version}
         return Needs(self._values, frozenset(written))
-
-
-def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _same(x: Tensor) -> Tensor:

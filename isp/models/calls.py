@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.mixers.recurrence import StateSizes
+from isp.tensors import memory_of
 
 __all__ = [
     "Ahead",
@@ -126,7 +127,7 @@ def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
 def same_rows(x: Tensor, tokens: Tensor) -> bool:
     """Whether x [.., D] is `tokens` [N, D], in the same memory."""
     rows = x.flatten(0, -2)
-    same = rows.untyped_storage()._cdata == tokens.untyped_storage()._cdata
+    same = memory_of(rows) == memory_of(tokens)
     place = (rows.shape, rows.stride(), rows.storage_offset())
     return same and place == (tokens.shape, tokens.stride(), tokens.storage_offset())
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from isp.layers.module import MasterStream
 from isp.parallel.layout import ParameterLayout
+from isp.tensors import memory_of, tensors_in
 
 __all__ = ["Drawing", "drawings"]
 
@@ -89,12 +89,12 @@ class _Noted(TorchDispatchMode):
         super().__init__()
         self.found = {name: Drawing() for name in parameters}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._names = {_memory(parameter): name for name, parameter in parameters.items()}
+        self._names = {memory_of(parameter): name for name, parameter in parameters.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        names = {self._names[_memory(x)] for x in tensors if _memory(x) in self._names}
+        tensors = tensors_in(args, kwargs)
+        names = {self._names[memory_of(x)] for x in tensors if memory_of(x) in self._names}
         if names and func not in _VIEWS:
             for name in names:
                 if len(tensors) > 1 or not self._note(name, func, args, kwargs):
@@ -116,9 +116,3 @@ class _Noted(TorchDispatchMode):
             drawing.rows[row] = float(others[0]) if others else 0.0
             return True
         return False
-
-
-def _memory(x: Tensor) -> int:
-    """What views of a tensor have in common with it."""
-    memory: int = x.untyped_storage()._cdata
-    return memory

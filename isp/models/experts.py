@@ -33,6 +33,7 @@ from isp.models.expert_exchange import ExpertExchange, ExpertSubset, on_other_to
 from isp.models.roles import expert_stacks
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
+from isp.tensors import memory_of
 from isp.weights.wp import WPCommunicator
 
 __all__ = [
@@ -130,8 +131,8 @@ class CalledExperts:
                 f"{self.name} modifies an input tensor in place, which gradients would not see:"
                 f" return a new tensor instead"
             )
-        memory = {x.untyped_storage()._cdata for x in full}  # another's as soon as this is over
-        return out.clone() if out.untyped_storage()._cdata in memory else out
+        memory = {memory_of(x) for x in full}  # another's as soon as this is over
+        return out.clone() if memory_of(out) in memory else out
 
     def check(self, graph: _Graph) -> None:
         """Raise RuntimeError if the graph, the first one, leads on to what is outside."""
@@ -292,14 +293,14 @@ class _SavedParts(saved_tensors_hooks):
     """
 
     def __init__(self, experts: CalledExperts, full: Sequence[Tensor], recomputing: bool) -> None:
-        kinds = [(x.untyped_storage()._cdata, x.dtype, int(x.storage_offset())) for x in full]
+        kinds = [(memory_of(x), x.dtype, int(x.storage_offset())) for x in full]
         hooks = None
         if not recomputing:
             hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack_other, unpack_other = hooks or (_same, _same)
 
         def pack(x: Tensor) -> Any:
-            memory = x.untyped_storage()._cdata
+            memory = memory_of(x)
             for index, (whole, dtype, offset) in enumerate(kinds):
                 if memory == whole and x.dtype == dtype:
                     return _Part(index, x.shape, x.stride(), int(x.storage_offset()) - offset)

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from isp.tensors import memory_of, tensors_in
 
 __all__ = ["LinearOutputs"]
 
@@ -46,7 +47,7 @@ class LinearOutputs(TorchFunctionMode):
 
     def called(self, name: str, output: Tensor) -> None:
         """A linear has given `output`."""
-        self._outputs[output.untyped_storage()._cdata] = name, output
+        self._outputs[memory_of(output)] = name, output
         self._linear, self._made, self._mixed = name, {id(output): output}, False
         self.used = False  # last: reading the output's storage above counts as a use
 
@@ -75,8 +76,8 @@ class LinearOutputs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        given = tensors_in(args, kwargs)
+        made = tensors_in(out)
         if any(id(x) in self._made for x in given):
             self.used = True
             others = [x for x in given if id(x) not in self._made]
@@ -84,10 +85,10 @@ class LinearOutputs(TorchFunctionMode):
             self._made |= {id(x): x for x in made}
         parent = args[0] if args and made else None
         if isinstance(parent, Tensor):
-            key = parent.untyped_storage()._cdata
+            key = memory_of(parent)
             name, output = self._outputs.get(key, ("", parent))
             for x in made if name else ():
-                if x.untyped_storage()._cdata == key:
+                if memory_of(x) == key:
                     self._note(name, output, parent, x)
         return out
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from isp.models.calls import Call, Kind
 from isp.models.indexers import indexer_parameters
 from isp.models.roles import ParameterRole, holds_experts, is_linear
+from isp.tensors import tensors_in
 
 __all__ = ["Reads", "check_reads", "experts_cut", "looked_up", "small_linears_read", "unused"]
 
@@ -45,10 +45,10 @@ class Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out, name = func(*args, **(kwargs or {})), _name(func)
-        makes_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(out))
+        makes_tensor = bool(tensors_in(out))
         if not makes_tensor and name not in _SIZES:  # its dtype
             return out
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in tensors_in(args, kwargs):
             if leaf is self._positions:
                 self.reads_positions |= makes_tensor
             known = self._names.get(id(leaf))
@@ -58,7 +58,7 @@ class Reads(TorchFunctionMode):
                 self.foreign[known] = name
         return out
 
-    def _expected(self, parameter: nn.Parameter, func: Any, args: Any, kwargs: Any) -> bool:
+    def _expected(self, parameter: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether it is a module's own, read as isp knows how to."""
         inside = self.open[-1] if self.open else None
         if inside is None or all(parameter is not own for own in inside.parameters(recurse=False)):

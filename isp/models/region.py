@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel
 from isp.comm.tag import Purpose, Tag
 from isp.parallel import Mode
+from isp.tensors import memory_of, tensors_in
 
 __all__ = ["Entrance", "OnlyColumnsRead"]
 
@@ -119,10 +119,10 @@ class _Enter(Function):
 def _regathered(x: Tensor) -> saved_tensors_hooks:
     """A context in which what is saved of x, the output of an entrance, is a way to gather it."""
     node: Any = x.grad_fn
-    storage = x.untyped_storage()._cdata
+    storage = memory_of(x)
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if saved.untyped_storage()._cdata == storage else saved
+        return saved.shape if memory_of(saved) == storage else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
@@ -152,8 +152,8 @@ class OnlyColumnsRead(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
-            read = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if tensors_in(out):
+            read = {*map(id, tensors_in(args, kwargs))}
             for entrance in self._entrances:
                 if not entrance.in_column and id(entrance.shown) in read:
                     raise ValueError(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from isp.attention import AttentionMask
@@ -36,6 +35,7 @@ from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.planner.dry_scan import DryRecurrence
 from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
+from isp.tensors import tensors_in
 from isp.weights.declare import WeightHolder
 from isp.weights.parameter import ShardedParameter
 from isp.weights.parts import WeightParts
@@ -409,9 +409,9 @@ class Products(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
             if func.overloadpacket in _CONVOLUTIONS:
-                tensors = (x for x in tree_iter((args, out)) if isinstance(x, Tensor))
-                self._recorder.note(Compute(Work.MEMORY, sum(x.nbytes for x in tensors)))
+                moved = sum(x.nbytes for x in tensors_in(args, out))
+                self._recorder.note(Compute(Work.MEMORY, moved))
             elif (count := _FLOPS.get(func.overloadpacket)) is not None:
                 self._recorder.note(Compute(Work.PRODUCT, count(*args, **kwargs, out_val=out)))
-        self._recorder.made(x for x in tree_iter(out) if isinstance(x, Tensor))
+        self._recorder.made(tensors_in(out))
         return out

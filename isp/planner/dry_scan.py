@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from isp.mixers.recurrence import Inputs, Recurrence
 from isp.planner.made import Made
 from isp.planner.record import Compute, EventRecorder, Work
+from isp.tensors import memory_of
 
 __all__ = ["DryRecurrence"]
 
@@ -213,7 +214,7 @@ def _measured(segment: _Segment, tokens: int) -> _Taken:
             results = tuple(map(_Like.of, (out, *others)))
             del others  # nobody goes back from final states
             given = (x for of in (*inputs, (initial,)) for x in of if x is not None)
-            saves = tuple(saved.pop(x.untyped_storage()._cdata, None) is not None for x in given)
+            saves = tuple(saved.pop(memory_of(x), None) is not None for x in given)
             kept = sum(memory.nbytes() for memory in saved.values())
             forward, made.most = made.most, 0
             out.backward(torch.empty_like(out))

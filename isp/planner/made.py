@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from isp.tensors import memory_of, tensors_in
 
 __all__ = ["Made"]
 
@@ -26,10 +27,10 @@ class Made(TorchDispatchMode):
         self._there: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_id(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
+        given = {*map(memory_of, tensors_in(args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, Tensor) and _id(x) not in given:
+        for x in tensors_in(out):
+            if memory_of(x) not in given:
                 self._note(x.untyped_storage())
         self.most = max(self.most, self._now)
         return out
@@ -44,8 +45,3 @@ class Made(TorchDispatchMode):
         if key not in self._there:
             self._there[key] = weakref.ref(memory, gone)
             self._now += size
-
-
-def _id(x: Tensor) -> int:
-    key: int = x.untyped_storage()._cdata
-    return key

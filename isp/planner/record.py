@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isp.comm.tag import Purpose, Transfer
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
+from isp.tensors import memory_of
 from isp.weights.declare import DeclaredBlock, WeightHolder
 from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import Block
@@ -306,7 +307,7 @@ class EventRecorder:
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These are there in any case."""
-        self._known = {x.untyped_storage()._cdata for x in tensors}
+        self._known = {*map(memory_of, tensors)}
 
     def at_loss(self, block: int) -> None:
         """What is kept from here on is the loss's, as if that were block number `block`."""
