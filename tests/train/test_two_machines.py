@@ -164,7 +164,7 @@ def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> No
     port = free_port()
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
     options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", *meet]
-    words = ["--training.steps", "300", "--checkpoint.interval", "10"]
+    words = ["--training.steps", "100", "--checkpoint.interval", "10"]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "01"[killed == "agent"]}
 
     def start() -> subprocess.Popen[bytes]:
@@ -195,5 +195,5 @@ def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> No
     (run,), (whole,) = run_folders(job), run_folders(job, "whole")
     assert (run / "logs/rank_0.log").read_text().count("resumed from") == 1
     assert numbers(run) == numbers(whole)
-    ours, theirs = tensors(run, 300), tensors(whole, 300)
+    ours, theirs = tensors(run, 100), tensors(whole, 100)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
