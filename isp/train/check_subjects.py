@@ -45,7 +45,9 @@ class Subject:
             segment=min(how.checkpoint_segment, _SEGMENT),
         )
         chunk = min(how.loss_chunk_tokens, _LOSS_CHUNK_TOKENS)
-        self._traced = TracedModel(model, recomputation=how.recomputation, loss_chunk_tokens=chunk)
+        self._traced = TracedModel(
+            model, recomputation=how.recomputation, in_place=False, loss_chunk_tokens=chunk
+        )
         self.vocab_size = min(self._traced.vocab_rows, self._traced.vocab_size)
 
     @classmethod
@@ -115,15 +117,14 @@ class Subject:
         return self._traced.host.forward(plain, ids, positions)
 
     def language_model(self, checkpoint: float) -> TracedModel:
-        """A copy to be built for a layout: 0: no block is recomputed; 1: those of a run, or all."""
+        """To be built for a layout: 0: no block is recomputed; 1: those of a run, or all."""
         recomputation = self._recomputation
         part = checkpoint * (recomputation.checkpoint or 1.0)
         if not part:
             tile, between = recomputation.mlp_tile_tokens, recomputation.between_linears
             recomputation = Recomputation(mlp_tile_tokens=tile, between_linears=between)
         recomputation = recomputation._replace(checkpoint=part)
-        # to trace takes as long as a step
-        return self._traced.computed(model=copy.deepcopy(self.model), recomputation=recomputation)
+        return self._traced.computed(recomputation=recomputation)
 
 
 def read_folder(folder: Path) -> Any:
