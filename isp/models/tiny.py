@@ -224,6 +224,15 @@ def _shorten_rope(tiny: Any, config: Any) -> None:
             owner["original_max_position_embeddings"] = _LONG
 
 
+_LAYERS = (
+    "num_hidden_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_layers",  # of LongCat, which counts two hidden layers in each
+)
+
+
 def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     """Keep the first layer of each kind, and further ones until there are `least`.
 
@@ -259,7 +268,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     first += [index for index in hybrid[:2] if index not in first]  # two share one transformer
     rest = [index for index in range(number) if index not in first]
     layers = sorted(first + rest[: max(0, least - len(first))])
-    for name in ("num_hidden_layers", "decoder_layers", "encoder_layers", "num_decoder_layers"):
+    for name in _LAYERS:
         _set(tiny, name, len(layers))
     for name, value in lists.items():
         setattr(tiny, name, [value[index] for index in layers])
