@@ -23,6 +23,7 @@ __all__ = [
     "generator_states",
     "model_parallel_manual_seed",
     "restore_generators",
+    "seed_generators",
 ]
 
 
@@ -191,6 +192,17 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed torch's own generators that a process computing on `device` draws from.
+
+    Without CUDA, `torch.manual_seed` formats a traceback each time, to seed devices later.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def restore_generators(device: torch.device, states: Mapping[str, Tensor]) -> None:

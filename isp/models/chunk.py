@@ -30,7 +30,7 @@ from isp.models.router_losses import RouterLosses
 from isp.models.stages import Stage
 from isp.models.swap import InitialWeights
 from isp.models.trace import check_not_compiled
-from isp.rng import generator_states, restore_generators
+from isp.rng import generator_states, restore_generators, seed_generators
 from isp.weights.declare import DeclaredBlock
 from isp.weights.parameter import ShardedParameter
 
@@ -291,7 +291,7 @@ def _random_numbers(training: bool, layers: RankLayers) -> Iterator[None]:
         rank -= layers.tensor.rank
     seed = int(torch.randint(1 << 48, ()))
     before = generator_states(layers.device)
-    torch.manual_seed(seed + rank)
+    seed_generators(layers.device, seed + rank)
     try:
         yield
     finally:

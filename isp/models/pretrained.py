@@ -368,6 +368,6 @@ def _drawn(shape: Any, owner: str) -> dict[str, Drawing]:
 def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
     """The own parameters of a module as the model begins them, in float32, by local name."""
     with _own_parameters(shape.get_submodule(owner), "cpu") as own, torch.random.fork_rng([]):
-        torch.manual_seed(MasterStream(seed, owner).generator_seed)
+        torch.default_generator.manual_seed(MasterStream(seed, owner).generator_seed)
         _begin(shape, owner)
         return {local: getattr(shape.get_submodule(owner), local).detach() for local in own}

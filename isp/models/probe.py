@@ -318,7 +318,7 @@ class _Event(NamedTuple):
 
 def _run(model: nn.Module, forward: Forward, ids: Tensor, positions: Tensor) -> tuple[Tensor, bool]:
     """The logits [1, S, V] of a forward, and whether random numbers were drawn."""
-    before = torch.manual_seed(0).get_state()
+    before = torch.default_generator.manual_seed(0).get_state()
     logits = forward(model, ids, positions)
     return logits.to(torch.float64), not torch.equal(torch.get_rng_state(), before)
 
