@@ -42,7 +42,7 @@ def test_memory_is_a_peak_in_gib() -> None:
     assert 0.01 < before < 64
     filled = b"x" * int((before + 0.1) * 2**30)
     del filled
-    assert before + 0.1 <= peak_memory_gib(cpu) < before + 1
+    assert before + 0.1 <= peak_memory_gib(cpu) < 2 * before + 1  # beside all that there was
 
 
 def test_mfu_is_explained() -> None:
