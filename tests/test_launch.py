@@ -6,8 +6,10 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,44 @@ def test_the_first_failure_of_the_ranks_is_shown_once(start_ranks, how, code, sh
         assert errors.count(words) == 1, errors
     assert hidden not in errors
     assert "torch/distributed" not in errors
+
+
+# A rank that meets the others and names each address at which it or its launcher listens.
+MEETING_SCRIPT = """
+import os, psutil, torch
+from isp.comm import World
+
+with World(torch.device("cpu"), timeout_seconds=20.0) as world:
+    x = torch.ones(1)
+    torch.distributed.all_reduce(x)
+    found = {"met": x.item()}
+    for who, pid in ("rank", os.getpid()), ("launcher", os.getppid()):
+        sockets = psutil.Process(pid).net_connections("inet")
+        found[who] = sorted({s.laddr.ip for s in sockets if s.status == psutil.CONN_LISTEN})
+    print(found, file=open(f"{__file__}.{world.rank}", "w"))
+    torch.distributed.barrier()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists the sockets of another process")
+def test_ranks_of_one_machine_meet_without_its_name_or_an_open_port(tmp_path, monkeypatch):
+    """Catches a port that other users or machines reach, where torchrun unpickles what they send,
+    and ranks that wait for a machine's name that has no address.
+    """
+    script = tmp_path / "rank.py"
+    script.write_text(MEETING_SCRIPT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in ("getfqdn", "gethostname"):
+        monkeypatch.setattr(socket, name, lambda *_: "no-such-machine.invalid")
+    fork = multiprocessing.get_context("fork")
+    launcher = fork.Process(target=lambda: sys.exit(launch(2, [str(script)])))
+    launcher.start()
+    launcher.join(60)
+    launcher.kill()  # its ranks follow
+    assert launcher.exitcode == 0
+    for rank in range(2):
+        found = literal_eval(Path(f"{script}.{rank}").read_text())
+        assert found == {"met": 2.0, "rank": ["127.0.0.1"], "launcher": []}
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])

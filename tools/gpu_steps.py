@@ -15,7 +15,9 @@ __all__ = ["STEPS", "Step", "words"]
 CHECK = "{python} tools/gpu_checks.py"
 QWEN = "configs/one_gpu.yaml --training.device cuda"
 SMALL = "configs/quickstart.yaml --model.num_layers 1 --model.sliding_window null --data.seq_len 64"
-RANKS = "{python} -m torch.distributed.run --standalone --nproc-per-node {ranks}"
+RANKS = (
+    "{python} -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {ranks}"
+)
 LLAMA = "--model.preset llama3.1-8b --optimizer.offload_states"
 
 

@@ -3,6 +3,12 @@
 torchrun runs inside this process. It forwards stop signals to the ranks, which finish their step
 and save; it ends the other ranks when one fails. A second stop signal ends it at once, and when it
 ends, or is killed, its ranks end too.
+
+[Note: One machine] torchrun's `--standalone` listens on all interfaces, without a password, and
+unpickles what it reads there: whoever reaches the port runs code. Here torchrun keeps its store in
+this process, the ranks find each other through a file in a folder that only this user can open, and
+their sockets are bound to the loopback interface. The machine's own name is never resolved: on
+laptops and in containers it often has no address.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import os
 import signal
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +29,7 @@ from isp.run.signals import StopRequest, heeded_signals
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 __all__ = [
     "follow_launcher",
@@ -36,6 +44,8 @@ _SAVE_SECONDS = 1800
 """Time that ranks have after a stop signal to finish a step and save, before they are killed."""
 _KNOCK_ON_SECONDS = 10
 """A rank found killed up to this long after another's error is taken as its cause."""
+_ONE_MACHINE = "isp-one-machine"
+"""Name of the rendezvous backend that `launch` adds to torchrun's."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -114,11 +124,18 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
+    from isp.comm import RENDEZVOUS_FILE, use_loopback
+
+    rendezvous_handler_registry.register(_ONE_MACHINE, _one_machine)
     folders = tempfile.TemporaryDirectory(prefix="isp-ranks-", ignore_cleanup_errors=True)
     with StopRequest(keep_handlers=True), folders as error_files:
-        folder = Path(error_files)
-        options = ["--standalone", f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
+        folder = Path(error_files)  # of mode 0700
+        os.environ[RENDEZVOUS_FILE] = str(folder / "rendezvous")
+        use_loopback()
+        options = [f"--rdzv-backend={_ONE_MACHINE}", f"--rdzv-id={uuid.uuid4()}"]
+        options += [f"--nproc-per-node={nproc}", f"--log-dir={folder}"]
         handled = [number.name for number in (*heeded_signals(), signal.SIGQUIT)]
         options.append(f"--signals-to-handle={','.join(handled)}")
         try:
@@ -134,6 +151,40 @@ def launch(nproc: int, command: Sequence[str]) -> int:
             return 128 + int(stop.sigval)
         stopped_by = max(_signals(folder), default=0)
     return 128 + stopped_by if stopped_by else 0
+
+
+def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Return a rendezvous of this one agent, which opens no port."""
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
+
+    class OneMachine(RendezvousHandler):
+        def get_backend(self) -> str:
+            return _ONE_MACHINE
+
+        def get_run_id(self) -> str:
+            return parameters.run_id
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            # No port: the ranks meet through RENDEZVOUS_FILE.
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None: ...
+
+        def shutdown(self) -> bool:
+            return True
+
+    return OneMachine()
 
 
 def _signals(folder: Path) -> list[int]:

@@ -3,12 +3,13 @@
 from isp.comm import streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog, CommTotals, DeviceClock, TimedTransfer
-from isp.comm.mesh import Channels, Mesh, World
+from isp.comm.mesh import RENDEZVOUS_FILE, Channels, Mesh, World, use_loopback
 from isp.comm.pending import Link, Pending
 from isp.comm.roll_call import CollectiveTimeout, RollCall
 from isp.comm.tag import CollectiveError, Purpose, Tag
 
 __all__ = [
+    "RENDEZVOUS_FILE",
     "Channel",
     "Channels",
     "CollectiveError",
@@ -25,4 +26,5 @@ __all__ = [
     "TimedTransfer",
     "World",
     "streams",
+    "use_loopback",
 ]

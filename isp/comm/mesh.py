@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -22,15 +22,30 @@ from isp.comm.log import CommLog
 from isp.comm.pending import Link
 from isp.parallel.topology import Axis, Topology
 
-__all__ = ["Channels", "Mesh", "World"]
+__all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "use_loopback"]
 
 logger = logging.getLogger(__name__)
+
+RENDEZVOUS_FILE = "ISP_RENDEZVOUS_FILE"
+"""Variable naming a private file through which the ranks of one machine meet, without a port."""
 
 _CONNECT = timedelta(seconds=5)
 """Time to find out that nobody answers at the address of an earlier rank 0."""
 
 _TOLD_OF_SENDS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Whether torch tells that sends of a group pass one after the other: pipelines allow for it."""
+
+
+def use_loopback() -> None:
+    """Bind the sockets of ranks that start from here to the loopback interface.
+
+    For ranks of one machine: backends otherwise bind to the address of the machine's name, where
+    any other machine can connect. Interfaces that the user chose stay.
+    """
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, loopback)
 
 
 @dataclass
@@ -88,7 +103,12 @@ def _meeting_place(timeout: timedelta) -> Store:
     torch 2.13 keeps it when it starts ranks again, which then may read the addresses of dead ones.
     So on one machine each start has keys of its own; on several, where torchrun counts starts
     differently on each, rank 0 opens another store, which ends with it (`_store_of_this_start`).
+    Ranks that `isp .. --nproc` starts meet through its private file.
     """
+    if file := os.environ.get(RENDEZVOUS_FILE):
+        private = FileStore(file, int(os.environ["WORLD_SIZE"]))
+        private.set_timeout(timeout)
+        return private
     try:
         store, rank, _ = next(rendezvous("env://", timeout=timeout))
     except dist.DistNetworkError as error:

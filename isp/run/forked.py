@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
+from isp.comm import use_loopback
+
 __all__ = ["RankError", "run_ranks"]
 
 
@@ -97,6 +99,7 @@ def _rank_main(
     gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    use_loopback()
     error, result = "", None
     try:
         store = FileStore(os.path.join(folder, "store"), world_size)
