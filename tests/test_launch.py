@@ -34,7 +34,7 @@ def act(how):
     failing = pathlib.Path(__file__).with_name("failing")
     if rank == 1:
         failing.touch()
-    while how in ("raise", "kill") and not failing.exists():
+    while how in ("raise", "kill", "quit") and not failing.exists():
         time.sleep(0.01)  # the other rank may take longer to begin than to end
     if how == "raise" and rank == 1:
         raise RuntimeError("the first to fail")
@@ -52,6 +52,8 @@ def act(how):
         open("absent.yaml")
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "quit" and rank == 1:
+        os._exit(3)
     if how == "begin":
         signal.signal(signal.SIGINT, signal.default_int_handler)
     tell("ready")
@@ -140,6 +142,7 @@ def start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ("refuse", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "Traceback"),
         ("linger", 2, ["error: [Errno 2] No such file or directory: 'absent.yaml'"], "SIGTERM"),
         ("kill", 137, ["error: rank 1 was killed by SIGKILL"], "closed by peer"),
+        ("quit", 3, ["error: rank 1 ended with exit code 3 and gave no reason"], "closed by peer"),
     ],
 )
 def test_the_first_failure_of_the_ranks_is_shown_once(start_ranks, how, code, shown, hidden):

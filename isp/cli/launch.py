@@ -43,7 +43,7 @@ __all__ = [
 _SAVE_SECONDS = 1800
 """Time that ranks have after a stop signal to finish a step and save, before they are killed."""
 _KNOCK_ON_SECONDS = 10
-"""A rank found killed up to this long after another's error is taken as its cause."""
+"""A rank found gone up to this long after another's error is taken as its cause."""
 _ONE_MACHINE = "isp-one-machine"
 """Name of the rendezvous backend that `launch` adds to torchrun's."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -201,18 +201,24 @@ def _report_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed by itself, rather than because another one had."""
+    """Return the rank that failed by itself, rather than because another one had."""
     recorded = [rank for rank in failures if os.path.isfile(failures[rank].error_file)]
-    # A signal other than torchrun's own SIGTERM: out of memory, a crash, a kill by hand.
-    killed = [r for r, f in failures.items() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
-    killed.sort(key=lambda rank: failures[rank].timestamp)
+    # A rank that fails because another has gone says so in its record. One that ended without a
+    # record, other than by torchrun's own SIGTERM, has gone first: out of memory, a crash, a kill
+    # by hand, or an exit in code that is not ours.
+    gone = [
+        rank
+        for rank, failure in failures.items()
+        if failure.exitcode != -signal.SIGTERM and (failure.exitcode < 0 or rank not in recorded)
+    ]
+    gone.sort(key=lambda rank: failures[rank].timestamp)
     if recorded:
         rank = min(recorded, key=lambda r: os.stat(failures[r].error_file).st_mtime_ns)
         latest = failures[rank].timestamp + _KNOCK_ON_SECONDS
-        killed = [r for r in killed if failures[r].timestamp <= latest]
+        gone = [rank for rank in gone if failures[rank].timestamp <= latest]
     else:
         rank = min(failures, key=lambda r: failures[r].timestamp)
-    rank = killed[0] if killed else rank
+    rank = gone[0] if gone else rank
     return rank, failures[rank]
 
 
