@@ -304,6 +304,24 @@ def test_the_command_leaves_without_tearing_down(code: int, rank: str | None) ->
     assert done.stdout.split("\n") == ["told", *(["wound up"] if wound_up else []), ""]
 
 
+LINGER = """
+import atexit, threading, isp.__main__ as program
+atexit.register(threading.Event().wait)
+program._EXIT_SECONDS = 0.2
+program.main = lambda: 0
+program.run()
+"""
+
+
+def test_an_exit_handler_that_hangs_does_not_keep_the_command() -> None:
+    """Catches a finished run that stays alive for as long as a tracker's exit handler waits."""
+    done = subprocess.run(
+        [sys.executable, "-c", LINGER], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0
+    assert "an exit handler of a library still runs after 0.2 s" in done.stderr
+
+
 @pytest.mark.parametrize("words", [["--version"], ["train", "configs/quickstart.yaml"]])
 def test_python_without_the_packages_learns_how_to_get_them(words: list[str]) -> None:
     """Catches a traceback where `pip install` or the environment has been left out."""
