@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isp.data.config import PYTHON_STDLIB
-from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files, without_null
+from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files
 
 __all__ = [
     "Document",
@@ -45,7 +45,10 @@ class Document(NamedTuple):
 
 
 class JsonLine(NamedTuple):
-    """One line of a .jsonl file, or row of a table: what it holds, its place, how many bytes."""
+    """One line of a .jsonl file, or row of a table: what it holds, its place, how many bytes.
+
+    Keys that are null are not in it.
+    """
 
     record: dict[str, Any]
     where: str
@@ -158,9 +161,7 @@ def read_records(path: Path) -> Iterator[JsonLine]:
         yield from read_jsonl(path)
         return
     for number, (row, num_bytes) in enumerate(read_table(path), start=1):
-        null = ", ".join(key for key, value in row.items() if value is None)
-        where = f"{path}, row {number}" + (f" (null: {null})" if null else "")
-        yield JsonLine(without_null(row), where, num_bytes)
+        yield _json_line(row, f"{path}, row {number}", num_bytes)
 
 
 def read_jsonl(path: Path) -> Iterator[JsonLine]:
@@ -172,7 +173,28 @@ def read_jsonl(path: Path) -> Iterator[JsonLine]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path}, line {number}"
-                yield JsonLine(_parsed(line, where), where, len(line))
+                yield _json_line(_parsed(line, where), where, len(line))
+
+
+def _json_line(record: dict[str, Any], where: str, num_bytes: int) -> JsonLine:
+    """Make a line whose keys that are null count as absent, at every depth.
+
+    A table has every key in every row, and what `datasets` writes as JSON has them, too.
+    """
+    # Messages name them, or would call a key missing that the reader sees in the file.
+    null = ", ".join(key for key, value in record.items() if value is None)
+    where += f" (null: {null})" if null else ""
+    try:
+        return JsonLine(_without_null(record), where, num_bytes)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply: correct or remove it") from None
+
+
+def _without_null(value: Any) -> Any:
+    """Return `value` without the keys that are null."""
+    if isinstance(value, dict):
+        return {key: _without_null(x) for key, x in value.items() if x is not None}
+    return [_without_null(x) for x in value] if isinstance(value, list) else value
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:

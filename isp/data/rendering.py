@@ -160,10 +160,11 @@ def render(
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates know it: without null, and its reasoning under all of its names."""
-    given = {name: value for name, value in message.items() if value is not None}
-    found = next((given[name] for name in _REASONING if name in given), None)
-    return given if found is None else {"thinking": found, **given, "reasoning_content": found}
+    """Return a message as templates know it: with its reasoning under all of its names."""
+    found = next((message[name] for name in _REASONING if name in message), None)
+    if found is None:
+        return dict(message)
+    return {"thinking": found, **message, "reasoning_content": found}
 
 
 def _failure(text: str) -> TemplateFailure:

@@ -10,7 +10,7 @@ from typing import Any
 
 from isp.settings.packages import require
 
-__all__ = ["TABLE_SUFFIXES", "read_table", "saved_files", "without_null"]
+__all__ = ["TABLE_SUFFIXES", "read_table", "saved_files"]
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".feather"})
 _BATCH_ROWS = 1024
@@ -67,10 +67,3 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from pa.ipc.open_stream(source)
         else:
             yield from map(reader.get_batch, range(reader.num_record_batches))
-
-
-def without_null(value: Any) -> Any:
-    """`value` without keys that are null: a table has every key in every row."""
-    if isinstance(value, dict):
-        return {key: without_null(x) for key, x in value.items() if x is not None}
-    return [without_null(x) for x in value] if isinstance(value, list) else value

@@ -183,12 +183,12 @@ def test_a_line_feed_that_ends_a_turn_is_trained(tmp_path: Path) -> None:
     )
 
 
-def test_tools_variables_and_null_reach_the_template(tmp_path: Path) -> None:
-    """Catches a tool call, whose content is null, and what stands beside the messages."""
+def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
+    """Catches a tool call, which has no content, and what stands beside the messages."""
     template = "{{ tools[0].name ~ mode }}{% for m in messages %}{{ m.content is defined }}" + (
         "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endfor %}"
     )
-    call: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    call: dict[str, Any] = {"role": "assistant", "tool_calls": [{"name": "f"}]}
     folder = chat_folder(tmp_path, template)
     example = load(folder).example(
         [TALK[1], call], "here", tools=[{"name": "f"}], variables={"mode": "slow"}

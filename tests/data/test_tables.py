@@ -15,7 +15,7 @@ import pytest
 
 from isp.data.dataset import Dataset
 from isp.data.prepare import prepare
-from tests.data.chat_folder import chat_folder, write_lines
+from tests.data.chat_folder import CHATML, chat_folder, write_lines
 from tests.data.test_examples import TALK, opened
 
 MORE = [{"role": "user", "content": "d"}, {"role": "assistant", "content": "ef", "name": "x"}]
@@ -57,11 +57,29 @@ def _writers(folder: Path, lines: list[dict[str, Any]]) -> dict[str, Callable[[]
 
 
 def test_tables_hold_what_lines_hold(tmp_path: Path) -> None:
-    """Catches rows that are lost or reordered, and keys that are null taken for given ones."""
-    keys = {"tokenizer": str(chat_folder(tmp_path / "model")), "seq_len": 128}
-    lines: list[dict[str, Any]] = [{"messages": TALK}, {"messages": MORE}, {"messages": TALK * 2}]
+    """Catches rows that are lost or reordered, and keys that are null taken for given ones, also in
+    lines of JSON, and below messages.
+    """
+    pa = pytest.importorskip("pyarrow")
+    template = CHATML.replace("message.content", "message | tojson")
+    keys = {"tokenizer": str(chat_folder(tmp_path / "model", template)), "seq_len": 512}
+    calls = [
+        {**TALK[1], "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        for arguments in ({"x": 1}, {"y": [{"z": "a"}, {"w": "b"}]})
+    ]
+    lines: list[dict[str, Any]] = [
+        {"messages": [TALK[0], calls[0]]},
+        {"messages": MORE, "chat_template_kwargs": {"mode": "slow"}},
+        {"messages": [TALK[0], calls[1], *TALK]},
+    ]
     expected = samples(opened(write_lines(tmp_path / "a.jsonl", lines), **keys).train)
-    for name, write in _writers(tmp_path, lines).items():
+    writers = _writers(tmp_path, lines)
+    # As `datasets` writes lines of JSON, too: with every key in every row.
+    with pa.ipc.open_stream(writers["arrow stream"]()) as reader:
+        rows = reader.read_all().to_pylist()
+    assert rows[1]["messages"][0]["tool_calls"] is None
+    writers["jsonl"] = lambda: str(write_lines(tmp_path / "nulls.jsonl", rows))
+    for name, write in writers.items():
         assert samples(opened(write(), **keys).train) == expected, name
     texts: list[dict[str, Any]] = [{"text": "abcdefgh"}, {"text": "ijk"}]
     expected = samples(opened(write_lines(tmp_path / "b.jsonl", texts)).train)
