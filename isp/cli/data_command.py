@@ -104,4 +104,6 @@ def _run_prepare(args: argparse.Namespace) -> int:
         f"{files}: {counted(done.num_tokens, 'token')} in {counted(done.num_documents, kind)}"
         f"{trained}, from {counted(done.num_bytes, 'byte')}; train with --data.source {done.prefix}"
     )
+    if done.unused:
+        print(done.unused)
     return 0

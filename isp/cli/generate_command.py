@@ -104,6 +104,7 @@ class _Prompts(NamedTuple):
 def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Prompts:
     """The prompts: texts, and conversations by the chat template."""
     from isp.data.documents import JsonLine
+    from isp.data.turns import read_talk
 
     found, template = list[tuple[str, list[int]]](), None
     for given, text in zip(args.prompt, texts, strict=True):
@@ -113,11 +114,11 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
             continue
         template = template or source.chat_template(args.chat_template)
         if talks is None:
-            talk = {"messages": [{"role": "user", "content": text}]}
-            talks = [JsonLine(talk, "--prompt", len(text))]
-        for record, where, _ in talks:
-            keys = {"tools": record.get("tools"), "variables": record.get("chat_template_kwargs")}
-            rendered = template.prompt(record.get("messages", []), where, **keys)
+            turns = [{"role": "user", "content": text}]
+            talks = [JsonLine({"messages": turns}, "--prompt", len(text))]
+        for talk in talks:
+            turns, beside = read_talk(talk)
+            rendered = template.prompt(turns, talk.where, **beside._asdict())
             found.append((rendered, source.encode_chat(rendered)))
     if template is None and args.chat_template is not None:
         raise ValueError("--chat-template needs --chat")
@@ -132,7 +133,8 @@ def _conversations(prompt: str) -> list[JsonLine] | None:
     if not prompt.endswith(".jsonl") or not Path(prompt).is_file():
         return None
     lines = list(read_jsonl(Path(prompt)))
-    return lines if lines and "messages" in lines[0].record else None
+    is_talk = lines and lines[0].record.keys() & {"messages", "conversations"}
+    return lines if is_talk else None
 
 
 def _text_of(prompt: str) -> str:

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from isp.data.chat_turns import Conversation, Span, TurnNotFound
 from isp.data.config import BYTE_TOKENIZER, TrainOn
 from isp.data.dataset import IGNORE_INDEX
-from isp.data.rendering import Rendered, TemplateFailure
+from isp.data.rendering import Rendered, TemplateFailure, named_in
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
+from isp.data.turns import read_turns, unnamed_keys
 from isp.settings.packages import require
 
 __all__ = ["ChatTemplate", "Example"]
@@ -89,12 +90,39 @@ class ChatTemplate:
         return Example(encoding.tokens, labels.astype(np.int32))
 
     def tokens(
-        self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
+        self,
+        messages: Messages,
+        where: str,
+        *,
+        num_prompt: int,
+        tools: Tools = None,
+        variables: Variables = None,
     ) -> TokenArray:
-        """The tokens of a conversation; raises as `example` does."""
+        """Return the tokens of `num_prompt` messages and an answer, which is trained as a whole.
+
+        Raises ValueError as `example` does, and for a weight that says otherwise.
+        """
         with _refused_at(where):
-            text = self._chat(messages, tools, variables).render().text
+            chat = self._chat(messages, tools, variables)
+            for number, message in enumerate(chat.messages, start=1):
+                is_answer = number > num_prompt and message["role"] == "assistant"
+                if message.get("weight", is_answer) != is_answer:
+                    raise ValueError(
+                        f"message {number} has the weight {message['weight']}, but the loss is"
+                        " computed on the answer, all of it: leave the weight out, or write"
+                        " 'messages'"
+                    )
+            text = chat.render().text
         return self._tokenizer.encode(text)
+
+    def unnamed(
+        self, messages: Messages, *, tools: Tools = None, variables: Variables = None
+    ) -> set[str]:
+        """Return what of a conversation the template does not name, in words."""
+        named = named_in(self._template(tools))
+        found = {f"{key} of messages" for key in unnamed_keys(read_turns(messages, named), named)}
+        beside = {"tools": tools, **({} if variables is None else variables)}
+        return found | {key for key, x in beside.items() if x is not None} - named.words
 
     def prompt(
         self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
@@ -105,7 +133,7 @@ class ChatTemplate:
         """
         with _refused_at(where):
             chat = self._chat(messages, tools, variables)
-            if messages[-1]["role"] == "assistant":
+            if chat.messages[-1]["role"] == "assistant":
                 raise ValueError(
                     "its last message is the assistant's: leave it out, it is to be generated"
                 )
@@ -118,7 +146,7 @@ class ChatTemplate:
         """
         with _refused_at(where):
             chat = self._chat(messages, None, None)
-            words = str(messages[-1]["content"]).strip()
+            words = str(chat.messages[-1]["content"]).strip()
             text, _, _ = chat.render().text.rpartition(words)
             if not text:
                 raise ValueError("the chat template does not write its last message")
@@ -155,7 +183,6 @@ class ChatTemplate:
         return found
 
     def _chat(self, messages: Messages, tools: Tools, variables: Variables) -> Conversation:
-        _check_messages(messages)
         if tools is not None and not (
             isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         ):
@@ -166,10 +193,11 @@ class ChatTemplate:
         template = self._template(tools)
         if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise TemplateFailure(f"its variables cannot have the name {min(reserved)}")
-        return Conversation(
+        named = named_in(template)
+        chat = Conversation(
             self._tokenizer,
             template,
-            messages,
+            read_turns(messages, named),
             {
                 "documents": None,
                 **self._fast.special_tokens_map,
@@ -180,6 +208,7 @@ class ChatTemplate:
             self._names,
             self._train_on is TrainOn.LAST,
         )
+        return _written(chat, read_turns(messages, named, parses=False))
 
     def _template(self, tools: Tools) -> str:
         if self._given is not None:
@@ -193,6 +222,48 @@ class ChatTemplate:
                 " a file with data.chat_template (--chat-template)"
             ) from None
         return template
+
+
+def _written(chat: Conversation, given: Sequence[Mapping[str, Any]]) -> Conversation:
+    """Return a conversation that the template writes as a whole; ValueError if it does not.
+
+    `given`: its messages, with arguments as text where they were given so. Some templates
+    (DeepSeek's) join texts, and cannot write objects.
+    """
+    if not any("tool_calls" in m or m["role"] == "system" for m in chat.messages):
+        return chat
+    try:
+        text = chat.render().text
+    except TemplateFailure as failure:
+        try:
+            chat = chat._replace(messages=given)
+            text = chat.render().text
+        except TemplateFailure:
+            raise failure from None
+    # Names that are found nowhere else: a list of tools has those of their calls, too.
+    marked, names = list[Mapping[str, Any]](), dict[str, str]()
+    for number, message in enumerate(chat.messages, start=1):
+        content, calls = message.get("content"), message.get("tool_calls", [])
+        if message["role"] == "system" and isinstance(content, str) and content.strip() not in text:
+            name = f"isp_system_{number}"
+            names[name], message = f"message {number} (system)", {**message, "content": name}
+        for i, call in enumerate(calls):
+            name = f"isp_call_{number}_{i}"
+            names[name] = f"message {number}: tool call {i + 1}"
+            of_call = {**call.get("function", call), "name": name}
+            call = {**call, "function": of_call} if "function" in call else of_call
+            message = {**message, "tool_calls": [*calls[:i], call, *calls[i + 1 :]]}
+            calls = message["tool_calls"]
+        marked.append(message)
+    if not names:
+        return chat
+    text = chat._replace(messages=marked).render().text
+    if lost := next((what for name, what in names.items() if name not in text), None):
+        raise ValueError(
+            f"{lost} is not in what the chat template writes: name another template with"
+            " data.chat_template (--chat-template)"
+        )
+    return chat
 
 
 def _without_weights(chat: Conversation) -> Rendered:
@@ -228,33 +299,6 @@ def _refused_at(where: str) -> Iterator[None]:
         raise ValueError(f"{where}, {error}: {_WAY_OUT}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("'messages' must be a list of at least one message")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict):
-            raise ValueError(
-                f"message {number} is a JSON {type(message).__name__}, not an object with"
-                " 'role' and 'content'"
-            )
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {number} has no 'role' that is text")
-        content = message.get("content")
-        weight = message.get("weight")
-        if weight is not None and (type(weight) is not int or weight not in (0, 1)):
-            raise ValueError(
-                f"message {number} has the weight {weight!r}: 0 leaves an assistant's"
-                " message out of the loss, 1 is as without"
-            )
-        if weight == 1 and message["role"] != "assistant":
-            raise ValueError(
-                f"message {number} ({message['role']}) has the weight 1, but the loss is"
-                " computed on messages of the role assistant only"
-            )
-        if not isinstance(content, str | list) and not message.get("tool_calls"):
-            raise ValueError(f"message {number} ({message['role']}) has no 'content' that is text")
 
 
 def _load(file: Path) -> Any:

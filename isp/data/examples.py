@@ -4,6 +4,7 @@
 `PREFIX.labels.bin/.idx` its labels, in the same order. Without the second pair all are trained.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,11 @@ from isp.data.config import Format, TrainOn
 from isp.data.dataset import IGNORE_INDEX, check_ids
 from isp.data.documents import JsonLine, find_files, has_records, read_documents, read_records
 from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
-from isp.data.preferences import beside, is_text, read_answers
+from isp.data.preferences import is_text, read_answers
 from isp.data.remote import localised
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer
+from isp.data.turns import read_talk
 
 __all__ = [
     "LABEL_DTYPE",
@@ -34,6 +36,14 @@ __all__ = [
 ]
 
 LABEL_DTYPE = np.dtype(np.int32)
+_BESIDE = {"system", "tools", "chat_template_kwargs"}
+_USED = {
+    Format.MESSAGES: {"messages", "conversations"} | _BESIDE,
+    Format.PREFERENCES: {"prompt", "chosen", "rejected"} | _BESIDE,
+    Format.COMPLETIONS: {"prompt", "completion"} | _BESIDE,
+    Format.TOKENS: {"input_ids", "labels", "attention_mask", "position_ids"},
+}
+"""Keys of a row; the others are listed in the log."""
 _ANSWERS = {Format.PREFERENCES: ("chosen", "rejected"), Format.COMPLETIONS: ("completion",)}
 
 
@@ -120,6 +130,7 @@ class SourceReader:
         self.items = localised([source] if isinstance(source, str) else source, key)
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
         form = find_format(self.items, asked, text_key=text_key, key=key)
+        self._unused = Counter[str]()
         self.is_text = form is Format.TEXT
         self.is_pairs = form is Format.PREFERENCES
         is_chat = form is not Format.TEXT and self._has_turns()
@@ -158,12 +169,15 @@ class SourceReader:
         for line in read_records(path):
             if form is Format.MESSAGES:
                 assert self._template is not None
-                yield _conversation(line, self._template), line.num_bytes
+                turns, beside = read_talk(line)
+                examples = [self._template.example(turns, line.where, **beside._asdict())]
+                self._unused.update(self._template.unnamed(turns, **beside._asdict()))
             elif form in _ANSWERS:
                 examples = read_answers(line, _ANSWERS[form], self._tokenizer, self._template)
-                yield examples, line.num_bytes
             else:
-                yield _documents(line, vocab_size=self._tokenizer.vocab_size), line.num_bytes
+                examples = _documents(line, vocab_size=self._tokenizer.vocab_size)
+            self._unused.update(line.record.keys() - _USED[form])
+            yield examples, line.num_bytes
 
     def _has_turns(self) -> bool:
         """Whether the first example of a file has messages, not text or tokens."""
@@ -175,6 +189,12 @@ class SourceReader:
             if form in _ANSWERS and first is not None and not is_text(first.record):
                 return True
         return False
+
+    @property
+    def unused(self) -> str:
+        """Say which keys of the rows that were read are not used, and in how many; "" if none."""
+        listed = ", ".join(f"{key} ({count:,})" for key, count in sorted(self._unused.items()))
+        return listed and f"not used, by rows: {listed}"
 
     def open(self) -> ExampleStore:
         """All documents: files are tokenised into memory, pairs are mapped; text ends with eos.
@@ -257,33 +277,14 @@ def _open_pairs(prefix: Path) -> ExampleStore:
     return ExampleStore(tokens, labels)
 
 
-def _conversation(line: JsonLine, template: ChatTemplate) -> list[Example]:
-    """The tokens of `messages`, which the template sees with `tools` and `chat_template_kwargs`."""
-    record, where = line.record, line.where
-    messages = record.get("messages", record.get("conversations"))
-    if messages is None:
-        raise ValueError(f"{where} has no key 'messages', only {', '.join(map(repr, record))}")
-    return [template.example(_chat_messages(messages), where, **beside(record))]
-
-
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""ShareGPT's names of roles."""
-
-
-def _chat_messages(messages: Any) -> Any:
-    """`messages` with `role` and `content` for ShareGPT's `from` and `value`."""
-    if not isinstance(messages, list):
-        return messages
-    return [
-        {"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]}
-        if isinstance(m, dict) and {"from", "value"} <= m.keys()
-        else m
-        for m in messages
-    ]
-
-
-_OTHER_MASKS = ("assistant_masks", "completion_mask", "loss_mask", "prompt_mask")
-"""Names under which other programs write what `labels` say."""
+_LABELS = (
+    f"write 'labels' aligned with input_ids (not shifted), {IGNORE_INDEX} for tokens without loss"
+)
+_REFUSED = {
+    **dict.fromkeys(("assistant_masks", "completion_mask", "loss_mask", "prompt_mask"), _LABELS),
+    "seq_lengths": "write 'position_ids' that restart at 0 at each document",
+}
+"""Names under which other programs write what `labels` and `position_ids` say."""
 
 
 def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
@@ -299,12 +300,9 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
             f"{where}: 'attention_mask' has values other than 1: write examples without padding;"
             f" to put several documents on one line, use 'position_ids' that restart at 0"
         )
-    for name in _OTHER_MASKS:
-        if record.get(name) is not None:
-            raise ValueError(
-                f"{where} has {name!r}, which is not read: write 'labels' aligned with input_ids"
-                f" (not shifted), {IGNORE_INDEX} for tokens without loss"
-            )
+    for name, instead in _REFUSED.items():
+        if name in record:
+            raise ValueError(f"{where} has {name!r}, which is not read: {instead}")
     positions = _aligned(record, "position_ids", where, np.arange(len(tokens)))
     begins = np.flatnonzero(positions == 0)
     expected = np.arange(len(tokens))

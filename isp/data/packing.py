@@ -36,7 +36,7 @@ class ExampleDataset:
     those without a trained token, after truncation, are dropped. Both are counted in the log.
     `group` examples that follow each other are of one sequence, as a pair of preferences is: each
     may have seq_len / group tokens, and without one of them the others are dropped, too.
-    Raises ValueError if no example is left.
+    `note` ends the summary. Raises ValueError if no example is left.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class ExampleDataset:
         seed: int,
         excess_length: ExcessLength = ExcessLength.TRUNCATE,
         group: int = 1,
+        note: str = "",
     ) -> None:
         self.seq_len = seq_len
         self.pack = pack
@@ -76,6 +77,7 @@ class ExampleDataset:
         padding = 1 - self.tokens_per_sample / seq_len
         self.summary = (
             f"{counts}; {counted(count, 'sample')} of {seq_len:,}, {padding:.1%} of them padding"
+            + (f"; {note}" if note else "")
         )
 
     def sample(self, index: int) -> Sample:

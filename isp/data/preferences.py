@@ -1,7 +1,5 @@
 """One answer to a prompt, or a preferred and another one, as lines of a .jsonl file have them."""
 
-import json
-from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -11,21 +9,14 @@ from isp.data.chat import ChatTemplate, Example
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.documents import JsonLine
 from isp.data.tokenizer import Tokenizer
+from isp.data.turns import read_beside, with_system
 
-__all__ = ["beside", "is_text", "read_answers"]
+__all__ = ["is_text", "read_answers"]
 
 
 def is_text(record: dict[str, Any]) -> bool:
     """Whether a line's answers are text, not messages."""
     return isinstance(record.get("chosen", record.get("completion")), str)
-
-
-def beside(record: dict[str, Any]) -> dict[str, Any]:
-    """What the chat template sees besides messages; tools may be JSON text, as in tables."""
-    tools = record.get("tools")
-    with suppress(ValueError):
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {"tools": tools, "variables": record.get("chat_template_kwargs")}
 
 
 def read_answers(
@@ -50,18 +41,33 @@ def read_answers(
             )
     if len(keys) == 1 and not asked:
         raise ValueError(f"{where}: 'prompt' must not be empty beside 'completion'")
+    if len(keys) == 1 and isinstance(record.get("label"), bool):
+        raise ValueError(
+            f"{where} has 'label', which is not read: leave out what is labeled false, and the key"
+        )
+    beside = read_beside(line)
+    if kind is str:
+        of_messages = ("system", "tools", "chat_template_kwargs")
+        if found := [key for key in of_messages if record.get(key)]:
+            raise ValueError(
+                f"{where} has {found[0]!r}, which is for messages: write 'prompt' and answers as"
+                " lists of messages, or what it says into 'prompt'"
+            )
+    elif asked:
+        asked = with_system(asked, line)
+    else:
+        answers = [with_system(answer, line) for answer in answers]
     prompt = asked or _common(answers)
-    own = prompt if record.get("prompt") else kind()
-    whole: list[Any] = [own + answer for answer in answers]
+    whole: list[Any] = [asked + answer for answer in answers]
     if kind is str:
         before = tokenizer.encode(prompt)
         texts = [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in whole]
     else:
         if template is None:
             raise ValueError(f"{where} has messages, but the first line of the file has text")
-        more = beside(record)
+        more = beside._asdict()
         before = tokenizer.encode(template.prompt(prompt, where, **more))
-        texts = [template.tokens(messages, where, **more) for messages in whole]
+        texts = [template.tokens(turns, where, num_prompt=len(prompt), **more) for turns in whole]
     return [_after(before, tokens, where) for tokens in texts]
 
 

@@ -35,6 +35,8 @@ class PrepareSummary(NamedTuple):
     """Tokens with a label; None for text, where all are trained."""
     num_dropped: int = 0
     """Examples left out because no token of them has one."""
+    unused: str = ""
+    """Keys of rows that are not used, in words."""
 
 
 def prepare(
@@ -89,7 +91,7 @@ def prepare(
         unit_scale=True,
         disable=None,  # only where somebody can see it
     ) as bar:
-        return _write(
+        done = _write(
             prefix,
             (found for file in files for found in reader.read(file)),
             tokenizer=encoder,
@@ -97,6 +99,7 @@ def prepare(
             name=f"input={', '.join(items)}",
             progress=bar.update,
         )
+    return done._replace(unused=reader.unused)
 
 
 def _write(

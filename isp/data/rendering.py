@@ -19,7 +19,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["Rendered", "TemplateFailure", "render"]
+__all__ = ["REASONING", "Named", "Rendered", "TemplateFailure", "named_in", "render"]
 
 _NO_CHARACTER = re.compile(r"[\ud800-\udfff\ufdd0\ufdd1]")
 """Half of a surrogate pair, which JSON can escape, and what [Note: Marks] uses."""
@@ -29,7 +29,7 @@ _SHOWN_CHARACTERS = 300
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around a mark; Unicode keeps them for such internal use."""
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names that reasoning goes by; templates read the first, gpt-oss the second."""
 
 
@@ -93,12 +93,59 @@ def _raise_exception(message: object) -> None:
     raise TemplateError(str(message))
 
 
+class Named(NamedTuple):
+    """Names in a template."""
+
+    roles: frozenset[str]
+    """Texts that it compares a role with."""
+    words: frozenset[str]
+    """Variables, attributes, and texts in expressions."""
+
+
 @lru_cache
-def _compiled(text: str) -> tuple[Template, _Marks]:
-    """A template in transformers' environment. Source: its utils/chat_template_utils.py."""
-    environment = ImmutableSandboxedEnvironment(
+def named_in(template: str) -> Named:
+    """Return the names in a template; none in one that cannot be parsed, which `render` refuses."""
+    try:
+        tree = _environment().parse(template)
+    except (TemplateSyntaxError, RecursionError):
+        return Named(frozenset(), frozenset())
+    roles = set[str]()
+    for compared in tree.find_all(nodes.Compare):
+        sides = [compared.expr, *(operand.expr for operand in compared.ops)]
+        others = [side for side in sides if not _is_role(side)]
+        if len(others) < len(sides):
+            roles.update(*map(_texts, others))
+    words = _texts(tree) | {node.name for node in tree.find_all(nodes.Name)}
+    words |= {node.attr for node in tree.find_all(nodes.Getattr)}
+    return Named(frozenset(roles), frozenset(words))
+
+
+def _texts(node: nodes.Node) -> set[str]:
+    """Return the texts in an expression, or the one that it is."""
+    found = (node, *node.find_all(nodes.Const))
+    return {x.value for x in found if isinstance(x, nodes.Const) and isinstance(x.value, str)}
+
+
+def _is_role(node: nodes.Expr) -> bool:
+    """Tell whether an expression is `role`, `message.role` or `message['role']`."""
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "role"
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "role"
+    return isinstance(node, nodes.Name) and node.name == "role"
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return transformers' environment. Source: its utils/chat_template_utils.py."""
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols]
     )
+
+
+@lru_cache
+def _compiled(text: str) -> tuple[Template, _Marks]:
+    """Return a template that can be rendered, and its marks."""
+    environment = _environment()
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
         "raise_exception": _raise_exception,
@@ -161,7 +208,7 @@ def render(
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as templates know it: with its reasoning under all of its names."""
-    found = next((message[name] for name in _REASONING if name in message), None)
+    found = next((message[name] for name in REASONING if name in message), None)
     if found is None:
         return dict(message)
     return {"thinking": found, **message, "reasoning_content": found}

@@ -179,6 +179,7 @@ def _dataset(
         pad_id=tokenizer.eos_id,
         excess_length=config.excess_length_strategy,
         group=2 if reader.is_pairs else 1,
+        note=reader.unused,
         **cut,
     )
 

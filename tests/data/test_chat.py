@@ -211,8 +211,8 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
     ]
     assert not trained_texts(folder, talk[:2])
     for message, fault in (
-        ({**TALK[2], "weight": 0.5}, "message 2 has the weight 0.5: 0 leaves"),
-        ({**TALK[2], "weight": True}, "message 2 has the weight True"),
+        ({**TALK[2], "weight": 0.5}, "message 2 .assistant. has the weight 0.5: 0 leaves"),
+        ({**TALK[2], "weight": True}, "message 2 .assistant. has the weight True"),
         (
             {**TALK[1], "weight": 1},
             "message 2 .user. has the weight 1, but the loss is computed on",
@@ -265,7 +265,7 @@ def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:
         (["hello"], "message 1 is a JSON str"),
         ([{"content": "x"}], "message 1 has no 'role'"),
         ([TALK[1], {"role": "assistant"}], r"message 2 \(assistant\) has no 'content'"),
-        ([{"role": "wizard", "content": "x"}], "cannot render the conversation: Unknown role: wiz"),
+        ([{"role": "tool", "content": "x"}] * 2, "cannot render the conversation: No tools twice"),
         ([{"role": "user", "content": "\ud83d"}], r"it contains U\+D83D, which is not a character"),
         (
             [{"role": "user", "content": "\ufdd0x"}],
@@ -277,8 +277,12 @@ def test_what_is_no_conversation_is_refused_with_its_place(
     tmp_path: Path, messages: Any, fault: str
 ) -> None:
     """Catches a traceback, or a message without the place."""
+    refuses = (
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('No tools twice') }}{% endif %}"
+    )
+    template = refuses + CHATML
     with pytest.raises(ValueError, match=f"a.jsonl, line 7.*{fault}") as refused:
-        load(chat_folder(tmp_path)).example(messages, "a.jsonl, line 7")
+        load(chat_folder(tmp_path, template)).example(messages, "a.jsonl, line 7")
     assert "\n" not in str(refused.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 from isp.data.config import DataConfig
 from isp.data.indexed import IndexedDataset
 from isp.data.packing import ExampleDataset
-from isp.data.prepare import prepare
+from isp.data.prepare import PrepareSummary, prepare
 from isp.data.sources import open_datasets
 from tests.data.chat_folder import CHATML_MARKED, chat_folder, write_lines
 from tests.data.test_tokenizer import write_tokenizer
@@ -24,7 +24,7 @@ def test_writes_documents_with_one_eos_each(tmp_path: Path) -> None:
     summary = prepare(inputs, tmp_path / "out" / "p", text_key="body")
     documents = [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out" / "p")]
     assert documents == [[*"hé".encode(), 256], [ord("x"), 256], [*b"yz", 256]]
-    assert summary == (tmp_path / "out" / "p", 3, 9, 3 + 14 + 15, None, 0)
+    assert summary == PrepareSummary(tmp_path / "out" / "p", 3, 9, 3 + 14 + 15)
 
 
 def test_eos_that_is_already_there(tmp_path: Path) -> None:

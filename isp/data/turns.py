@@ -1,0 +1,251 @@
+"""The keys of a conversation's row and of its turns, in the dialects that data sets are written in.
+
+[Note: Keys of conversations] Nothing that could change the text or the loss is dropped silently.
+Every key of a turn goes to the chat template, as in transformers; those that the template does not
+name are counted in the log, and so are keys of a row that are not used (`id`, `source`, `score`).
+Refused by name are keys that other programs read and ISP does not, and roles that neither a dialect
+nor the template knows. Sources: the formats of OpenAI's fine-tuning, TRL 1.16 (`data_utils.py`),
+LLaMA-Factory 0.9.5 (`data/converter.py` and its v1) and axolotl 0.19 (`chat_template.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from isp.data.documents import JsonLine
+from isp.data.rendering import REASONING, Named
+
+__all__ = ["Beside", "read_beside", "read_talk", "read_turns", "unnamed_keys", "with_system"]
+
+_ROLES = ("system", "user", "assistant", "tool")
+_ASSISTANT = ("gpt", "chatgpt", "bing", "bard", "model")
+_TOOL = ("observation", "function_response", "tool_response", "function", "ipython")
+_OF_DIALECTS = {
+    "human": "user",
+    **dict.fromkeys(_ASSISTANT, "assistant"),
+    **dict.fromkeys(_TOOL, "tool"),
+}
+"""Other names of roles; a template that compares a role with such a name gets it as it is."""
+
+_RENAMED = {"from": "role", "value": "content"}
+"""ShareGPT's names of keys."""
+
+_WEIGHTS = ("train", "training", "train_detail", "training_detail", "loss_weight")
+"""Keys by which other programs say what of a turn, or of a part of its content, is trained."""
+
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+_REFUSED = {
+    **dict.fromkeys(_MEDIA, "only text is trained"),
+    **dict.fromkeys(
+        ("assistant_masks", "completion_mask", "loss_mask", "prompt_mask"),
+        "give messages the weight 0 or 1, or write input_ids and labels",
+    ),
+    "functions": "write 'tools'",
+    "weight": "rows have no weight: give one to messages, or to sources",
+}
+"""Keys of rows that other programs read, and what to do instead."""
+
+_SYSTEM = ("system_prompt", "system_message")
+"""Other names of `system`."""
+
+
+class Beside(NamedTuple):
+    """What a chat template sees besides messages."""
+
+    tools: Any
+    variables: Any
+
+
+def read_talk(line: JsonLine) -> tuple[Any, Beside]:
+    """Return the turns of a row of `messages` or `conversations`, and what is beside them.
+
+    Raises ValueError, with the row and the key, for a row without turns and for keys that say
+    what is not known.
+    """
+    record, where = line.record, line.where
+    found = [key for key in ("messages", "conversations") if key in record]
+    if not found:
+        raise ValueError(f"{where} has no key 'messages', only {', '.join(map(repr, record))}")
+    if len(found) > 1:
+        raise ValueError(f"{where} has 'messages' and 'conversations': leave one of them out")
+    beside = read_beside(line)
+    return with_system(record[found[0]], line), beside
+
+
+def read_beside(line: JsonLine) -> Beside:
+    """Return what the template sees besides messages; `tools` may be JSON text, as in tables.
+
+    Raises ValueError, with the row and the key, for keys that other programs read and ISP does not.
+    """
+    record = line.record
+    for key, instead in _REFUSED.items():
+        if key in record and record[key] not in ("", []):  # as a row without images has them
+            raise ValueError(f"{line.where} has {key!r}, which is not read: {instead}")
+    tools = record.get("tools") or None  # [] and "": of a row without tools
+    with suppress(ValueError):
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    return Beside(tools, record.get("chat_template_kwargs"))
+
+
+def with_system(messages: Any, line: JsonLine) -> Any:
+    """Return `messages` after the `system` of their row, if it has one, and they do not begin so.
+
+    Raises ValueError for another system message, and for a name of it that is not read.
+    """
+    first = messages[0] if isinstance(messages, list) and messages else None
+    first = first if isinstance(first, dict) else {}
+    is_system = first.get("role", first.get("from")) == "system"
+    own = first.get("content", first.get("value")) if is_system else None
+    for key in ("system", *_SYSTEM):
+        text = line.record.get(key, "")
+        if text in ("", own):
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"{line.where} has a {key!r} that is not text")
+        if key != "system":
+            raise ValueError(f"{line.where} has {key!r}, which is not read: name it 'system'")
+        if is_system:
+            raise ValueError(
+                f"{line.where} has a 'system', and its messages begin with another system message:"
+                " leave one of them out"
+            )
+        if isinstance(messages, list):
+            messages, own = [{"role": "system", "content": text}, *messages], text
+    return messages
+
+
+def read_turns(messages: Any, named: Named, *, parses: bool = True) -> list[dict[str, Any]]:
+    """Return messages with `role` and `content`, by roles and keys that the template has.
+
+    `parses`: arguments of tool calls that are JSON text become the objects that they describe, as
+    templates expect. Raises ValueError, with the message and the key, for what is not known.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("'messages' must be a list of at least one message")
+    return [
+        _read_turn(message, f"message {number}", named, parses)
+        for number, message in enumerate(messages, start=1)
+    ]
+
+
+def unnamed_keys(turns: Sequence[Mapping[str, Any]], named: Named) -> set[str]:
+    """Return the keys of turns that the template does not name."""
+    keys = {key for turn in turns for key in turn} - {"role", "content", "weight", "tool_calls"}
+    if not named.words.isdisjoint(REASONING):  # each stands for the others
+        keys -= {*REASONING}
+    return keys - named.words
+
+
+def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"{where} is a JSON {type(given).__name__}, not an object with 'role' and 'content'"
+        )
+    for theirs, ours in _RENAMED.items():
+        if theirs in given and ours in given:
+            raise ValueError(f"{where} has {ours!r} and {theirs!r}: leave one of them out")
+    keys: dict[str, Any] = given
+    turn = {_RENAMED.get(key, key): value for key, value in keys.items()}
+    role = turn.get("role")
+    if not isinstance(role, str):
+        raise ValueError(f"{where} has no 'role' that is text")
+    where = f"{where} ({role})"
+    if role == "function_call" and role not in named.roles:
+        called = _from_json(turn.get("content"), where, "content")
+        calls = called if isinstance(called, list) else [called]
+        turn |= {"role": "assistant", "content": "", "tool_calls": [*map(_as_call, calls)]}
+    elif role not in named.roles:
+        turn["role"] = _OF_DIALECTS.get(role, role)
+        if turn["role"] not in _ROLES:
+            raise ValueError(
+                f"{where} has a role that is not known: use {', '.join(_ROLES[:-1])} or"
+                f" {_ROLES[-1]}, or a chat template that compares a role with it"
+                " (data.chat_template)"
+            )
+    if "function_call" in turn and "function_call" not in named.words:  # OpenAI's older key
+        turn["tool_calls"] = [_as_call(turn.pop("function_call"))]
+    if "tool_calls" in turn:
+        turn["tool_calls"] = _read_calls(turn["tool_calls"], where, parses)
+        if not turn["tool_calls"]:  # templates ask whether there is the key
+            del turn["tool_calls"]
+    _check_weight(turn, where)
+    content = turn.get("content")
+    for part in content if isinstance(content, list) else ():
+        _check_part(part, where)
+    if not isinstance(content, str | list) and "tool_calls" not in turn:
+        raise ValueError(f"{where} has no 'content' that is text")
+    return turn
+
+
+def _check_weight(turn: dict[str, Any], where: str) -> None:
+    """Check what a turn says of its loss; a weight of a table may be 0.0 or 1.0."""
+    if key := next((key for key in _WEIGHTS if key in turn), None):
+        raise ValueError(
+            f"{where} has {key!r}, which is not read: write 'weight', 0 or 1, in messages of the"
+            " assistant"
+        )
+    weight = turn.get("weight")
+    if weight is None:
+        return
+    if type(weight) not in (int, float) or weight not in (0, 1):
+        raise ValueError(
+            f"{where} has the weight {weight!r}: 0 leaves an assistant's message out of the loss, 1"
+            " is as without"
+        )
+    if weight == 1 and turn["role"] != "assistant":
+        raise ValueError(
+            f"{where} has the weight 1, but the loss is computed on messages of the role assistant"
+            " only"
+        )
+
+
+def _check_part(part: Any, where: str) -> None:
+    if not isinstance(part, dict):
+        return
+    if key := next((key for key in ("weight", *_WEIGHTS) if key in part), None):
+        raise ValueError(
+            f"{where} has a part of its content with {key!r}: the loss is computed on whole"
+            " messages: give the message a weight, or write input_ids and labels"
+        )
+    kind = part.get("type", "text")
+    if kind != "text":
+        raise ValueError(
+            f"{where} has a part of its content of the type {kind!r}: only text is trained"
+        )
+
+
+def _read_calls(calls: Any, where: str, parses: bool) -> list[dict[str, Any]]:
+    """Return tool calls, whose `arguments` are objects if `parses`."""
+    calls = _from_json(calls, where, "tool_calls") if isinstance(calls, str) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{where} has 'tool_calls' that are not a list of objects")
+    return [_read_call(call, where, parses) for call in calls]
+
+
+def _as_call(function: Any) -> Any:
+    """Return a tool call in OpenAI's present form, which templates have."""
+    is_call = not isinstance(function, dict) or "function" in function
+    return function if is_call else {"type": "function", "function": function}
+
+
+def _read_call(call: dict[str, Any], where: str, parses: bool) -> dict[str, Any]:
+    if isinstance(called := call.get("function"), dict):
+        return {**call, "function": _read_call(called, where, parses)}
+    text = call.get("arguments")
+    if not isinstance(text, str):
+        return call
+    arguments = _from_json(text, where, "arguments") if text.strip() else {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where} has a tool call whose 'arguments' are not a JSON object: {text}")
+    return {**call, "arguments": arguments} if parses else call
+
+
+def _from_json(text: Any, where: str, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{where} has {key!r} that are not JSON ({error}): {text!r:.200}"
+        ) from None

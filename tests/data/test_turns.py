@@ -1,0 +1,273 @@
+"""Rows of conversations in the dialects of data sets: the text and what of it is trained, or the
+key that is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isp.data.config import Format
+from isp.data.examples import SourceReader
+from isp.data.packing import ExampleDataset
+from isp.data.prepare import prepare
+from isp.data.tokenizer import HFTokenizer
+from tests.data.chat_folder import CHATML, chat_folder, write_lines
+from tests.data.test_examples import opened
+
+TEMPLATE = (
+    "{%- if tools %}{{ '<tools>' ~ tools | map(attribute='name') | join(',') }}{% endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{%- for c in m.tool_calls or [] %}{{- '<call>' + c.function.name }}"
+    "{%- for key, value in c.function.arguments.items() %}{{- ' ' ~ key ~ '=' ~ value }}"
+    "{%- endfor %}{% endfor %}{{- '<|im_end|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Writes tools and tool calls, whose arguments have to be objects."""
+
+JOINS = TEMPLATE.replace(
+    "{%- for key, value in c.function.arguments.items() %}{{- ' ' ~ key ~ '=' ~ value }}"
+    "{%- endfor %}",
+    "{{- ' ' + c.function.arguments }}",
+)
+"""Writes arguments that have to be text, as DeepSeek's templates do."""
+
+
+def shown(folder: Path, path: Path) -> list[str]:
+    """The examples of a file; what is trained is in [[ ]]."""
+    tokenizer = HFTokenizer(folder)
+    reader = SourceReader(
+        str(path), tokenizer, asked=Format.AUTO, text_key="text", template=None, key="data.source"
+    )
+    found = []
+    for examples, _ in reader.read(path):
+        for example in examples:
+            text = ""
+            pairs = zip(example.tokens.tolist(), example.labels.tolist(), strict=True)
+            for is_trained, part in groupby(pairs, key=lambda pair: pair[1] != -100):
+                piece = tokenizer._tokenizer.decode(
+                    [token for token, _ in part], skip_special_tokens=False
+                )
+                text += f"[[{piece}]]" if is_trained else piece
+            found.append(text)
+    return found
+
+
+def written(*turns: tuple[str, str]) -> str:
+    """What the template writes; the assistant's are trained."""
+    return "".join(
+        f"<|im_start|>{role}\n[[{content}<|im_end|>]]"
+        if role == "assistant"
+        else f"<|im_start|>{role}\n{content}<|im_end|>"
+        for role, content in turns
+    )
+
+
+USER, ANSWER = ("user", "Q"), ("assistant", "A")
+TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+GPT = [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]
+CALLED = {"name": "add", "arguments": {"a": 1, "b": 2}}
+CALL = ("assistant", "<call>add a=1 b=2")
+
+
+def call(arguments: Any, **keys: Any) -> dict[str, Any]:
+    """A conversation with one tool call."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+    return {"messages": [TURNS[0], {"role": "assistant", "tool_calls": calls, **keys}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        # A system message beside the turns.
+        ({"system": "S", "conversations": GPT}, written(("system", "S"), USER, ANSWER)),
+        ({"system": "S", "messages": TURNS}, written(("system", "S"), USER, ANSWER)),
+        ({"system": "", "messages": TURNS}, written(USER, ANSWER)),
+        (
+            {"system": "S", "messages": [{"role": "system", "content": "S"}, *TURNS]},
+            written(("system", "S"), USER, ANSWER),
+        ),
+        ({"system_prompt": "", "messages": TURNS, "images": []}, written(USER, ANSWER)),
+        # Weights.
+        (
+            {"conversations": [*GPT, GPT[0], {**GPT[1], "weight": 0}]},
+            written(USER, ANSWER) + written(USER) + "<|im_start|>assistant\nA<|im_end|>",
+        ),
+        (
+            {"messages": [{**TURNS[0], "weight": 0.0}, {**TURNS[1], "weight": 1.0}]},
+            written(USER, ANSWER),
+        ),
+        # Roles.
+        *(
+            ({"conversations": [GPT[0], {"from": role, "value": "A"}]}, written(USER, ANSWER))
+            for role in ("chatgpt", "bing", "bard", "model", "assistant")
+        ),
+        *(
+            (
+                {"messages": [*TURNS, {"role": role, "content": "R"}, TURNS[1]]},
+                written(USER, ANSWER, ("tool", "R"), ANSWER),
+            )
+            for role in ("tool", "observation", "function_response", "tool_response", "function")
+        ),
+        *(
+            ({"conversations": [GPT[0], {"from": "function_call", "value": value}]}, text)
+            for value, text in (
+                (json.dumps(CALLED), written(USER, CALL)),
+                (
+                    json.dumps([CALLED, {**CALLED, "arguments": '{"c": 3}'}]),
+                    written(USER, ("assistant", CALL[1] + "<call>add c=3")),
+                ),
+            )
+        ),
+        ({"messages": [{"from": "user", "content": "Q"}, TURNS[1]]}, written(USER, ANSWER)),
+        # Tool calls and tools.
+        (call({"a": 1, "b": 2}), written(USER, CALL)),
+        (call('{"a":1,"b":2}'), written(USER, CALL)),
+        (call('{"a": null}'), written(USER, ("assistant", "<call>add a=None"))),
+        (call(""), written(USER, ("assistant", "<call>add"))),
+        (
+            {"messages": [TURNS[0], {"role": "assistant", "function_call": CALLED}]},
+            written(USER, CALL),
+        ),
+        ({"messages": [TURNS[0], {**TURNS[1], "tool_calls": []}]}, written(USER, ANSWER)),
+        ({"messages": TURNS, "tools": ""}, written(USER, ANSWER)),
+        ({"messages": TURNS, "tools": '[{"name": "f"}]'}, "<tools>f" + written(USER, ANSWER)),
+        # Answers.
+        (
+            {"system": "S", "prompt": TURNS[:1], "completion": [GPT[1]]},
+            written(("system", "S"), USER, ANSWER),
+        ),
+    ],
+)
+def test_what_a_row_says_is_used(tmp_path: Path, row: dict[str, Any], text: str) -> None:
+    """Catches a system message, a weight, a role or a tool call that is lost."""
+    folder = chat_folder(tmp_path / "model", TEMPLATE)
+    assert shown(folder, write_lines(tmp_path / "a.jsonl", [row])) == [text]
+
+
+def test_both_answers_of_a_pair_begin_with_the_system_message(tmp_path: Path) -> None:
+    """Catches a system message of which only a prompt that is given knows."""
+    folder = chat_folder(tmp_path / "model", TEMPLATE)
+    row = {"system": "S", "chosen": TURNS, "rejected": [GPT[0], {"from": "gpt", "value": "B"}]}
+    row["rejected"][0] = TURNS[0]
+    expected = [written(("system", "S"), USER, ("assistant", answer)) for answer in "AB"]
+    assert shown(folder, write_lines(tmp_path / "a.jsonl", [row])) == expected
+
+
+def test_a_template_keeps_the_names_and_forms_that_it_has(tmp_path: Path) -> None:
+    """Catches a role of the template's own that is renamed, and arguments that it cannot write."""
+    own = TEMPLATE.replace("m.content or ''", "m.content or ('?' if m['role'] in ['bot'] else '')")
+    talk = {"messages": [TURNS[0], {"role": "bot", "content": "R"}, TURNS[1]]}
+    path = write_lines(tmp_path / "a.jsonl", [talk])
+    assert shown(chat_folder(tmp_path / "own", own), path) == [written(USER, ("bot", "R"), ANSWER)]
+    path = write_lines(tmp_path / "b.jsonl", [call('{"a":1}', content="")])
+    assert shown(chat_folder(tmp_path / "joins", JOINS), path) == [
+        written(USER, ("assistant", '<call>add {"a":1}'))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (
+            {"system": "S", "messages": [{"role": "system", "content": "T"}, *TURNS]},
+            "has a 'system', and its messages begin with another system message",
+        ),
+        ({"system": ["S"], "messages": TURNS}, "has a 'system' that is not text"),
+        ({"system_prompt": "S", "messages": TURNS}, "'system_prompt', which is not read: name it"),
+        ({"messages": TURNS, "conversations": GPT}, "has 'messages' and 'conversations'"),
+        ({"messages": TURNS, "functions": [{"name": "f"}]}, "'functions', .*: write 'tools'"),
+        ({"messages": TURNS, "images": ["a.png"]}, "'images', which is not read: only text"),
+        ({"messages": TURNS, "weight": 0}, "'weight', which is not read: rows have no weight"),
+        ({"messages": TURNS, "assistant_masks": [0]}, "'assistant_masks', which is not read"),
+        ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "'seq_lengths', .*'position_ids'"),
+        (
+            {"messages": [{"role": "critic", "content": "x"}, *TURNS]},
+            r"message 1 \(critic\) has a role that is not known: use system, user,",
+        ),
+        ({"conversations": [{**GPT[0], "role": "user"}]}, "message 1 has 'role' and 'from'"),
+        (
+            {"conversations": [GPT[0], {**GPT[1], "weight": 2}]},
+            r"message 2 \(gpt\) has the weight 2: 0 leaves",
+        ),
+        ({"conversations": [{**GPT[0], "weight": 1}]}, r"message 1 \(human\) has the weight 1"),
+        (
+            {"messages": [{**TURNS[1], "train": False}]},
+            "'train', which is not read: write 'weight'",
+        ),
+        (
+            {"messages": [{**TURNS[0], "content": [{"type": "text", "text": "x", "weight": 0}]}]},
+            "a part of its content with 'weight'",
+        ),
+        (
+            {"messages": [{**TURNS[0], "content": [{"type": "image"}]}]},
+            "a part of its content of the type 'image': only text",
+        ),
+        (call('{"a": '), r"message 2 \(assistant\) has 'arguments' that are not JSON .*'{\"a\": '"),
+        (call("[1]"), "a tool call whose 'arguments' are not a JSON object: \\[1\\]"),
+        ({"messages": [{**TURNS[1], "tool_calls": ["f"]}]}, "'tool_calls' that are not a list of"),
+        (
+            {"conversations": [GPT[0], {"from": "function_call", "value": "add(1)"}]},
+            r"message 2 \(function_call\) has 'content' that are not JSON",
+        ),
+        (
+            {"prompt": TURNS[:1], "completion": [{**TURNS[1], "weight": 0}]},
+            "message 2 has the weight 0, but the loss is computed on the answer",
+        ),
+        (
+            {"prompt": [{**TURNS[1], "weight": 1}, TURNS[0]], "completion": TURNS[1:]},
+            "message 1 has the weight 1, but",
+        ),
+        ({"prompt": "a", "completion": "b", "system": "S"}, "'system', which is for messages"),
+        ({"prompt": "a", "completion": "b", "label": False}, "'label', which is not read"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_row_and_key(
+    tmp_path: Path, row: dict[str, Any], fault: str
+) -> None:
+    """Catches a key that would change the text or the loss, and is dropped without a word."""
+    folder = chat_folder(tmp_path / "model", TEMPLATE)
+    path = write_lines(tmp_path / "a.jsonl", [row])
+    with pytest.raises(ValueError, match=f"a.jsonl, line 1.* {fault}") as refused:
+        shown(folder, path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "fault"),
+    [
+        (call({"a": 1}, content=""), CHATML, "message 2: tool call 1 is not in what"),
+        (
+            {"messages": [{"role": "system", "content": "S"}, *TURNS]},
+            TEMPLATE.replace("for m in messages", "for m in messages if m.role != 'system'"),
+            r"message 1 \(system\) is not in what the chat template writes",
+        ),
+    ],
+)
+def test_what_a_template_does_not_write_is_refused(
+    tmp_path: Path, row: dict[str, Any], template: str, fault: str
+) -> None:
+    """Catches an empty turn that is trained in place of a call, and a system message left out."""
+    folder = chat_folder(tmp_path / "model", template)
+    with pytest.raises(ValueError, match=f"a.jsonl, line 1: {fault}"):
+        shown(folder, write_lines(tmp_path / "a.jsonl", [row]))
+
+
+def test_keys_that_are_not_used_are_listed_once(tmp_path: Path) -> None:
+    """Catches metadata that is refused, or that a log of every row speaks of."""
+    folder = str(chat_folder(tmp_path / "model", TEMPLATE))
+    rows: list[dict[str, Any]] = [
+        {"id": 1, "messages": TURNS, "source": "x", "tools": [{"name": "f"}]},
+        {"id": 2, "messages": [{**TURNS[0], "lang": "en"}, TURNS[1]], "source": None},
+        {"id": 3, "messages": TURNS, "chat_template_kwargs": {"mode": "slow"}},
+    ]
+    path = str(write_lines(tmp_path / "a.jsonl", rows))
+    note = "not used, by rows: id (3), lang of messages (1), mode (1), source (1)"
+    train = opened(path, tokenizer=folder, seq_len=64).train
+    assert isinstance(train, ExampleDataset)
+    assert train.summary.endswith(f"padding; {note}")
+    assert prepare(path, tmp_path / "p", tokenizer=folder).unused == note
