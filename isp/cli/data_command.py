@@ -47,6 +47,12 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         metavar="TOKEN",
         help="the token that ends a document (default: the tokenizer's)",
     )
+    parser.add_argument(
+        "--add-bos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="begin texts with what the tokenizer begins texts with, as data.add_bos (default)",
+    )
     parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
     parser.add_argument(
         "--format",
@@ -71,7 +77,7 @@ def _reading(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `_add_reading`, by the keys of `data`."""
     from isp.data.config import TrainOn
 
-    keys = ("tokenizer", "eos_token", "text_key", "chat_template")
+    keys = ("tokenizer", "eos_token", "add_bos", "text_key", "chat_template")
     return {key: getattr(args, key) for key in keys} | {"train_on": TrainOn(args.train_on)}
 
 
@@ -102,8 +108,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
         )
     print(
         f"{files}: {counted(done.num_tokens, 'token')} in {counted(done.num_documents, kind)}"
-        f"{trained}, from {counted(done.num_bytes, 'byte')}; train with --data.source {done.prefix}"
+        f"{trained}, from {counted(done.num_bytes, 'byte')}{done.note}; train with --data.source"
+        f" {done.prefix}"
     )
-    if done.unused:
-        print(done.unused)
     return 0

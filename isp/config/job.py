@@ -23,6 +23,7 @@ from isp.models.model_folder import check_layout, check_model_folder, with_sizes
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
 from isp.parallel.topology import Topology
+from isp.run.folder import RunFolder
 from isp.settings import (
     CheckpointConfig,
     CommConfig,
@@ -262,7 +263,10 @@ def load_config(
     try:
         file = read_yaml(path)
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
-        values = {name: of_one for name, of_one in file.values.items() if name not in unread}
+        # What a run kept says what the run was, also of keys that came later.
+        is_kept = RunFolder(Path(path).parent).environment_file.is_file()
+        given = keys.with_absent(file.values) if is_kept else file.values
+        values = {name: of_one for name, of_one in given.items() if name not in unread}
         values = _override(values, origins, overrides, keys)
     except ValueError as error:
         raise ConfigError(str(error)) from error

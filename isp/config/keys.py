@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import inspect
 import json
@@ -16,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from isp.config.yaml_file import KeyPath
-from isp.settings.section import KeyRole, role_of
+from isp.settings.section import KeyRole, absent_values, role_of
 
 __all__ = ["KeyTable", "differences", "docs_of", "general"]
 
@@ -69,6 +70,17 @@ class KeyTable:
                 if not is_dataclass(hint):
                     hints[*path, name], defaults[*path, name] = hint, default
         return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
+
+    def with_absent(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a configuration that a run kept, with the keys that came later as it had them."""
+        filled = copy.deepcopy(dict(kept))
+        for path, section in self.classes.items():
+            values: Any = filled
+            for name in path:
+                values = values.get(name) if isinstance(values, dict) else None
+            if isinstance(values, dict):
+                values.update({**absent_values(section), **values})
+        return filled
 
     def takes_text(self, path: KeyPath) -> bool:
         """Whether `path` is a key whose value may be plain text."""

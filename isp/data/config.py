@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from isp.settings.section import Count, KeyRole, Positive, Text, section
+from isp.settings.section import Absent, Count, KeyRole, Positive, Text, section
 
 __all__ = [
     "BYTE_TOKENIZER",
@@ -142,6 +142,11 @@ class DataConfig:
 
     eos_token: str | None = None
     """Token that ends a document, if the tokenizer's files do not say."""
+
+    add_bos: Annotated[bool, Absent(False)] = True
+    """Begin each text, and each `prompt` that is text, with what the tokenizer begins texts with (a
+    BOS, by the post-processor of tokenizer.json), as transformers and TRL do. Chat templates write
+    their own; .bin/.idx pairs stay as they were prepared."""
 
     chat_template: Text | None = None
     """Jinja file that renders `messages`, instead of the tokenizer's chat template."""

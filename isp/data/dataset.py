@@ -83,11 +83,18 @@ class PackedDataset:
 
     With `pack`, a document is a world of its own: positions restart at each piece, and the last
     token before another document has no label. Without, the stream is cut as it is.
-    Raises ValueError if the store has fewer tokens than one sample.
+    `note` ends the summary. Raises ValueError if the store has fewer tokens than one sample.
     """
 
     def __init__(
-        self, store: TokenStore, *, vocab_size: int, seq_len: int, pack: bool, seed: int
+        self,
+        store: TokenStore,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        pack: bool,
+        seed: int,
+        note: str = "",
     ) -> None:
         assert seed >= 0
         self.seq_len = seq_len
@@ -108,6 +115,7 @@ class PackedDataset:
                 " data.seq_len"
             )
         self._recent: tuple[_Epoch, ...] = ()
+        self._note = note
 
     @property
     def summary(self) -> str:
@@ -115,7 +123,7 @@ class PackedDataset:
         return (
             f"{self._store.name}: {counted(len(self._documents), 'document')},"
             f" {counted(self.num_tokens, 'token')},"
-            f" {counted(self.samples_per_epoch, 'sample')} of {self.seq_len:,}"
+            f" {counted(self.samples_per_epoch, 'sample')} of {self.seq_len:,}{self._note}"
         )
 
     def sample(self, index: int) -> Sample:

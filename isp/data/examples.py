@@ -20,7 +20,7 @@ from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_d
 from isp.data.preferences import is_text, read_answers
 from isp.data.remote import localised
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
-from isp.data.tokenizer import TokenArray, Tokenizer
+from isp.data.tokenizer import TokenArray, Tokenizer, begun
 from isp.data.turns import read_talk
 
 __all__ = [
@@ -126,6 +126,7 @@ class SourceReader:
         template: str | None,
         key: str,
         train_on: TrainOn = TrainOn.ASSISTANT,
+        add_bos: bool = True,
     ) -> None:
         self.items = localised([source] if isinstance(source, str) else source, key)
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
@@ -133,13 +134,16 @@ class SourceReader:
         self._unused = Counter[str]()
         self.is_text = form is Format.TEXT
         self.is_pairs = form is Format.PREFERENCES
-        is_chat = form is not Format.TEXT and self._has_turns()
+        has_turns, has_texts = self._kinds(form)
         if train_on is not TrainOn.ASSISTANT and form is not Format.MESSAGES:
             raise ValueError(
                 f"data.train_on={train_on} is for conversations, and {key} holds none (lines with"
                 " 'messages'): leave it out"
             )
-        self._template = ChatTemplate(tokenizer, template, train_on=train_on) if is_chat else None
+        self._template = ChatTemplate(tokenizer, template, train_on=train_on) if has_turns else None
+        self.takes_bos = has_texts and bool(tokenizer.bos)
+        """Whether it has texts that the tokenizer begins with a token."""
+        self._bos = tokenizer.bos if add_bos else ()
 
     def check(self) -> None:
         """Raise what `open` would for pairs that are not there and the first lines of files."""
@@ -163,7 +167,7 @@ class SourceReader:
         form = file_format(path, self._asked, self._text_key)
         if form is Format.TEXT:
             for text, num_bytes in read_documents(path, text_key=self._text_key):
-                tokens = self._tokenizer.encode(text)
+                tokens = self.encode(text)
                 yield [Example(tokens, tokens)], num_bytes
             return
         for line in read_records(path):
@@ -173,28 +177,53 @@ class SourceReader:
                 examples = [self._template.example(turns, line.where, **beside._asdict())]
                 self._unused.update(self._template.unnamed(turns, **beside._asdict()))
             elif form in _ANSWERS:
-                examples = read_answers(line, _ANSWERS[form], self._tokenizer, self._template)
+                keys = _ANSWERS[form]
+                examples = read_answers(line, keys, self._tokenizer, self._template, self._bos)
             else:
                 examples = _documents(line, vocab_size=self._tokenizer.vocab_size)
             self._unused.update(line.record.keys() - _USED[form])
             yield examples, line.num_bytes
 
-    def _has_turns(self) -> bool:
-        """Whether the first example of a file has messages, not text or tokens."""
+    def _kinds(self, form: Format) -> tuple[bool, bool]:
+        """Tell whether there are messages, and whether there are texts, by first examples.
+
+        Of pairs of `form`, which are tokenised, there are neither.
+        """
+        if form is Format.TEXT:
+            return False, not all(map(indexed_prefix, self.items))
+        has_turns = has_texts = False
         for path in filter(has_records, self.files):
             form = file_format(path, self._asked, self._text_key)
-            if form is Format.MESSAGES:
-                return True
-            first = next(read_records(path), None)
-            if form in _ANSWERS and first is not None and not is_text(first.record):
-                return True
-        return False
+            first = next(read_records(path), None) if form in _ANSWERS else None
+            if first is not None and is_text(first.record):
+                has_texts = True
+            elif first is not None or form is Format.MESSAGES:
+                has_turns = True
+        return has_turns, has_texts
+
+    def encode(self, text: str) -> TokenArray:
+        """Return the tokens of a document, without its end; one without tokens has no beginning."""
+        tokens = self._tokenizer.encode(text)
+        return begun(tokens, self._bos) if len(tokens) else tokens
+
+    @property
+    def begin(self) -> str:
+        """What texts begin with, in words; "" where the tokenizer begins them with nothing."""
+        if not self.takes_bos:
+            return ""
+        token = self._tokenizer.decode(np.array(self._tokenizer.bos), special=True)
+        return f"texts begin with{'' if self._bos else 'out'} {token}"
 
     @property
     def unused(self) -> str:
         """Say which keys of the rows that were read are not used, and in how many; "" if none."""
         listed = ", ".join(f"{key} ({count:,})" for key, count in sorted(self._unused.items()))
         return listed and f"not used, by rows: {listed}"
+
+    @property
+    def note(self) -> str:
+        """What a summary of the source ends with."""
+        return "".join(f"; {words}" for words in (self.begin, self.unused) if words)
 
     def open(self) -> ExampleStore:
         """All documents: files are tokenised into memory, pairs are mapped; text ends with eos.

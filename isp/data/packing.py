@@ -76,8 +76,8 @@ class ExampleDataset:
         self.tokens_per_sample = int(lengths.sum()) / count
         padding = 1 - self.tokens_per_sample / seq_len
         self.summary = (
-            f"{counts}; {counted(count, 'sample')} of {seq_len:,}, {padding:.1%} of them padding"
-            + (f"; {note}" if note else "")
+            f"{counts}; {counted(count, 'sample')} of {seq_len:,}, {padding:.1%} of them"
+            f" padding{note}"
         )
 
     def sample(self, index: int) -> Sample:

@@ -8,7 +8,7 @@ import numpy as np
 from isp.data.chat import ChatTemplate, Example
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.documents import JsonLine
-from isp.data.tokenizer import Tokenizer
+from isp.data.tokenizer import Tokenizer, begun
 from isp.data.turns import read_beside, with_system
 
 __all__ = ["is_text", "read_answers"]
@@ -20,12 +20,17 @@ def is_text(record: dict[str, Any]) -> bool:
 
 
 def read_answers(
-    line: JsonLine, keys: tuple[str, ...], tokenizer: Tokenizer, template: ChatTemplate | None
+    line: JsonLine,
+    keys: tuple[str, ...],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    bos: tuple[int, ...] = (),
 ) -> list[Example]:
     """The examples of the answers under `keys` to one prompt; labels are the answer's tokens.
 
     Answers are texts, which end with eos, or lists of messages, and `prompt` what comes before
-    them; of two, without it, that is what both begin with. Raises ValueError naming the line.
+    them; of two, without it, that is what both begin with. `bos` begins texts. Raises ValueError
+    naming the line.
     Source: the prompt-completion and preference formats of TRL.
     """
     record, where = line.record, line.where
@@ -60,8 +65,8 @@ def read_answers(
     prompt = asked or _common(answers)
     whole: list[Any] = [asked + answer for answer in answers]
     if kind is str:
-        before = tokenizer.encode(prompt)
-        texts = [np.append(tokenizer.encode(text), tokenizer.eos_id) for text in whole]
+        before, *of_whole = (begun(tokenizer.encode(text), bos) for text in (prompt, *whole))
+        texts = [np.append(tokens, tokenizer.eos_id) for tokens in of_whole]
     else:
         if template is None:
             raise ValueError(f"{where} has messages, but the first line of the file has text")

@@ -35,8 +35,8 @@ class PrepareSummary(NamedTuple):
     """Tokens with a label; None for text, where all are trained."""
     num_dropped: int = 0
     """Examples left out because no token of them has one."""
-    unused: str = ""
-    """Keys of rows that are not used, in words."""
+    note: str = ""
+    """What texts begin with, and which keys of rows are not used, in words."""
 
 
 def prepare(
@@ -49,9 +49,11 @@ def prepare(
     eos_token: str | None = None,
     chat_template: str | None = None,
     train_on: TrainOn = TrainOn.ASSISTANT,
+    add_bos: bool = True,
 ) -> PrepareSummary:
     """Tokenise `inputs` into `output_prefix`.bin and .idx, with eos at the end of each document.
 
+    Texts begin with the tokenizer's BOS unless `add_bos` is false, as those that a run reads.
     Examples stay as they are, without another eos, and get a second pair: [Note: Labels on disk].
     Documents are streamed, so memory holds one of them. The files appear when all are complete,
     and replace older ones. A bar shows the progress in a terminal.
@@ -78,6 +80,7 @@ def prepare(
         template=chat_template,
         key="input",
         train_on=train_on,
+        add_bos=add_bos,
     )
     if reader.is_pairs:
         raise ValueError(
@@ -99,7 +102,7 @@ def prepare(
             name=f"input={', '.join(items)}",
             progress=bar.update,
         )
-    return done._replace(unused=reader.unused)
+    return done._replace(note=reader.note)
 
 
 def _write(

@@ -15,7 +15,7 @@ from isp.data.stores import PartStore, TokenStore, held_out, mixed
 from isp.data.stream import StreamDataset
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Datasets", "check_sources", "describe_source", "open_datasets"]
+__all__ = ["Datasets", "check_sources", "describe_source", "open_datasets", "takes_bos"]
 
 _HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
 
@@ -103,6 +103,12 @@ def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = 
             )
 
 
+def takes_bos(config: DataConfig) -> bool:
+    """Tell whether `data.add_bos` changes the tokens of a run; reads first lines at most."""
+    tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
+    return bool(tokenizer.bos) and any(r.takes_bos for r in _readers(config, tokenizer))
+
+
 def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
     """Those of the parts of `source` and, if it is given, of `valid_source`."""
     given = [("data.source", part.path) for part in config.parts]
@@ -116,6 +122,7 @@ def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
             text_key=config.text_key,
             template=config.chat_template,
             train_on=config.train_on,
+            add_bos=config.add_bos,
             key=key,
         )
         for key, source in given
@@ -167,10 +174,11 @@ def _dataset(
     config: DataConfig,
     tokenizer: Tokenizer,
 ) -> Dataset:
-    cut: Any = {"seq_len": config.seq_len, "pack": config.pack, "seed": seed}
+    cut: Any = {"seq_len": config.seq_len, "pack": config.pack, "seed": seed, "note": reader.note}
     if store is None:
         name = f"data.source={', '.join(reader.items)}"
-        return StreamDataset(name, reader.files, tokenizer, text_key=config.text_key, **cut)
+        cut |= {"eos_id": tokenizer.eos_id, "text_key": config.text_key}
+        return StreamDataset(name, reader.files, reader.encode, **cut)
     if reader.is_text:
         return PackedDataset(store.tokens, vocab_size=tokenizer.vocab_size, **cut)
     return ExampleDataset(
@@ -179,7 +187,6 @@ def _dataset(
         pad_id=tokenizer.eos_id,
         excess_length=config.excess_length_strategy,
         group=2 if reader.is_pairs else 1,
-        note=reader.unused,
         **cut,
     )
 

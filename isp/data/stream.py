@@ -8,7 +8,7 @@ file alone the beginning is read again.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from isp.data.dataset import Sample, cut
 from isp.data.documents import read_documents
 from isp.data.examples import check_any
-from isp.data.tokenizer import Tokenizer
+from isp.data.tokenizer import TokenArray
 from isp.settings.counts import counted
 
 __all__ = ["StreamDataset"]
@@ -53,17 +53,22 @@ class StreamDataset:
         self,
         name: str,
         files: Sequence[Path],
-        tokenizer: Tokenizer,
+        encode: Callable[[str], TokenArray],
         *,
+        eos_id: int,
         text_key: str,
         seq_len: int,
         pack: bool,
         seed: int,
+        note: str = "",
     ) -> None:
-        self._name, self._files, self._tokenizer, self._text_key = name, files, tokenizer, text_key
+        self._name, self._files, self._encode, self._text_key = name, files, encode, text_key
+        self._eos_id = eos_id
         self.seq_len, self.pack, self._seed = seq_len, pack, seed
         self.tokens_per_sample = float(seq_len)
-        self.summary = f"{name}: {counted(len(files), 'file')}, streamed in samples of {seq_len:,}"
+        self.summary = (
+            f"{name}: {counted(len(files), 'file')}, streamed in samples of {seq_len:,}{note}"
+        )
         self.seek(0, _Place())
 
     def seek(self, index: int, place: Sequence[int]) -> None:
@@ -122,14 +127,13 @@ class StreamDataset:
                     key = [self._seed, place.epoch, file, place.before]
                     shuffled = np.random.default_rng(key).permutation(len(block))
                     for choice in shuffled[place.document :]:
-                        yield place, self._encode(block[choice])[place.token :]
+                        yield place, self._document(block[choice])[place.token :]
                         place = place._replace(document=place.document + 1, token=0)
                     place = place._replace(before=place.before + len(block), document=0)
                 place = _Place(place.epoch)
             check_any(not is_empty, self._name)
             place = _Place(place.epoch + 1)
 
-    def _encode(self, text: str) -> _Tokens:
-        tokens = self._tokenizer.encode(text).astype(np.int64)
-        eos = self._tokenizer.eos_id
+    def _document(self, text: str) -> _Tokens:
+        tokens, eos = self._encode(text).astype(np.int64), self._eos_id
         return tokens if len(tokens) and tokens[-1] == eos else np.append(tokens, eos)

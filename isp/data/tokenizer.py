@@ -10,7 +10,15 @@ import numpy.typing as npt
 from isp.data.config import BYTE_TOKENIZER
 from isp.settings.packages import require
 
-__all__ = ["ByteTokenizer", "Encoding", "HFTokenizer", "TokenArray", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "ByteTokenizer",
+    "Encoding",
+    "HFTokenizer",
+    "TokenArray",
+    "Tokenizer",
+    "begun",
+    "load_tokenizer",
+]
 
 TokenArray = npt.NDArray[np.integer[Any]]
 
@@ -47,6 +55,10 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int:
         """The token that ends every document."""
 
+    @property
+    def bos(self) -> tuple[int, ...]:
+        """The tokens that the tokenizer itself puts before a text; often one, or none."""
+
     def encode(self, text: str) -> TokenArray:
         """The ids of `text`, without any special token added."""
 
@@ -59,6 +71,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    bos: tuple[int, ...] = ()
 
     def encode(self, text: str) -> TokenArray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -91,6 +104,7 @@ class HFTokenizer:
                 f" model needs an embedding for every id up to it: use smaller ids"
             )
         self.eos_id = self._find_eos(file, eos_token)
+        self.bos = self._find_bos()
 
     def encode(self, text: str) -> TokenArray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -126,6 +140,17 @@ class HFTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=not special)
         return text
 
+    def _find_bos(self) -> tuple[int, ...]:
+        """Return the ids that the post-processor puts before a text.
+
+        As in transformers 5, which leaves `add_bos_token` of tokenizer_config.json alone beside a
+        tokenizer.json.
+        """
+        # Its name is a text of one token in any vocabulary; others may have no token of "a".
+        found = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_id))
+        of_text = 0 if 0 not in found.sequence_ids else found.sequence_ids.index(0)
+        return tuple(found.ids[:of_text])
+
     def _find_eos(self, file: Path, eos_token: str | None) -> int:
         """The id of the asked-for token, else of the configured one, else of a common one."""
         declared = eos_token or _declared_eos(file.with_name("tokenizer_config.json"))
@@ -144,6 +169,13 @@ class HFTokenizer:
             f"({' '.join(_COMMON_EOS_TOKENS)}): name its own with data.eos_token"
             f" (isp data prepare: --eos-token)"
         )
+
+
+def begun(tokens: TokenArray, bos: tuple[int, ...]) -> TokenArray:
+    """Return the tokens of a text after `bos`, unless the text begins with it."""
+    if tuple(tokens[: len(bos)].tolist()) == bos:
+        return tokens
+    return np.concatenate([np.array(bos, dtype=np.int32), tokens])
 
 
 def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:

@@ -31,7 +31,7 @@ def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | No
     """
     kept = source.data
     if files:
-        names = ("tokenizer", "eos_token")
+        names = ("tokenizer", "eos_token", "add_bos")
         kept = {"source": list(files), **{name: kept.get(name) for name in names}}
     elif not (kept.get("valid_source") or kept.get("valid_fraction")):
         return None

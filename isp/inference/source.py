@@ -19,7 +19,7 @@ from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
 from isp.config.models import language_model
 from isp.data.chat import ChatTemplate
-from isp.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer
+from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
 from isp.inference.engine import Engine
 from isp.models.build import BuiltModel, build_model, parameter_shapes
 from isp.models.model import TracedModel
@@ -31,6 +31,7 @@ from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of
 from isp.train.begin_from import check_folder, load_folder
 from isp.train.export import saved_model
+from isp.train.resume import saved_config
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, model_values, with_init_from
 
@@ -59,7 +60,7 @@ class Source:
     data: Mapping[str, Any]
     """The `data` section that it was trained with, with the tokenizer's keys as they are now."""
     adds_special_tokens: bool
-    """Whether a prompt begins with what the tokenizer begins texts with."""
+    """Whether a prompt has all that the tokenizer puts around a text, as in transformers."""
 
     @property
     def model(self) -> TracedModel:
@@ -84,6 +85,8 @@ class Source:
         found: list[int] = self.tokenizer.encode(text).tolist()
         if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
             found = self.tokenizer.encode_prompt(text)
+        elif self.data["add_bos"]:
+            found = begun(self.tokenizer.encode(text), self.tokenizer.bos).tolist()
         return self._checked(found)
 
     def _checked(self, found: list[int]) -> list[int]:
@@ -184,7 +187,7 @@ def _of_checkpoint(
     info: CheckpointInfo, path: Path, dtype: str | None, tokenizer: str | None
 ) -> Source:
     section = _to_read(saved_model(info))
-    kept: Any = info.manifest.shared["config"]
+    kept: Any = saved_config(info)
     data = kept["data"]
     if tokenizer is not None:
         data = {**data, "tokenizer": tokenizer, "eos_token": None, "chat_template": None}
@@ -220,8 +223,8 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         raise ValueError(
             f"{texts} has no tokenizer.json: name a tokenizer with --tokenizer, a path or bytes"
         )
-    data = {"tokenizer": tokenizer or str(texts)}
-    own = load_tokenizer(data["tokenizer"])
+    file = tokenizer or str(texts)
+    own = load_tokenizer(file)
     saved = described.get("dtype") or described.get("torch_dtype")
     return Source(
         title=str(path),
@@ -231,7 +234,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         ends=frozenset([own.eos_id]) | _ends(base, described),
         trained_length=described.get("max_position_embeddings", described.get("n_positions")),
         checkpoint=None,
-        data=data,
+        data={"tokenizer": file, "add_bos": tokenizer is None},
         adds_special_tokens=tokenizer is None,
     )
 

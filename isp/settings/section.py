@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, NamedTuple, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
 __all__ = [
+    "Absent",
     "Count",
     "CountOrZero",
     "Fraction",
@@ -25,6 +26,7 @@ __all__ = [
     "Seconds",
     "Size",
     "Text",
+    "absent_values",
     "defaults_of",
     "describe_value",
     "role_of",
@@ -78,6 +80,13 @@ class KeyRole(StrEnum):
     """Where it runs, waits, reads and writes."""
 
 
+class Absent(NamedTuple):
+    """Annotates a key that came later and changes what a run did without it."""
+
+    value: Any
+    """Its value in a configuration that a run kept and that lacks the key."""
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T]]:
     """Make a class the frozen, keyword-only dataclass of the section `key`.
@@ -101,8 +110,12 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
 
         made.__init__ = init
         for item in fields(made):
-            own = (x for x in made.__pydantic_fields__[item.name].metadata if type(x) is KeyRole)
-            item.metadata = MappingProxyType({"role": next(own, role)})
+            given = made.__pydantic_fields__[item.name].metadata
+            own = (x for x in given if type(x) is KeyRole)
+            absent = (x for x in given if type(x) is Absent)
+            item.metadata = MappingProxyType(
+                {"role": next(own, role), "absent": next(absent, None)}
+            )
         return made  # type: ignore[no-any-return]
 
     return decorate
@@ -112,6 +125,12 @@ def role_of(section: type, name: str) -> KeyRole | None:
     """The role of the key `name` of a section; None for one that has none, or is a section."""
     role: KeyRole | None = section.__dataclass_fields__[name].metadata["role"]  # type: ignore[attr-defined]
     return role
+
+
+def absent_values(section: type) -> dict[str, Any]:
+    """Return what the keys of a section with `Absent` are where a kept configuration lacks them."""
+    found = ((f.name, f.metadata["absent"]) for f in fields(section))
+    return {name: absent.value for name, absent in found if absent is not None}
 
 
 def defaults_of(section: type, *roles: KeyRole) -> dict[str, Any]:

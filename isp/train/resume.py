@@ -27,6 +27,7 @@ from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable, differences
+from isp.data.sources import takes_bos
 from isp.models.build import parameter_shapes
 from isp.parallel import Topology
 from isp.run.folder import (
@@ -331,7 +332,7 @@ def _launch_id() -> str:
 def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:
     """The plain values of the configuration in a checkpoint; None if it does not say."""
     found = info.manifest.shared.get(_CONFIG)
-    return found if isinstance(found, dict) else None
+    return KeyTable.of(JobConfig).with_absent(found) if isinstance(found, dict) else None
 
 
 def saved_sequences(info: CheckpointInfo) -> int | None:
@@ -376,6 +377,8 @@ def _compare(
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
     for key, there, here in differences(saved, to_plain(config)):
+        if key == "data.add_bos" and not takes_bos(config.data):
+            continue  # the same tokens either way
         line = f"{key}: {there} there, {here} now"
         # Another value makes another model or other data; what is no key of ours may, too.
         role = keys.role(tuple(key.split(".")))

@@ -64,15 +64,23 @@ LLAMA3 = (
 )
 
 
-def chat_folder(folder: Path, template: str | None = CHATML) -> Path:
-    """A tokenizer with a token for each byte and each of `SPECIAL`, saved in `folder`."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+def chat_folder(folder: Path, template: str | None = CHATML, *, adds_bos: bool = False) -> Path:
+    """A tokenizer with a token for each byte and each of `SPECIAL`, saved in `folder`.
+
+    `adds_bos`: it begins texts with <|begin_of_text|>, as those of Llama 3.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIAL])
+    if adds_bos:
+        bos = "<|begin_of_text|>"
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|im_end|>"}

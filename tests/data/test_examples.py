@@ -12,9 +12,10 @@ from isp.data.config import DataConfig, Format
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.examples import file_format, find_format
 from isp.data.packing import ExampleDataset
-from isp.data.sources import Datasets, check_sources, open_datasets
+from isp.data.prepare import prepare
+from isp.data.sources import Datasets, check_sources, describe_source, open_datasets
 from isp.data.tokenizer import HFTokenizer, load_tokenizer
-from tests.data.chat_folder import chat_folder, write_lines
+from tests.data.chat_folder import LLAMA3, chat_folder, write_lines
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
 
@@ -188,3 +189,69 @@ def test_pack_false_is_a_row_each(tmp_path: Path) -> None:
         sample = train.sample(i)
         assert sample.positions.tolist() == list(range(8))
         assert np.count_nonzero(sample.labels != -100) == sample.tokens[0] + 1
+
+
+TEXTS = ["ab", "<|begin_of_text|>cd", "efg"]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_texts_begin_as_transformers_and_trl_begin_them(tmp_path: Path, add_bos: bool) -> None:
+    """Catches a text, an answer or a stream without its first token, or with two."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = chat_folder(tmp_path / "model", LLAMA3, adds_bos=True)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    end, tokenizer = theirs.eos_token, HFTokenizer(folder)
+
+    def ids(text: str) -> list[int]:
+        """As TRL's SFTTrainer: the text and its end, by the tokenizer itself."""
+        text = text.removeprefix(theirs.bos_token) if add_bos else text
+        found: list[int] = theirs(text + end, add_special_tokens=add_bos).input_ids
+        return found
+
+    keys = {"tokenizer": str(folder), "seq_len": 128, "add_bos": add_bos}
+    path = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS * 20])
+    token = theirs.bos_token
+    pair = prepare(str(path), tmp_path / "p", tokenizer=str(folder), add_bos=add_bos)
+    for source, more in ((path, {}), (path, {"streaming": True}), (pair.prefix, {})):
+        train = opened(source, **keys, **more).train
+        sample = train.sample(0)
+        begins = np.flatnonzero(sample.positions == 0)
+        documents = [part.tolist() for part in np.split(sample.tokens, begins[1:])]
+        assert {tuple(part) for part in documents[1:-1]} == {tuple(ids(text)) for text in TEXTS}
+        note = f"; texts begin with{'' if add_bos else 'out'} {token}"
+        assert train.summary.endswith(note) == (source is path)
+    rows: list[tuple[dict[str, Any], str, str]] = [
+        ({"prompt": "ab", "completion": "cd"}, "ab", "abcd"),
+        ({"chosen": "abcd", "rejected": "abe"}, "ab", "abcd"),
+        ({"chosen": "cd", "rejected": "e"}, "", "cd"),
+    ]
+    for row, prompt, whole in rows:
+        config = DataConfig(source=str(write_lines(tmp_path / "b.jsonl", [row])), **keys)
+        sample = open_datasets(config, seed=0).train.sample(0)
+        expected = ids(whole)
+        assert sample.tokens[: len(expected)].tolist() == expected
+        answer = len(expected) - max(1, len(ids(prompt)) - 1)  # nothing predicts the first
+        assert (
+            sample.labels[len(expected) - 1 - answer : len(expected) - 1].tolist()
+            == (expected[-answer:])
+        )
+        assert (sample.labels[: len(expected) - 1 - answer] == IGNORE_INDEX).all()
+    # A chat template writes its own.
+    path = write_lines(tmp_path / "c.jsonl", [{"messages": TALK}])
+    train = opened(path, **keys).train
+    assert np.count_nonzero(train.sample(0).tokens == tokenizer.token_id(token)) == 1
+    assert "begin with" not in train.summary
+
+
+def test_what_is_prepared_stays_as_it_is(tmp_path: Path) -> None:
+    """Catches documents of a pair, or bytes, that get a token before them."""
+    folder = str(chat_folder(tmp_path / "model", adds_bos=True))
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "abcd"}] * 4)
+    prefix = prepare(str(path), tmp_path / "p", tokenizer=folder, add_bos=False).prefix
+    tokens = opened(prefix, tokenizer=folder, seq_len=5).train.sample(0).tokens
+    assert HFTokenizer(folder).decode(tokens, special=True) == "abcd<|im_end|>"
+    assert opened(path, seq_len=5).train.sample(0).tokens.tolist() == [*b"abcd", 256]
+    shown = describe_source(DataConfig(source=str(path), tokenizer=folder, seq_len=6))
+    assert "texts begin with <|begin_of_text|>\n" in shown
+    assert "example     '<|begin_of_text|>abcd<|im_end|>'" in shown

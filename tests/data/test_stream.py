@@ -36,7 +36,14 @@ def test_an_epoch_has_every_document_once_and_a_place_begins_anywhere(
 
     def opened(*, seq_len: int = 5, seed: int = 1) -> StreamDataset:
         return StreamDataset(
-            "text", files, ByteTokenizer(), text_key="text", seq_len=seq_len, pack=True, seed=seed
+            "text",
+            files,
+            ByteTokenizer().encode,
+            eos_id=ByteTokenizer.eos_id,
+            text_key="text",
+            seq_len=seq_len,
+            pack=True,
+            seed=seed,
         )
 
     texts = [json.loads(line)["text"] for file in files for line in file.open()]

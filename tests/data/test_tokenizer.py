@@ -4,11 +4,12 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from isp.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+from isp.data.tokenizer import ByteTokenizer, HFTokenizer, begun, load_tokenizer
 
 TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
 
@@ -46,6 +47,29 @@ def write_tokenizer(folder: Path, specials: list[str], **options: object) -> Pat
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+IDS = {"<s>": 4, "<b>": 5, "</s>": 6}
+
+
+def template(*begin: str, end: str | None = None) -> dict[str, Any]:
+    """The post-processor that puts these tokens around a text."""
+    names = [*begin, *([end] if end else [])]
+
+    def special(name: str) -> dict[str, Any]:
+        return {"SpecialToken": {"id": name, "type_id": 0}}
+
+    text: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [*map(special, begin), text, *map(special, [end] if end else [])]
+    tokens = {name: {"id": name, "ids": [IDS[name]], "tokens": [name]} for name in names}
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": pair,
+        "special_tokens": tokens,
+    }
 
 
 def test_hf_file_and_folder_are_the_same(tmp_path: Path) -> None:
@@ -89,6 +113,43 @@ def test_hf_vocab_size_counts_gaps(tmp_path: Path) -> None:
     parsed["model"]["vocab"]["far"] = 99
     file.write_text(json.dumps(parsed))
     assert HFTokenizer(file).vocab_size == 100
+
+
+PROCESSORS: dict[str, tuple[dict[str, Any] | None, tuple[int, ...]]] = {
+    "none": (None, ()),
+    "byte level": ({"type": "ByteLevel", **BYTE_LEVEL}, ()),
+    "bos": (template("<s>"), (4,)),
+    "two tokens, and one at the end": (template("<s>", "<b>", end="</s>"), (4, 5)),
+    "the end alone": (template(end="</s>"), ()),
+    "in a sequence": (
+        {
+            "type": "Sequence",
+            "processors": [{"type": "ByteLevel", **BYTE_LEVEL}, template("<s>")],
+        },
+        (4,),
+    ),
+    "bert": ({"type": "BertProcessing", "sep": ["</s>", 6], "cls": ["<s>", 4]}, (4,)),
+}
+"""Post-processors of a tokenizer.json, and what they put before a text."""
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_hf_begins_texts_as_transformers_does(tmp_path: Path, name: str) -> None:
+    """Catches a first token that a model is asked with, and was not trained with."""
+    from transformers import AutoTokenizer
+
+    processor, bos = PROCESSORS[name]
+    file = write_tokenizer(tmp_path, ["<s>", "<b>", "</s>"])
+    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": processor}))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}  # beside: not read
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = HFTokenizer(file)
+    assert tokenizer.bos == bos
+    theirs = AutoTokenizer.from_pretrained(tmp_path)("the cat").input_ids
+    text = tokenizer.encode("the cat")
+    assert theirs[: len(bos) + 2] == begun(text, tokenizer.bos).tolist() == [*bos, 1, 2]
+    assert begun(begun(text, bos), bos).tolist() == [*bos, 1, 2]  # a text that brings its own
 
 
 def test_hf_without_eos(tmp_path: Path) -> None:

@@ -270,4 +270,4 @@ def test_keys_that_are_not_used_are_listed_once(tmp_path: Path) -> None:
     train = opened(path, tokenizer=folder, seq_len=64).train
     assert isinstance(train, ExampleDataset)
     assert train.summary.endswith(f"padding; {note}")
-    assert prepare(path, tmp_path / "p", tokenizer=folder).unused == note
+    assert prepare(path, tmp_path / "p", tokenizer=folder).note == f"; {note}"

@@ -3,13 +3,18 @@ of other heads than those that decode, tokens of another rank's prompt."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from isp.data.tokenizer import HFTokenizer
+from isp.inference.source import open_source
 from isp.train.import_folder import import_folder
+from tests.data.test_tokenizer import template, write_tokenizer
 from tests.inference.models import DECODER, PROMPTS, made, opened, saved
 from tests.inference.test_engine import DECODED, check, greedy
 from tests.ranks import run_each
@@ -56,3 +61,18 @@ def test_every_layout_writes_the_same(ranks: int, models: dict[str, tuple[Path, 
     for name, of_ranks in run_each(ranks, of_layout, cases, timeout_seconds=110).items():
         for found in of_ranks:
             check(found, models[name][1], name=name)
+
+
+def test_prompts_begin_as_the_texts_of_a_run(
+    models: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """Catches a prompt without the token that texts began with, or with one that they had not."""
+    file = write_tokenizer(tmp_path, ["<s>", "</s>"])
+    parsed = {**json.loads(file.read_text()), "post_processor": template("<s>")}
+    file.write_text(json.dumps(parsed))
+    source = replace(open_source(models["llama"][0]), tokenizer=HFTokenizer(file))
+    assert source.data["add_bos"]
+    for add_bos, begin in ((True, [4]), (False, [])):
+        of_run = replace(source, data={**source.data, "add_bos": add_bos})
+        assert of_run.encode("the cat") == [*begin, 1, 2]
+        assert of_run.encode("") == begin

@@ -19,12 +19,14 @@ from isp.checkpoint import CheckpointError
 from isp.checkpoint.choice import newest_at
 from isp.checkpoint.folder import folder_lock
 from isp.cli import main
-from isp.config import JobConfig, load_config, to_plain
+from isp.config import JobConfig, load_config, to_plain, to_yaml
 from isp.config.keys import KeyTable
+from isp.data.prepare import prepare
 from isp.run.folder import run_name
 from isp.settings.section import KeyRole
 from isp.train import resume
 from isp.train.resume import Start, check_changes, check_start, open_run
+from tests.data.chat_folder import chat_folder
 from tests.train.jobs import run_folders, run_forked, write_job
 
 
@@ -373,7 +375,9 @@ def test_keys_are_refused_by_their_role(config: JobConfig, trained: Path) -> Non
         shared = {**info.manifest.shared, "config": saved}
         other = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
         role = keys.role((*section, name))
-        if role in (KeyRole.MODEL, KeyRole.DATA):
+        if name == "add_bos":  # has no effect on bytes
+            assert check_changes(other, config, config.topology(2)) == []
+        elif role in (KeyRole.MODEL, KeyRole.DATA):
             with pytest.raises(ValueError, match=f"{name}: another there"):
                 check_changes(other, config, config.topology(2))
         else:
@@ -381,6 +385,39 @@ def test_keys_are_refused_by_their_role(config: JobConfig, trained: Path) -> Non
             assert line.startswith(f"{'.'.join(section)}.{name}: another there")
         seen.add(role)
     assert seen == set(KeyRole)
+
+
+def test_a_run_from_before_texts_began_with_a_token_keeps_its_own(
+    load: Callable[..., JobConfig], trained: Path, tmp_path: Path
+) -> None:
+    """Catches a run that is resumed with other tokens, or refused where none are other."""
+    tokenizer = str(chat_folder(tmp_path / "tokenizer", adds_bos=True))
+    plain = str(chat_folder(tmp_path / "plain"))
+    pair = str(prepare(load().data.source, tmp_path / "pair", tokenizer=tokenizer).prefix)
+    info = newest_at(trained)
+
+    def changes(*words: str) -> list[str]:
+        config = load(*words)
+        saved = to_plain(config)
+        del saved["data"]["add_bos"]
+        shared = {**info.manifest.shared, "config": saved}
+        other = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
+        return check_changes(other, config, config.topology(2))
+
+    words = ["--data.tokenizer", tokenizer]
+    with pytest.raises(ValueError, match=r"data\.add_bos: False there, True now"):
+        changes(*words)
+    assert changes(*words, "--data.add_bos=false") == changes("--data.tokenizer", plain) == []
+    assert changes() == changes(*words, "--data.source", pair) == []
+    kept = tmp_path / "run" / "config.yaml"
+    kept.parent.mkdir()
+    kept.write_text(
+        "".join(x for x in to_yaml(load(*words)).splitlines(True) if "add_bos" not in x)
+    )
+    assert load_config(kept).data.add_bos  # a configuration like any other
+    (kept.parent / "env.json").write_text("{}")
+    assert not load_config(kept).data.add_bos
+    assert load_config(kept, ["--data.add_bos=true"]).data.add_bos
 
 
 def _keys(plain: dict[str, Any], *section: str) -> Iterator[tuple[str, ...]]:
