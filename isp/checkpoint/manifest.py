@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from hashlib import file_digest
@@ -38,6 +39,7 @@ MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 2**28
 """A file of 200 bytes for each of a million ranks."""
 _FORMAT = 1
+_PUBLISHED = re.compile(r"step_(\d+)")
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -119,7 +121,11 @@ class Manifest(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest in `folder`. Raises Damaged if there is none or it is not as written."""
+        """Return the manifest in `folder`.
+
+        Raises Damaged if there is none, it is not as written, or it is of another step than the
+        folder's name says.
+        """
         with open_regular(folder / MANIFEST) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) > _MAX_MANIFEST_BYTES:
                 raise Damaged(f"{MANIFEST} has {num_bytes} bytes, which is too many for a manifest")
@@ -132,7 +138,13 @@ class Manifest(BaseModel):
             raise Damaged(f"{MANIFEST} is not readable: cut off or overwritten") from None
         if not has_digest:
             raise Damaged(f"{MANIFEST} has a wrong checksum")
-        return cls._of_content(text)
+        manifest, named = cls._of_content(text), _PUBLISHED.fullmatch(folder.name)
+        if named and int(named[1]) != manifest.step:  # a run would skip, or repeat, steps and data
+            raise Damaged(
+                f"it is of step {manifest.step}, so the folder was renamed or copied: name it"
+                f" step_{manifest.step}"
+            )
+        return manifest
 
     @classmethod
     def sound(cls, folder: Path, *, contents: bool = False) -> Manifest:

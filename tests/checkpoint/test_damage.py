@@ -59,6 +59,11 @@ def _flip_bit(path: Path, at: float = 0.5) -> None:
     path.write_bytes(data)
 
 
+def _copy_onto(path: Path) -> None:
+    shutil.rmtree(path)
+    shutil.copytree(path.with_name("step_20"), path)
+
+
 def _empty_manifest(path: Path) -> None:
     (path / MANIFEST).write_text("{}")
 
@@ -72,6 +77,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda path: (path / MANIFEST).unlink(), f"{MANIFEST} is missing"),
     "cut manifest": (lambda path: os.truncate(path / MANIFEST, 200), "is not readable"),
     "other manifest": (_empty_manifest, "is not readable"),
+    "a copy of step 20": (_copy_onto, "it is of step 20, so the folder was renamed or copied"),
     "bit of manifest": (lambda path: _flip_bit(path / MANIFEST), f"{MANIFEST} "),
 }
 

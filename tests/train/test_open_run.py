@@ -74,10 +74,10 @@ def _launch(monkeypatch: pytest.MonkeyPatch, name: str, restarts: int) -> None:
 def test_a_checkpoint_that_was_being_replaced_counts(config: JobConfig, trained: Path) -> None:
     """Catches a run begun anew because it died between the two renames of its only checkpoint."""
     first = _open(config)
-    shutil.copytree(trained, first.checkpoints / "step_4.old")
+    shutil.copytree(trained, first.checkpoints / "step_1.old")
     again = _open(config)
     assert (again.folder, again.resumes) == (first.folder, True)
-    assert [path.name for path in first.checkpoints.glob("step_*")] == ["step_4"]
+    assert [path.name for path in first.checkpoints.glob("step_*")] == ["step_1"]
 
 
 def test_a_restart_is_in_the_run_of_its_launch(
@@ -94,7 +94,7 @@ def test_a_restart_is_in_the_run_of_its_launch(
     _launch(monkeypatch, "second", 2)
     again = _open(config)
     assert again == own._replace(resumes=True, note=""), "also the time at which it was launched"
-    shutil.copytree(trained, own.checkpoints / "step_4")
+    shutil.copytree(trained, own.checkpoints / "step_1")
     _launch(monkeypatch, "third", 0)
     later = _open(config)
     assert (later.folder, later.resumes) == (own.folder, True)
@@ -194,7 +194,7 @@ def _hold(folder: Path, held: Event) -> None:
 def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
     """Catches two runs in one folder; and a lock, or a trace of the second, that outlives them."""
     first = _open(config)
-    shutil.copytree(trained, first.checkpoints / "step_4")
+    shutil.copytree(trained, first.checkpoints / "step_1")
     before = sorted(path for path in first.folder.path.parent.rglob("*"))
     context = mp.get_context("fork")
     held = context.Event()
