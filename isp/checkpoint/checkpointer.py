@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -235,7 +234,7 @@ class Checkpointer:
     # -- loading -----------------------------------------------------------------------------
 
     def choose(
-        self, load_step: int | None = None, *, launched_at: float = math.inf
+        self, load_step: int | None = None, *, launch: float | None = None
     ) -> CheckpointInfo | None:
         """The checkpoint to resume from, None if there is none at all; every byte is verified.
 
@@ -244,9 +243,7 @@ class Checkpointer:
         """
         if self._flight is not None:
             self._flight.join()
-        return choose(
-            lambda: candidates_in(self.folder, load_step, launched_at=launched_at), self._channel
-        )
+        return choose(lambda: candidates_in(self.folder, load_step, launch=launch), self._channel)
 
     def choose_initial(self, path: Path) -> CheckpointInfo:
         """The checkpoint at `path`, the newest good one if it is a folder of them or of a run."""

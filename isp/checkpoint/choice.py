@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from isp.checkpoint.manifest import Damaged, Manifest
 from isp.comm import Channel
 
 __all__ = [
+    "LAUNCH",
     "Candidates",
     "CheckpointInfo",
     "candidates_at",
@@ -22,6 +22,9 @@ __all__ = [
     "newest_at",
     "preview",
 ]
+
+LAUNCH = "launch"
+"""Key of a manifest's shared values: the launch of the run that saved it, by its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +62,12 @@ class Candidates(NamedTuple):
 
 
 def candidates_in(
-    folder: CheckpointFolder, load_step: int | None = None, *, launched_at: float = math.inf
+    folder: CheckpointFolder, load_step: int | None = None, *, launch: float | None = None
 ) -> Candidates:
-    """The checkpoint of `load_step`, or all from the newest on; to be called on one rank.
+    """Return the checkpoint of `load_step`, or all from the newest on; to be called on one rank.
 
-    Those that were saved after `launched_at` (seconds since 1970) come before `load_step`: the run
-    has gone back to it already, and was then started again. Raises ValueError if there is no
-    checkpoint of `load_step`.
+    Checkpoints that `launch` has saved come before `load_step`: the run has gone back to it
+    already, and was then started again. Raises ValueError if there is no checkpoint of `load_step`.
     """
     folder.restore()
     steps, reason = folder.steps(), "the newest good one"
@@ -73,7 +75,10 @@ def candidates_in(
         f"{path.name}: left over from a save that did not end" for path in folder.leftovers()
     ]
     if load_step is not None:
-        newer = [step for step in steps if _saved_at(folder, step) > launched_at]
+        # By the launch's name, not by times: a clock that was set back makes new saves look old.
+        newer = [
+            step for step in steps if launch is not None and _launch_of(folder, step) == launch
+        ]
         if load_step not in steps and not newer:
             there = ", ".join(str(s) for s in steps) or "none at all"
             raise ValueError(
@@ -150,8 +155,8 @@ def _verified(path: Path, channel: Channel) -> Manifest:
     return manifests[0]
 
 
-def _saved_at(folder: CheckpointFolder, step: int) -> float:
+def _launch_of(folder: CheckpointFolder, step: int) -> float | None:
     try:
-        return Manifest.read(folder.published(step)).saved_at
+        return Manifest.read(folder.published(step)).shared.get(LAUNCH)
     except Damaged:
-        return -math.inf
+        return None

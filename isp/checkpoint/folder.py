@@ -25,7 +25,13 @@ from pathlib import Path
 
 from isp.checkpoint.manifest import MANIFEST, fault_of, sync_folder
 
-__all__ = ["CheckpointFolder", "checkpoints_at", "describe_contents", "folder_lock"]
+__all__ = [
+    "CheckpointFolder",
+    "check_unlocked",
+    "checkpoints_at",
+    "describe_contents",
+    "folder_lock",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -168,16 +174,16 @@ def describe_contents(path: Path) -> str:
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, *, waits: bool = False) -> Iterator[None]:
     """Keep other runs out of `folder`, which exists, until this is left or the process ends.
 
-    Raises ValueError, with who holds it, if another run does. Where the file system has no locks,
-    nothing is kept out.
+    If another run holds it, raises ValueError with its process, or waits. On a file system without
+    locks nothing is kept out.
     """
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        _lock(descriptor, folder)
-        with suppress(OSError):  # a full disk need not know who we are
+        _lock(descriptor, folder, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(OSError):  # a full disk is reported by what needs the room
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -185,9 +191,21 @@ def folder_lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def check_unlocked(folder: Path) -> None:
+    """Raise ValueError if a run holds the lock of `folder`; makes nothing."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = os.open(folder / ".lock", os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        _lock(descriptor, folder, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two may look at once
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path, operation: int) -> None:
+    try:
+        fcntl.flock(descriptor, operation)
     except BlockingIOError:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "which says no more"
         raise ValueError(

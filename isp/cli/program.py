@@ -163,7 +163,12 @@ def _train(args: argparse.Namespace) -> int:
     if speaks():
         _note_unused(config)
     if args.nproc is not None:
-        return start_ranks(args.nproc, args.words)
+        code = start_ranks(args.nproc, args.words)
+        if code:
+            from isp.train.resume import reopen_finished
+
+            reopen_finished(config.job)
+        return code
     from isp.train import main as train
 
     return report_end(train(config))

@@ -11,6 +11,13 @@
 
 Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes, but
 for each rank's own log.
+
+[Note: Order of runs] The name of a run is its start in UTC, marked by `Z`; earlier versions of ISP
+wrote local time, without it. No name decides which run is the newest: a clock may be set back, or
+differ between machines. `launch.json` decides. It keeps the time of the last launch, which is made
+greater than that of each earlier launch of the job, so a launch on a slow clock is still the
+newest. It is a time and not a number of its own because runs of earlier versions have it, too, and
+because a run that has lost its file can be placed among the others by its name.
 """
 
 from __future__ import annotations
@@ -18,13 +25,15 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +45,7 @@ __all__ = [
     "check_can_create",
     "earlier_runs",
     "explained",
-    "latest_run",
+    "launch_time",
     "make_unique",
     "run_name",
     "try_writing",
@@ -44,32 +53,48 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
+_TIME = "%Y-%m-%d_%H-%M-%S"
+_NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(Z?)(?:_(\d+))?")
 _PROBE_BYTES = 2**16
 
 
 def run_name() -> str:
-    """The name of a run that starts now (in local time), such as `2026-11-21_03-06-12`."""
-    return datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    """Return the name of a run that starts now, in UTC, such as `2026-11-21_03-06-12Z`."""
+    return datetime.fromtimestamp(time.time(), UTC).strftime(f"{_TIME}Z")
 
 
 def earlier_runs(job: JobSection) -> list[RunFolder]:
-    """The runs of `job`, newest first; its `checkpoint_folder` shows if one can be resumed."""
+    """Return the runs of `job`, the one that was launched last first [Note: Order of runs]."""
+    return [run for *_, run in sorted(_launches(job), key=lambda found: found[:2], reverse=True)]
+
+
+def launch_time(job: JobSection) -> float:
+    """Return the time of a launch of `job` now; greater than that of each earlier launch."""
+    newest = max((at for at, *_ in _launches(job)), default=0.0)
+    return max(time.time(), math.nextafter(newest, math.inf))
+
+
+def _launches(job: JobSection) -> Iterator[tuple[float, int, RunFolder]]:
+    """Yield the time of the last launch, the number in the name, and the folder of each run."""
     folder = Path(job.dump_folder) / job.name
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            found.append((match[1], int(match[2] or 1), path))
-    return [RunFolder(path) for _, _, path in sorted(found, reverse=True)]
+        if not match or not path.is_dir() or path.is_symlink():
+            continue
+        run = RunFolder(path)
+        launch = run.launch()
+        at = _named_time(match) if launch is None else launch.at
+        if at is not None:
+            yield at, int(match[3] or 1), run
 
 
-def latest_run(job: JobSection) -> RunFolder | None:
-    """The run of `job` that was started or resumed last, if `latest` leads to one."""
-    link = Path(job.dump_folder) / job.name / "latest"
-    return RunFolder(link.resolve()) if link.is_symlink() and link.is_dir() else None
+def _named_time(match: re.Match[str]) -> float | None:
+    """Return the time in a run's name, in seconds since 1970; None if there is no such time."""
+    try:
+        named = datetime.strptime(match[1], _TIME)
+        return (named.replace(tzinfo=UTC) if match[2] else named).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 class LaunchRecord(NamedTuple):
@@ -78,9 +103,11 @@ class LaunchRecord(NamedTuple):
     id: str
     """torchrun's name of the launch."""
     at: float
-    """Its time, in seconds since 1970."""
+    """Its time from `launch_time`, in seconds since 1970."""
     finished_step: int | None = None
     """The step at which the run finished, all files written; None if it has not finished."""
+    launcher: str = ""
+    """The process of torchrun that started rank 0, from `isp.run.launcher`; "" if unknown."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +194,13 @@ class RunFolder:
         _replace(self.environment_file, environment)
 
     def launch(self) -> LaunchRecord | None:
-        """The launch that started the run last; None if its file is missing or cut off."""
+        """Return the launch that started the run last; None if its file is missing or cut off."""
         try:
             launch = LaunchRecord(**json.loads(self.launch_file.read_text()))
-        except (OSError, ValueError, TypeError):
+            has_time = math.isfinite(launch.at)
+        except (OSError, ValueError, TypeError, OverflowError):
             return None
-        return launch if isinstance(launch.finished_step, int | None) else None
+        return launch if has_time and isinstance(launch.finished_step, int | None) else None
 
     def write_launch(self, launch: LaunchRecord) -> None:
         """Write the launch that starts the run now, in place of the one before."""
@@ -181,8 +209,11 @@ class RunFolder:
             _write_synced(new, json.dumps(launch._asdict()).encode())
             os.replace(new, self.launch_file)
 
-    def write_finished(self, step: int) -> None:
-        """Write that the run finished at `step`. Raises ValueError if its folder was removed."""
+    def write_finished(self, step: int | None) -> None:
+        """Write that the run finished at `step`, or with None that it has not.
+
+        Raises ValueError if its folder was removed.
+        """
         launch = self.launch()
         if launch is None:
             raise ValueError(f"{self.launch_file} was removed or changed during the run")
@@ -197,7 +228,7 @@ class RunFolder:
 
 
 def make_unique(folder: Path, name: str) -> Path:
-    """Make `name` in `folder`, or the first of `name_2`, `name_3` ... that nobody has made."""
+    """Make `name` in `folder`, or the first of `name_2`, `name_3` ... that does not exist."""
     for number in itertools.count(1):
         path = folder / (name if number == 1 else f"{name}_{number}")
         try:

@@ -5,24 +5,37 @@ after the checkpoint, the metrics and the evaluation of the last step. Until the
 resumes it, even with no step left, and completes what is missing. A finished run is resumed only
 where its newest good checkpoint is short of `training.steps` and of the same model and data.
 
-[Note: Restarts] Ranks that torchrun starts again are in the same run still, whether it has a
-checkpoint yet or has saved its last one: else a rank that dies while the run ends would have all of
-it trained once more. A run knows the launch it was last started by, so that a launch whose ranks
-died before they opened a folder does not take another's for theirs.
+[Note: Restarts] Ranks that torchrun starts again stay in their run, whatever the configuration
+says, whether it has a checkpoint yet or has finished: otherwise a rank that dies while the others
+end would have everything trained once more. `launch.json` names the process of torchrun that
+started rank 0, which is the same after a restart. torchrun's count of restarts is not: on several
+machines it counts only failures of its own ranks, so it is 0 for rank 0 if another machine's rank
+died. The count decides where the process is unknown or rank 0 has moved to another machine.
+
+A launch by the user is another launch, and a finished run is not trained again by it. With `isp
+train --nproc` a run counts as finished only if its ranks also ended well: then a loop that repeats
+the command until it succeeds loads the last checkpoint and ends.
+
+[Note: Starts] Starts of one job wait for each other until each has its folder and the lock on its
+checkpoints. A start is refused if the run that it would resume, or a newer one without a checkpoint
+yet, is at work.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from isp.checkpoint.choice import CheckpointInfo, candidates_in, newest_at, preview
-from isp.checkpoint.folder import CheckpointFolder, describe_contents, folder_lock
+from isp.checkpoint.folder import (
+    CheckpointFolder,
+    check_unlocked,
+    describe_contents,
+    folder_lock,
+)
 from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
@@ -36,11 +49,12 @@ from isp.run.folder import (
     check_can_create,
     earlier_runs,
     explained,
-    latest_run,
+    launch_time,
     run_name,
     try_writing,
 )
-from isp.settings import CheckpointConfig
+from isp.run.launcher import launch_id, launcher, process_name, was_restarted
+from isp.settings import CheckpointConfig, JobSection
 from isp.settings.section import KeyRole
 from isp.train.begin_from import check_folder
 
@@ -49,6 +63,7 @@ __all__ = [
     "check_changes",
     "check_start",
     "open_run",
+    "reopen_finished",
     "resumed",
     "saved_config",
     "saved_sequences",
@@ -68,7 +83,7 @@ class Start(NamedTuple):
     resumes: bool
     """Whether there may be checkpoints in it to resume from."""
     launched_at: float
-    """Time the run was started, by the clock; an earlier one's restarts do not count."""
+    """Time of the launch, from `launch_time`; the same after a restart of its ranks."""
     note: str
     """Reason why the run before is not resumed; "" if there is none."""
     copied: tuple[int, ...]
@@ -116,20 +131,46 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
     be written to, another run is at work there, or what is to be gone on from is not there, not
     good, or of a run with another model or other data.
     """
-    with _claimed(config, topology, makes=True) as place, ExitStack() as held:
-        run = place.run
-        folder = (
-            RunFolder.create(config.job, run_name()) if run is None else RunFolder.reopen(run.path)
-        )
-        checkpoints, resumes = place.checkpoints, place.checkpoints is not None
-        if checkpoints is None:
-            checkpoints = folder.checkpoint_folder
-            held.enter_context(_held(checkpoints))
-        launched_at = place.launched_at
-        if launched_at is None:
-            launched_at = time.time()
-            folder.write_launch(LaunchRecord(_launch_id(), launched_at))
+    with ExitStack() as held:
+        with _starting(config.job):
+            place = held.enter_context(_claimed(config, topology, makes=True))
+            if place.run is None:
+                folder = RunFolder.create(config.job, run_name())
+            else:
+                folder = RunFolder.reopen(place.run.path)
+            checkpoints, resumes = place.checkpoints, place.checkpoints is not None
+            if checkpoints is None:
+                checkpoints = folder.checkpoint_folder
+                held.enter_context(_held(checkpoints))
+            launched_at = place.launched_at
+            if launched_at is None:
+                launched_at = launch_time(config.job)
+                record = LaunchRecord(launch_id(), launched_at, launcher=launcher())
+                folder.write_launch(record)
         yield Start(folder, checkpoints, resumes, launched_at, place.note, place.copied)
+
+
+def reopen_finished(job: JobSection) -> None:
+    """Have the newest run count as not finished, if ranks of this process have finished it.
+
+    To be called by a launcher one of whose ranks failed: the same command then resumes the run,
+    finds no step left, and ends it.
+    """
+    for run in earlier_runs(job)[:1]:
+        launch, own = run.launch(), process_name(os.getpid())
+        if launch is not None and launch.finished_step is not None and own == launch.launcher != "":
+            run.write_finished(None)
+
+
+@contextmanager
+def _starting(job: JobSection) -> Iterator[None]:
+    """Make the folder of the job, and let other starts of it wait until this is left."""
+    folder = Path(job.dump_folder) / job.name
+    with ExitStack() as held:
+        with explained(f"job.dump_folder={job.dump_folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(folder, waits=True))
+        yield
 
 
 @contextmanager
@@ -252,11 +293,10 @@ def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
     """The checkpoint that the run would resume from, if there is one."""
     if place.checkpoints is None:
         return None
-    launched_at = math.inf if place.launched_at is None else place.launched_at
     folder = CheckpointFolder(place.checkpoints)
     if config.checkpoint.upload_to is not None and not folder.steps():
         return None  # to be copied, see `_fill`
-    found = candidates_in(folder, config.checkpoint.load_step, launched_at=launched_at)
+    found = candidates_in(folder, config.checkpoint.load_step, launch=place.launched_at)
     asked = config.checkpoint.auto_resume or config.checkpoint.load_step is not None
     if found.paths and not asked and place.run is None:
         raise ValueError(
@@ -268,13 +308,16 @@ def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
 
 
 def _interrupted(config: JobConfig) -> tuple[RunFolder, float] | None:
-    """The run that these ranks were in when torchrun started them again, and its launch time."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    run = latest_run(config.job) if restarted and _goes_on(config) else None
-    launch = None if run is None else run.launch()
-    if run is None or launch is None or launch.id != _launch_id():
-        return None
-    return run, launch.at
+    """Return the run of these ranks, if torchrun has started them again, and its launch time."""
+    own = launcher()
+    for number, run in enumerate(earlier_runs(config.job)):
+        launch = run.launch()
+        if launch is None or launch.id != launch_id():
+            continue
+        # Launches may share a name ("none"), so the count is taken to mean the newest run only.
+        if (own and launch.launcher == own) or (was_restarted() and number == 0):
+            return run, launch.at
+    return None
 
 
 def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder | None, str]:
@@ -290,6 +333,7 @@ def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder 
             return (None if note else run), note
         if CheckpointFolder(run.checkpoint_folder).steps():
             return run, ""
+        check_unlocked(run.checkpoint_folder)  # a run that has just begun is not to be run twice
     if load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: no run of job.name={config.job.name} under"
@@ -322,11 +366,6 @@ def _goes_on(config: JobConfig) -> bool:
     checkpoint = config.checkpoint
     asked = checkpoint.load_step is not None or checkpoint.folder is not None
     return checkpoint.auto_resume or asked
-
-
-def _launch_id() -> str:
-    """torchrun's name of the launch; where it gives none, all are one."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
 
 def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:

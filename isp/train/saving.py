@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed
 from isp.checkpoint.agreement import attempt
+from isp.checkpoint.choice import LAUNCH
 from isp.checkpoint.plain import Plain
 from isp.comm import Mesh
 from isp.config import JobConfig
@@ -45,31 +46,34 @@ class Progress(NamedTuple):
 
 
 class RunCheckpoints:
-    """Saves and loads a run in `folder`: its tensors, skipped steps, random states and keys.
+    """Saves and loads the run of `start`: its tensors, skipped steps, random states and keys.
 
     All methods are collectives over the world.
     """
 
-    def __init__(self, folder: Path, config: JobConfig, train_step: TrainStep, mesh: Mesh) -> None:
+    def __init__(self, start: Start, config: JobConfig, train_step: TrainStep, mesh: Mesh) -> None:
+        self._start = start
         self._config = config
         self._mesh = mesh
         self._train_step = train_step
         self._saved = SavedStep(train_step)
-        self.checkpointer = Checkpointer(folder, config.checkpoint, world=mesh[Axis.WORLD])
+        self.checkpointer = Checkpointer(
+            start.checkpoints, config.checkpoint, world=mesh[Axis.WORLD]
+        )
 
-    def begin(self, start: Start) -> Progress:
+    def begin(self) -> Progress:
         """Load what the run begins from, and how far that has come.
 
         That are the run's own checkpoints if there are any, else those that
         `checkpoint.initial_load_path` names, else the weights in the folder `model.init_from`, else
         the model's initial weights.
         """
-        checkpoint, own = self._config.checkpoint, None
+        start, checkpoint, own = self._start, self._config.checkpoint, None
         begun = not self._train_step.built.model.checkpoints_frozen
         if begun:  # checkpoints are of the adapters alone
             self._init_weights()
         if start.resumes:
-            own = self.checkpointer.choose(checkpoint.load_step, launched_at=start.launched_at)
+            own = self.checkpointer.choose(checkpoint.load_step, launch=start.launched_at)
         if own is not None:
             return self._go_on_from(own)
         if checkpoint.initial_load_path is not None:
@@ -107,13 +111,14 @@ class RunCheckpoints:
             shared={
                 _RECORD: None if done.record is None else done.record.to_json(),
                 **({} if done.place is None else {_PLACE: done.place}),
+                LAUNCH: self._start.launched_at,
                 **saved_values(self._config, self._mesh.topology),
             },
             wait=wait,
         )
 
     def save_at_last(self, done: Progress) -> None:
-        """Save what nobody will save again: if that fails, for a while once more.
+        """Save at the end of a run, retrying for a while if that fails.
 
         Raises CheckpointError if it still does then.
         """

@@ -96,7 +96,7 @@ class Trainer:
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self.optimizer = self.train_step.optimizer
         self._balance = ContextBalance(self.train_step.built.sequence)
-        self._checkpoints = RunCheckpoints(start.checkpoints, config, self.train_step, mesh)
+        self._checkpoints = RunCheckpoints(start, config, self.train_step, mesh)
         self.checkpointer = self._checkpoints.checkpointer
         self._profiler: StepProfiler | None = None
         if config.profiler.enable_profiling:
@@ -145,7 +145,7 @@ class Trainer:
         Whether the run has finished.
         What it begins from, see `RunCheckpoints.begin`.
         """
-        begun = self._checkpoints.begin(self.start)
+        begun = self._checkpoints.begin()
         self.step, self.tokens = begun.step, begun.tokens
         what = "taking up the place in the stream of data"
         attempt(self.mesh.host, what, lambda: self.data.seek(begun.step, begun.place))

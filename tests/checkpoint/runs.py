@@ -119,7 +119,7 @@ def _channels(topology: Topology, rank: int) -> dict[Axis, Channel]:
     return channels
 
 
-def chosen(checkpointer: Checkpointer, *step: int, **keys: float) -> CheckpointInfo:
+def chosen(checkpointer: Checkpointer, *step: int, **keys: float | None) -> CheckpointInfo:
     """The checkpoint to resume from, which there has to be."""
     info = checkpointer.choose(*step, **keys)
     assert info is not None

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
+from isp.checkpoint.choice import LAUNCH
 from isp.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
 from isp.checkpoint.storage import METADATA, read_metadata
 from isp.checkpoint.whole import WholeWeights
@@ -127,22 +128,23 @@ def test_a_step_can_be_asked_for(folder: Path) -> None:
 def test_a_run_that_went_back_goes_on(folder: Path) -> None:
     """Catches a restarted run that goes back to load_step once more, or on from what it left."""
     checkpointer = Checkpointer(folder, CONFIG, world=Channel.solo())
+    first, second, third = 3.0, 2.0, 1.0  # launches; the numbers say nothing of their order
+    for step, launch in ((20, first), (30, second)):
+        # The clock was set back in the meantime: the save after step 10 looks older than step 10.
+        _change(folder / f"step_{step}", shared={LAUNCH: launch}, saved_at=1.0 / step)
 
-    def resumed(launched_at: float) -> tuple[int, str]:
-        info = chosen(checkpointer, 10, launched_at=launched_at)
+    def resumed(launch: float | None) -> tuple[int, str]:
+        info = chosen(checkpointer, 10, launch=launch)
         return info.step, info.reason
 
-    before = Manifest.read(folder / "step_20").saved_at
-    assert resumed(before + 1e9) == (10, "as load_step=10 says")
-    assert resumed(before)[0] == 30, "saved after step 20 was"
-    assert resumed(before - 1e-6) == (
-        30,
-        "the newest good one since the run went back to load_step=10",
-    )
+    since = "the newest good one since the run went back to load_step=10"
+    for launch in (third, None):
+        assert resumed(launch) == (10, "as load_step=10 says")
+    assert resumed(second) == (30, since)
+    assert resumed(first) == (20, since), "step 30 was not saved by it"
     (folder / "step_30" / DATA).unlink()
-    assert resumed(before - 1e-6)[0] == 20
-    assert resumed(before)[0] == 10
-    info = chosen(checkpointer, launched_at=before)
+    assert resumed(second)[0] == 10
+    info = chosen(checkpointer, launch=second)
     assert info.step == 20
 
 

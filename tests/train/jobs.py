@@ -46,7 +46,7 @@ def run_forked(job: Path, *overrides: str, num_ranks: int = NUM_RANKS) -> None:
 def run_folders(job: Path, name: str = "job") -> list[Path]:
     """The folders of all runs of `name`, oldest first."""
     paths = (job.parent / "out" / name).iterdir()
-    return sorted(path for path in paths if not path.is_symlink())
+    return sorted(path for path in paths if path.is_dir() and not path.is_symlink())
 
 
 def numbers(run: Path) -> list[tuple[int, float, float, float, int]]:

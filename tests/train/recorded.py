@@ -119,7 +119,7 @@ def trained(names: Iterable[str], folder: Path) -> dict[str, Series]:
         job = folder / "job.yaml"
         job.write_text(_JOB.format(folder=folder) + _model(of_one.hf, folder))
         run_forked(job, *(f"--{word}" for word in of_one.overrides.split()), num_ranks=of_one.ranks)
-        (run,) = (path for path in (folder / "out/job").iterdir() if not path.is_symlink())
+        (run,) = (folder / "out/job").glob("*Z")
         records = read_metrics(run / "metrics.jsonl")
         found[name] = {
             "loss": [record.loss for record in records],

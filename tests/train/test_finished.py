@@ -5,19 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from isp.cli import main
 from isp.config import load_config
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.metrics import StepRecord, read_metrics
+from isp.run.folder import RunFolder
+from isp.run.forked import RankError
+from isp.train import main as train
 from isp.train.data import StepData
 from isp.train.meter import StepOutputs
 from isp.train.resume import check_start
+from tests.ranks import run_programs
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 ONE_RANK = ["--parallel.tensor.size=1", "--parallel.weight.size=1", "--training.steps=4"]
@@ -120,6 +125,63 @@ def test_what_an_interrupted_step_lacks_is_completed(
     assert [loss is not None for *_, loss in _records(whole)] == [False, True, False, True]
     assert _records(run) == _records(whole)
     assert _log(run).count("completing step") == 1
+
+
+def _rank_of_launch(rank: int, job: Path, launch: str) -> None:
+    """A rank of torchrun, which has not counted a restart, as where another machine's rank died."""
+    os.environ["TORCHELASTIC_RUN_ID"] = launch
+    train(load_config(job, ONE_RANK))
+
+
+def _end_by_torchrun(job: Path, launch: str) -> None:
+    """Restarts have the same launch."""
+    run_programs(1, _rank_of_launch, job, "train")
+
+
+def _end_by_nproc(job: Path, launch: str) -> None:
+    """The command typed again: a launch of its own."""
+
+    def start(nproc: int, command: Sequence[str]) -> int:
+        try:
+            run_programs(nproc, _rank_of_launch, job, launch)
+        except RankError:
+            return 137
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isp.cli.launch.launch", start)
+        if code := main(["train", str(job), "--nproc=1", *ONE_RANK]):
+            raise RuntimeError(f"rank 0 died: {code}")
+
+
+@pytest.mark.parametrize("end", [_end_by_torchrun, _end_by_nproc])
+def test_a_death_after_the_end_has_nothing_trained_again(
+    job: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Path, str], None]
+) -> None:
+    """Catches all steps trained again in another folder, since a rank died between the end of the
+    run and its own: after a restart by torchrun, and in a loop that repeats the command.
+    """
+    write = RunFolder.write_finished
+
+    def write_and_die(folder: RunFolder, step: int | None) -> None:
+        write(folder, step)
+        if step is not None:
+            _die()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_finished", write_and_die)
+        with pytest.raises(RuntimeError, match="rank 0 died"):
+            end(job, "first")
+    (run,) = run_folders(job)
+    expected = numbers(run)
+    end(job, "second")
+    assert run_folders(job) == [run]
+    assert len(expected) == 4
+    assert numbers(run) == expected
+    assert "step_4, the newest good one" in _log(run)
+    if end is _end_by_nproc:
+        end(job, "third")
+        assert len(run_folders(job)) == 2, "it had ended well"
 
 
 def test_an_evaluation_is_completed_in_checkpoint_folder(

@@ -101,6 +101,41 @@ def test_a_restart_is_in_the_run_of_its_launch(
     assert later.launched_at > own.launched_at
 
 
+@pytest.mark.parametrize("restarts", [0, 1], ids=["another machine's rank died", "a rank died"])
+@pytest.mark.parametrize("saved", [False, True], ids=["nothing saved", "finished"])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--checkpoint.auto_resume", "false"], ["--checkpoint.load_step", "1"]],
+    ids=["auto_resume", "auto_resume=false", "load_step"],
+)
+def test_no_restart_begins_another_run(
+    load: Callable[..., JobConfig],
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restarts: int,
+    saved: bool,
+    words: list[str],
+) -> None:
+    """Catches all of a run trained again since a rank died after the run had finished, and a key
+    that makes each restart a new run or one more step back.
+    """
+    if "--checkpoint.load_step" in words:
+        shutil.copytree(trained, _open(load()).checkpoints / "step_1")
+    config = load("--training.steps", "1", *words)
+    _launch(monkeypatch, "train", 0)
+    run = _open(config)
+    if saved:
+        shutil.copytree(trained, run.checkpoints / "step_1", dirs_exist_ok=True)
+        run.folder.write_finished(1)
+    (run.folder.path.parent / "latest").unlink()  # as where there are no links
+    _launch(monkeypatch, "train", restarts)
+    again = _open(config)
+    assert again == run._replace(resumes=True, note="")
+    if not restarts and "--checkpoint.load_step" not in words:
+        monkeypatch.setattr(resume, "launcher", lambda: "another torchrun with the same --rdzv-id")
+        assert _open(config).folder != run.folder
+
+
 def test_a_launch_file_that_was_cut_off_belongs_to_nobody(
     config: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +247,18 @@ def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
         pass
 
 
+def test_a_run_that_has_just_begun_is_at_work(load: Callable[..., JobConfig]) -> None:
+    """Catches a command given twice, whose second run trains the same again in its own folder."""
+    config = load()
+    with open_run(config, config.topology(2)) as first:
+        for begin in (_check, _open):
+            with pytest.raises(ValueError, match=rf"another run is saving to {first.checkpoints}"):
+                begin(config)
+        apart = _open(load("--checkpoint.auto_resume", "false"))
+        assert apart.folder != first.folder
+    _check(config)
+
+
 def _hugging_face(path: Path) -> None:
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -298,21 +345,24 @@ def test_a_dump_folder_that_cannot_be_made_is_refused_before_ranks(
 def test_a_new_folder_is_held_from_the_beginning(
     load: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches two runs begun at once in a folder that was there for neither when it looked."""
-    looked = []
+    """Catches two runs begun at once in a folder, or of a job, that was there for neither when it
+    looked.
+    """
+    looked, folders = [], [tmp_path / "both", tmp_path / "out" / "job"]
 
     def named() -> str:
-        with (
-            pytest.raises(ValueError, match="another run is saving to"),
-            folder_lock(tmp_path / "both"),
-        ):
-            pass
-        looked.append("both")
+        for folder in folders:
+            with (
+                pytest.raises(ValueError, match="another run is saving to"),
+                folder_lock(folder),
+            ):
+                pass
+            looked.append(folder)
         return run_name()
 
     monkeypatch.setattr(resume, "run_name", named)
     _open(load("--checkpoint.folder", str(tmp_path / "both")))
-    assert looked == ["both"]
+    assert looked == folders
 
 
 def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
