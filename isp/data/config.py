@@ -137,6 +137,11 @@ class DataConfig:
     """Read the text in a stream, for sources that are too large for memory. Files and blocks of
     documents are shuffled, and checkpoints save the position in the stream."""
 
+    streaming_restart: Annotated[bool, KeyRole.METHOD] = False
+    """Resume even from a checkpoint without a position in this stream, which was saved without
+    `streaming`, or with another `source`, `text_key` or training.seed: every source is read again
+    from its beginning."""
+
     tokenizer: Text = BYTE_TOKENIZER
     """`bytes`, a Hugging Face tokenizer.json, or a folder that holds one."""
 

@@ -22,7 +22,7 @@ from isp.data.examples import check_any
 from isp.data.tokenizer import TokenArray
 from isp.settings.counts import counted
 
-__all__ = ["StreamDataset"]
+__all__ = ["StreamDataset", "is_place"]
 
 BLOCK = 1024
 
@@ -39,6 +39,15 @@ class _Place(NamedTuple):
     """In the order of the block."""
     token: int = 0
     """Of the document."""
+
+
+def is_place(value: object) -> bool:
+    """Return whether `value` has the form of what `StreamDataset.tell` returns."""
+    return (
+        isinstance(value, list)
+        and len(value) == len(_Place._fields)
+        and all(isinstance(number, int) and number >= 0 for number in value)
+    )
 
 
 class StreamDataset:

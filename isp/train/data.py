@@ -116,19 +116,18 @@ class StepData:
         return self._places.get(step)
 
     def seek(self, step: int, place: Any) -> None:
-        """Let `step`, the first that is asked for, begin at the `place` that `tell` gave.
+        """Let `step`, the first that is read, begin at the `place` that `tell` returned.
 
-        One of other sources, or none, says nothing of these: then they are read from the beginning.
+        None is the beginning of every source.
         """
         if self._stream is None or step == 0:
             return
-        begin = self._stream.tell(0)
-        if np.shape(place) != np.shape(begin):
+        if place is None:
             logger.warning(
-                "step %d begins at the beginning of data.source: the checkpoint has no place in it",
+                "step %d begins at the beginning of data.source, as data.streaming_restart allows",
                 step + 1,
             )
-            place = begin
+            place = self._stream.tell(0)
         self._stream.seek(step * self._samples, place)
 
     def training(self, step: int) -> list[MicroBatch]:

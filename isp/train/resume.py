@@ -36,11 +36,13 @@ from isp.checkpoint.folder import (
     describe_contents,
     folder_lock,
 )
+from isp.checkpoint.plain import Plain
 from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable, differences
 from isp.data.sources import takes_bos
+from isp.data.stream import is_place
 from isp.models.build import parameter_shapes
 from isp.parallel import Topology
 from isp.run.folder import (
@@ -59,6 +61,7 @@ from isp.settings.section import KeyRole
 from isp.train.begin_from import check_folder
 
 __all__ = [
+    "STREAM",
     "Start",
     "check_changes",
     "check_start",
@@ -68,10 +71,15 @@ __all__ = [
     "saved_config",
     "saved_sequences",
     "saved_values",
+    "stream_place",
 ]
 
 _CONFIG = "config"
+_SHARES = (".weight", ".name")
+"""Ends of the keys of a mixture that do not change the order in which a source is read."""
 _SEQUENCES = "sequences_per_step"
+STREAM = "stream"
+"""Key of a checkpoint's shared values: where its next step begins in a stream of data."""
 
 
 class Start(NamedTuple):
@@ -260,6 +268,7 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
     if own is not None:
         _check_length(own, config)
         check_changes(own, config, topology)
+        stream_place(own, config)
         _check_model(own, config)
     elif checkpoint.initial_load_path is not None:
         try:
@@ -269,6 +278,7 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
         if not checkpoint.initial_load_model_only:
             _check_length(initial, config)
             check_changes(initial, config, topology)
+            stream_place(initial, config)
         _check_model(initial, config)
     elif config.model.init_from is not None:
         check_folder(config.model)
@@ -400,6 +410,30 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
             " from these weights; to resume with the changes, checkpoint.allow_changes=true"
         )
     return [*refused, *lines]
+
+
+def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
+    """Return the place of a checkpoint in the stream of `config`; None without `data.streaming`.
+
+    None, too, if it has none, which raises ValueError unless `data.streaming_restart` is set.
+    """
+    if not config.data.streaming or info.step == 0:
+        return None
+    place, parts = info.manifest.shared.get(STREAM), len(config.data.parts)
+    places = [place] if parts == 1 else place
+    has_form = isinstance(places, list) and len(places) == parts and all(map(is_place, places))
+    why = "" if has_form else "it was saved without one"
+    # A place is a count of files and documents in the order of the seed: elsewhere it is any place.
+    for key, there, here in differences(saved_config(info) or {}, to_plain(config)):
+        is_source = key.startswith("data.source") and not key.endswith(_SHARES)
+        if key in ("data.text_key", "training.seed") or is_source:
+            why = why or f"{key}: {there} there, {here} now"
+    if why and not config.data.streaming_restart:
+        raise ValueError(
+            f"{info.path} has no place in the stream of data.source ({why}): to read the source"
+            " again from its beginning, data.streaming_restart=true"
+        )
+    return None if why else place
 
 
 def _compare(

@@ -16,7 +16,7 @@ from isp.config import JobConfig
 from isp.metrics import StepRecord
 from isp.parallel import Axis
 from isp.train.begin_from import load_folder
-from isp.train.resume import Start, check_changes, saved_values
+from isp.train.resume import STREAM, Start, check_changes, saved_values, stream_place
 from isp.train.saved_step import SavedStep
 from isp.train.step import TrainStep
 
@@ -25,7 +25,6 @@ __all__ = ["Progress", "RunCheckpoints"]
 logger = logging.getLogger(__name__)
 
 _RECORD = "record"
-_PLACE = "stream"
 
 RETRY_SECONDS = 10
 """From one attempt at the last save to the next."""
@@ -110,7 +109,7 @@ class RunCheckpoints:
             tokens=done.tokens,
             shared={
                 _RECORD: None if done.record is None else done.record.to_json(),
-                **({} if done.place is None else {_PLACE: done.place}),
+                **({} if done.place is None else {STREAM: done.place}),
                 LAUNCH: self._start.launched_at,
                 **saved_values(self._config, self._mesh.topology),
             },
@@ -138,13 +137,16 @@ class RunCheckpoints:
             left -= RETRY_SECONDS
 
     def _go_on_from(self, info: CheckpointInfo) -> Progress:
-        """Load all of a checkpoint. Raises ValueError if it is of another model or other data."""
+        """Load all of a checkpoint.
+
+        Raises ValueError if it is of another model or other data, or has no place in the stream.
+        """
         changes = check_changes(info, self._config, self._mesh.topology)
+        place = stream_place(info, self._config)
         resumed = self._saved.load(self.checkpointer, info)
         logger.info("resumed from %s", info.describe())
         for change in changes:
             logger.info("  %s", change)
-        place = resumed.shared.get(_PLACE)
         return Progress(resumed.step, resumed.tokens, _saved_record(resumed), place)
 
 

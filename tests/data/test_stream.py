@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from isp.checkpoint.choice import newest_at
 from isp.config import load_config
 from isp.data import stream
 from isp.data.mixture import MixedDataset
@@ -14,6 +16,7 @@ from isp.data.sources import check_sources, open_datasets
 from isp.data.stream import StreamDataset
 from isp.data.tokenizer import ByteTokenizer
 from isp.metrics import read_metrics
+from isp.train.resume import check_start, stream_place
 from tests.data.chat_folder import write_lines
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
@@ -104,11 +107,74 @@ def test_a_run_resumes_on_other_ranks_from_its_place(
     assert {f"{place}" for place in places} <= {*sought.read_text().split("\n")}
 
     words += ["--checkpoint.allow_changes", f"--data.source={tmp_path}/x"]
+    words += ["--data.streaming_restart"]
     run_forked(job, *words, *one, "--training.steps=7", num_ranks=1)
     assert len(read_metrics(parts / "metrics.jsonl")) == 7
     assert (
         "step 7 begins at the beginning of data.source" in (parts / "logs/rank_0.log").read_text()
     )
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A job, with the words of a run of it that has streamed a mixture for one step."""
+    job = write_job(tmp_path_factory.mktemp("streamed"))
+    for name in ("x", "y"):
+        _files(job.parent / name)
+    mixture = f"[{{path: {job.parent}/x, weight: 2}}, {{path: {job.parent}/y}}]"
+    words = ["--parallel.tensor.size=1", "--parallel.weight.size=1", "--data.streaming"]
+    words += [f"--data.source={mixture}", "--checkpoint.allow_changes"]
+    run_forked(job, *words, "--training.steps=1", num_ranks=1)
+    return job, words
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--data.source={0}/x", "it was saved without one"),
+        ("--data.source=[{{path: {0}/x, weight: 2}}, {{path: {0}/z}}]", "data.source.1.path: "),
+        ("--training.seed=1", "training.seed: 0 there, 1 now"),
+        ("--data.text_key=body", "data.text_key: text there, body now"),
+        ("--data.source=[{{path: {0}/x, weight: 3}}, {{path: {0}/y, name: y}}]", ""),
+        ("--data.micro_num=2", ""),
+        ("--data.streaming=false", ""),
+    ],
+    ids=["no mixture", "a source", "a seed", "a column", "a weight", "a batch", "no stream"],
+)
+def test_a_stream_without_a_place_is_refused(
+    streamed: tuple[Path, list[str]], words: str, why: str
+) -> None:
+    """Catches a source read again from its beginning, or from a place of another one, where
+    `checkpoint.allow_changes` was given for something else.
+    """
+    job, before = streamed
+    now = [*before, "--training.steps=2", words.format(job.parent)]
+
+    def check(*more: str) -> None:
+        config = load_config(job, [*now, *more])
+        check_start(config, config.topology(1))
+
+    if why:
+        with pytest.raises(ValueError, match=r"no place in the stream of data\.source") as refused:
+            check()
+        (line,) = str(refused.value).splitlines()
+        assert f"({why}" in line
+        assert line.endswith("from its beginning, data.streaming_restart=true")
+    check("--data.streaming_restart")
+    if not why:
+        check()
+
+
+@pytest.mark.parametrize("place", [None, [0], [[0] * 5], [[0] * 5, [0, 0, 0, 0, -1]], "place"])
+def test_a_place_of_another_form_is_none(streamed: tuple[Path, list[str]], place: object) -> None:
+    """Catches an error of the program, or a source begun again, for what is no place."""
+    job, words = streamed
+    config, info = load_config(job, words), newest_at(run_folders(job)[0])
+    shared = {**info.manifest.shared, "stream": place}
+    other = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
+    assert stream_place(info, config) == info.manifest.shared["stream"]
+    with pytest.raises(ValueError, match=r"no place .* \(it was saved without one\)"):
+        stream_place(other, config)
 
 
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
