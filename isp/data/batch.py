@@ -39,22 +39,44 @@ class MicroBatch:
     In host memory, on whatever device the others are.
     """
 
+    padding: tuple[int, ...] = ()
+    """Padding tokens at the end of each of the B rows; empty where none is known of."""
+
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], *, pack: bool) -> Self:
         """Stack samples; with `pack`, into one row with the bounds of its documents."""
         shape = (1, -1) if pack else (len(samples), -1)
+        *rows, padding = zip(*samples, strict=True)
         tokens, labels, positions = (
-            torch.from_numpy(np.concatenate(rows)).reshape(shape)
-            for rows in zip(*samples, strict=True)
+            torch.from_numpy(np.concatenate(of_samples)).reshape(shape) for of_samples in rows
         )
         cu_seqlens = document_bounds(positions[0] == 0) if pack else None
-        return cls(tokens, labels, positions, cu_seqlens)
+        return cls(tokens, labels, positions, cu_seqlens, padding if any(padding) else ())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not padding."""
+        return self.tokens.numel() - sum(self.padding)
+
+    @property
+    def document_lengths(self) -> list[int]:
+        """Length in tokens of each document's piece, or of each row if not packed; no padding."""
+        num_rows = len(self.padding) or self.tokens.shape[0]
+        row_length = self.tokens.numel() // num_rows
+        padding = self.padding or (0,) * num_rows
+        if self.cu_seqlens is None:
+            return [row_length - of_row for of_row in padding]
+        # Where a row's padding begins, a piece begins that is no document.
+        ends = {(row + 1) * row_length - size for row, size in enumerate(padding) if size}
+        starts, lengths = self.cu_seqlens[:-1].tolist(), self.cu_seqlens.diff().tolist()
+        pieces = zip(starts, lengths, strict=True)
+        return [length for start, length in pieces if start not in ends]
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch on another device."""
         rows = (self.tokens, self.labels, self.positions)
         tokens, labels, positions = (host_memory.send(x, device) for x in rows)
-        return MicroBatch(tokens, labels, positions, self.cu_seqlens)
+        return MicroBatch(tokens, labels, positions, self.cu_seqlens, self.padding)
 
 
 def document_bounds(starts: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ class Sample(NamedTuple):
     tokens: _Int64Array  # [S]
     labels: _Int64Array  # [S], the token to predict or IGNORE_INDEX
     positions: _Int64Array  # [S], from 0 in each document's piece
+    padding: int = 0
+    """Tokens at the end that belong to no document."""
 
 
 class Dataset(Protocol):

@@ -94,7 +94,8 @@ class ExampleDataset:
             labels[start : end - 1] = self._read(document, labels=True)[1:]
             start = end
         ends = np.cumsum(self._lengths[documents])
-        return Sample(tokens, labels, positions_of(ends if self.pack else ends[:0], self.seq_len))
+        positions = positions_of(ends if self.pack else ends[:0], self.seq_len)
+        return Sample(tokens, labels, positions, padding=self.seq_len - start)
 
     def shown(self, tokenizer: Tokenizer) -> str:
         """An example as text: what is trained of it is in [[ ]], and its share before it."""

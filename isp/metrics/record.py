@@ -40,6 +40,7 @@ class StepRecord:
     comm_ms: _Number
     exposed_ms: _Number
     mem_gib: _Number
+    padding: _Sometimes = None
     data_ms: _Sometimes = None
     forward_backward_ms: _Sometimes = None
     reduce_ms: _Sometimes = None
@@ -64,6 +65,7 @@ class StepRecord:
             f"grad_norm: {self.grad_norm:.3f}",
             f"lr: {self.lr:.1e}{_listed(self.lrs, '.1e')}",
             f"tgs: {self.tgs:,.0f}",
+            *([] if self.padding is None else [f"padding: {self.padding:.1%}"]),
             f"tflops: {self.tflops:.2f}",
             *([] if self.mfu is None else [f"mfu: {self.mfu:.1%}"]),
             f"mem: {self.mem_gib:.2f}GiB",

@@ -179,7 +179,8 @@ class TracedModel:
         scans = " + 3 x those of convolutions and scans" * any(c.flops for c in self.trace.calls)
         return (
             f"6 x parameters of {parameters} x tokens + 6 x (size of keys + of values) x heads x"
-            f" half the square of each document's length{scans}, recomputation not counted"
+            f" half the square of each document's length{scans}, padding and recomputation not"
+            f" counted"
         )
 
     def flops(self, document_lengths: Iterable[int]) -> int:

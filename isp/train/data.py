@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -68,6 +69,15 @@ def _check_vocabulary(config: JobConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+class _Read(NamedTuple):
+    """A step's micro-batches as the rank that reads them has them."""
+
+    tensors: Tensor
+    """Result of `stacked`."""
+    padding: list[tuple[int, ...]]
+    """`MicroBatch.padding` of each."""
+
+
 class StepData:
     """Micro-batches by step; a context, in which the next step is read ahead."""
 
@@ -86,7 +96,7 @@ class StepData:
             self._valid = [part.dataset for part in valid.parts]
         elif datasets is not None and datasets.valid is not None:
             self._valid = [datasets.valid]
-        self._reader: Prefetcher[Tensor] | None = None
+        self._reader: Prefetcher[_Read] | None = None
         self._places: dict[int, Plain] = {}
         self._stream: StreamDataset | MixedDataset | None = None
         rank, size = self._replica.rank, self._replica.size
@@ -102,12 +112,12 @@ class StepData:
                 micro_num=self._num_micro_batches,
             )
 
-            def read(step: int) -> Tensor:
+            def read(step: int) -> _Read:
                 batches = sampler.micro_batches(step, rank, size)
                 if self._stream is not None:
                     place = self._stream.tell((step + 1) * self._samples)
                     self._places = {step: self._places.get(step), step + 1: place}
-                return stacked(batches, device)
+                return _Read(stacked(batches, device), [batch.padding for batch in batches])
 
             self._reader = Prefetcher(read, num_steps=config.training.steps)
 
@@ -131,9 +141,15 @@ class StepData:
         self._stream.seek(step * self._samples, place)
 
     def training(self, step: int) -> list[MicroBatch]:
-        """The `micro_num` micro-batches of `step`, counted from 0."""
-        read = None if self._reader is None else self._reader.get(step)
-        return self._share(read, self._num_micro_batches)
+        """Return the `micro_num` micro-batches of `step`, counted from 0.
+
+        Only the rank that reads them knows their padding.
+        """
+        if self._reader is None:
+            return self._share(None, self._num_micro_batches)
+        read = self._reader.get(step)
+        batches = self._share(read.tensors, self._num_micro_batches)
+        return [replace(b, padding=rows) for b, rows in zip(batches, read.padding, strict=True)]
 
     def validation(self, source: int) -> Iterator[list[MicroBatch]]:
         """Held-out micro-batches of one of `data.valid_parts`, at most `micro_num` of them at once.

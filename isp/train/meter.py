@@ -39,14 +39,8 @@ def evaluation_is_due(config: JobConfig, step: int) -> bool:
 
 
 def model_flops(model: TracedModel, batches: Iterable[MicroBatch]) -> int:
-    """The FLOPs of forward and backward over `batches`, by the model's rule."""
-    lengths: list[int] = []
-    for batch in batches:
-        if batch.cu_seqlens is None:
-            lengths += [batch.tokens.shape[1]] * batch.tokens.shape[0]
-        else:
-            lengths += batch.cu_seqlens.diff().tolist()
-    return model.flops(lengths)
+    """Return the FLOPs of forward and backward over the documents of `batches`, by model's rule."""
+    return model.flops([length for batch in batches for length in batch.document_lengths])
 
 
 class StepMeter:
@@ -102,10 +96,11 @@ class StepMeter:
         self.own_seconds = max(0.0, training_seconds(times) - totals.exposed_seconds)
         return times
 
-    def count(self, *, tokens: int, flops: float) -> None:
-        """The step has been done on all ranks."""
+    def count(self, *, tokens: int, padding: int, flops: float) -> None:
+        """Count a step that all ranks have done: its tokens, and the padding tokens beside them."""
         self._steps += 1
         self._tokens += tokens
+        self._padding += padding
         self._flops += flops
 
     def record(
@@ -136,6 +131,7 @@ class StepMeter:
             lrs=lrs or None,
             tokens=tokens,
             tgs=self._tokens / seconds / self._num_ranks,
+            padding=self._padding / (self._tokens + self._padding) if self._padding else None,
             tflops=tflops,
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             step_ms=a_step(seconds),
@@ -157,7 +153,8 @@ class StepMeter:
         return record
 
     def _forget(self) -> None:
-        self._steps, self._tokens, self._flops = 0, 0, 0.0
+        self._steps = self._tokens = self._padding = 0
+        self._flops = 0.0
         self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)
         self._comm_seconds = self._exposed_seconds = 0.0
 

@@ -104,8 +104,8 @@ class Trainer:
         self.step = 0
         """Steps done."""
         self.tokens = 0
-        """Tokens that all ranks have trained on in them."""
-        self.tokens_per_step = config.sequences(mesh.topology) * config.data.seq_len
+        """Tokens that all ranks have trained on in them, without padding."""
+        self._places_per_step = config.sequences(mesh.topology) * config.data.seq_len
         name = device_name(device)
         peak = peak_tflops(name, config.metrics.peak_tflops)
         ranks = mesh.topology.world_size
@@ -202,16 +202,17 @@ class Trainer:
             self.clock.enter(Phase.PROFILE)
             self._profiler.end(self.step, outcome.loss)
             self._leave_phase()
-        self.tokens += self.tokens_per_step
         if outcome.skipped:
             self._count_skip(outcome)
         facts = self._agree(batches)
+        self.tokens += facts.tokens
         stopped = None
         if facts.asked:
             stopped = _AS_ASKED
         elif facts.late:
             stopped = f"as another would pass training.max_time={config.training.max_time}"
-        self._meter.count(tokens=self.tokens_per_step, flops=facts.flops)
+        padding = self._places_per_step - facts.tokens
+        self._meter.count(tokens=facts.tokens, padding=padding, flops=facts.flops)
         is_last = stopped is not None or self.step == config.training.steps
         eta_seconds = self._pace.seconds_left(self.step)
         outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
@@ -237,6 +238,7 @@ class Trainer:
             asked=self.stop.received is not None,
             late=time.monotonic() + self._pace.seconds_to_stop() > self.deadline,
             flops=model_flops(self.train_step.built.model, batches) if counts else 0,
+            tokens=sum(batch.num_tokens for batch in batches) if counts else 0,
             own_seconds=self._meter.own_seconds,
         )
 

@@ -59,18 +59,22 @@ class StepFacts(NamedTuple):
     """Whether any rank has no time for another step."""
     flops: float
     """Of the global batch."""
+    tokens: int
+    """Of the global batch, without padding."""
     own_seconds: list[float]
     """By rank: what the step took without waiting for others."""
 
 
-def agree(host: Channel, *, asked: bool, late: bool, flops: float, own_seconds: float) -> StepFacts:
-    """The facts of all ranks of `host`, from each rank's own; `flops` are added up."""
-    facts = torch.zeros(3 + host.size, dtype=torch.float64)
-    facts[:3] = torch.tensor([asked, late, flops], dtype=torch.float64)
-    facts[3 + host.rank] = own_seconds
+def agree(
+    host: Channel, *, asked: bool, late: bool, flops: float, tokens: int, own_seconds: float
+) -> StepFacts:
+    """Return the facts of all ranks of `host`, from each rank's own: `flops`, `tokens` summed."""
+    facts = torch.zeros(4 + host.size, dtype=torch.float64)
+    facts[:4] = torch.tensor([asked, late, flops, tokens], dtype=torch.float64)
+    facts[4 + host.rank] = own_seconds
     host.all_reduce_(facts, tag=_METRICS).wait()
-    num_asked, num_late, total, *by_rank = facts.tolist()
-    return StepFacts(num_asked > 0, num_late > 0, total, by_rank)
+    num_asked, num_late, all_flops, all_tokens, *by_rank = facts.tolist()
+    return StepFacts(num_asked > 0, num_late > 0, all_flops, int(all_tokens), by_rank)
 
 
 def any_asked(host: Channel, asked: bool) -> bool:

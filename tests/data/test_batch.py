@@ -38,6 +38,24 @@ def test_packed_rows_are_joined_with_their_bounds() -> None:
     assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype} == {torch.int64}
 
 
+@pytest.mark.parametrize(
+    ("pack", "padding", "lengths"),
+    [(True, [0, 2], [2, 1, 1]), (True, [1, 0], [2, 3]), (False, [1, 2], [2, 1])],
+)
+def test_padding_is_no_token_of_a_document(
+    pack: bool, padding: list[int], lengths: list[int]
+) -> None:
+    """Catches padding that counts as trained tokens, or in the FLOPs, as a document."""
+    starts = [[0, 1, 0], [0, 0, 1] if padding[1] else [0, 1, 2]]
+    places = starts if pack else [[0, 1, 2]] * 2
+    ids = np.arange(3)
+    samples = [Sample(ids, ids, np.array(p), n) for p, n in zip(places, padding, strict=True)]
+    batch = MicroBatch.from_samples(samples, pack=pack)
+    for found in (batch, batch.to(torch.device("meta"))):
+        assert found.num_tokens == 6 - sum(padding)
+        assert found.document_lengths == lengths
+
+
 def test_unpacked_rows_are_stacked() -> None:
     """Catches `cu_seqlens` where there are no documents, and positions that restart."""
     sampler = BatchSampler(dataset=make(pack=False), micro_bsz=3, micro_num=2)

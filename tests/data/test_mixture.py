@@ -99,4 +99,4 @@ def test_a_blend_of_megatron_is_the_mixture_that_it_stands_for(tmp_path: Path) -
     letters = Counter(chr(blend.sample(i).tokens[0]) for i in range(40))
     assert letters["a"] == pytest.approx(12, abs=1)
     alone = opened(tmp_path, str(a)).train
-    assert np.array_equal(opened(tmp_path, f"[1, {a}]").train.sample(3), alone.sample(3))
+    assert np.array_equal(opened(tmp_path, f"[1, {a}]").train.sample(3)[:3], alone.sample(3)[:3])

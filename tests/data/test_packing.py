@@ -64,16 +64,19 @@ def unpacked(dataset: ExampleDataset, indices: range) -> Counter[tuple[Ids, Ids]
     for index in indices:
         sample = dataset.sample(index)
         assert len(sample.tokens) == SEQ_LEN
-        assert all(column.dtype == np.int64 for column in sample)
+        assert all(column.dtype == np.int64 for column in sample[:3])
+        padding = 0
         for begin, end in itertools.pairwise([*np.flatnonzero(sample.positions == 0), SEQ_LEN]):
             piece, length = slice(begin, end), end - begin
             assert sample.positions[piece].tolist() == list(range(length))
             document = tuple(sample.tokens[piece].tolist()), tuple(sample.labels[piece].tolist())
             if document[0] == (PAD,) * length:
                 assert end == SEQ_LEN, "padding is at the end alone"
+                padding = length
                 assert set(document[1]) == {IGNORE_INDEX}
             else:
                 found[document] += 1
+        assert sample.padding == padding
     return found
 
 

@@ -24,7 +24,7 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}]
 
 def samples(dataset: Dataset) -> list[list[Any]]:
     found = (dataset.sample(i) for i in range(2 * dataset.samples_per_epoch))
-    return [[x.tolist() for x in sample] for sample in found]
+    return [[x.tolist() for x in sample[:3]] for sample in found]
 
 
 def _writers(folder: Path, lines: list[dict[str, Any]]) -> dict[str, Callable[[], str]]:

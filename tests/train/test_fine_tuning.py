@@ -9,6 +9,7 @@ import pytest
 from isp.config import load_config
 from isp.data.packing import ExampleDataset
 from isp.data.sources import open_datasets
+from isp.metrics import read_metrics
 from isp.train.data import check_data
 from tests.data.chat_folder import chat_folder, write_lines
 from tests.train.jobs import numbers, run_folders, run_forked
@@ -57,6 +58,10 @@ def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
     train = open_datasets(load_config(job).data, seed=0).train
     assert isinstance(train, ExampleDataset)
     assert train.samples_per_epoch > 4, "an epoch goes on after the stop"
+    real = [128 - train.sample(i).padding for i in range(2 * 6)]
+    assert whole[-1][4] == sum(real) < 12 * 128, "padding counts as tokens"
+    last = read_metrics(run_folders(job)[0] / "metrics.jsonl")[-1]
+    assert last.padding == 1 - sum(real[-2:]) / (2 * 128)
     other = ["--job.name", "other", "--checkpoint.interval=1"]
     run_forked(job, *other, "--training.steps=2")
     run_forked(
@@ -70,6 +75,7 @@ def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
     found = numbers(first)
     assert [record[0] for record in found] == list(range(1, 7))
     assert first == second
+    assert [record[4] for record in found] == [record[4] for record in whole]
     for (_, loss, norm, *_), (_, expected, wanted_norm, *_) in zip(found, whole, strict=True):
         assert loss == pytest.approx(expected, rel=1e-9)
         assert norm == pytest.approx(wanted_norm, rel=1e-9)

@@ -76,7 +76,7 @@ def job(tmp_path: Path) -> Path:
 
 def _documents(sample: Sample) -> list[tuple[Tensor, Tensor]]:
     """The tokens and labels of each document that has any."""
-    tokens, labels, positions = map(torch.from_numpy, sample)
+    tokens, labels, positions = map(torch.from_numpy, sample[:3])
     lengths = (positions == 0).nonzero().flatten().diff(append=torch.tensor([len(tokens)])).tolist()
     cut = zip(tokens.split(lengths), labels.split(lengths), strict=True)
     return [(of, to) for of, to in cut if (to != IGNORE_INDEX).any()]

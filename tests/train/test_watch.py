@@ -179,12 +179,13 @@ def test_the_steps_of_a_record_add_up() -> None:
         transfer.launched, transfer.ended = begin + step, begin + step + 2
         transfer.waited, transfer.wait_began, transfer.exposed = True, begin, 0.5
         meter.end_step()
-        meter.count(tokens=4000, flops=2e15)
+        meter.count(tokens=4000, padding=1000, flops=2e15)
     outcome = StepOutcome(loss=1.0, grad_norm=1.0, skipped=False, valid_tokens=1)
     optional = {"lrs": {}, "loss_scale": None, "eta_seconds": None}
     record = meter.record(outcome, step=2, tokens=8000, lr=0.1, mem_gib=1.0, **optional)
     assert (record.comm_ms, record.exposed_ms) == pytest.approx((1500, 500))
     seconds = 2 * record.step_ms / 1e3
     assert record.tgs == pytest.approx(8000 / seconds / 4)
+    assert record.padding == 0.2
     assert record.tflops == pytest.approx(1e3 / seconds)
     assert record.mfu == pytest.approx(record.tflops / 1e3)
