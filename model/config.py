@@ -136,6 +136,10 @@ class ModelConfig:
                 " set model.checkpoint above 0"
             )
         self._check_kept_inputs()
+        self._check_described()
+
+    def _check_described(self) -> None:
+        """Raise ValueError if the keys do not describe a model."""
         if self.adapter is not None and self.hf is None:
             raise ValueError("model.adapter needs model.hf, the folder of the model that it adapts")
         if self.hf is not None:

@@ -90,13 +90,21 @@ class JobConfig:
     """Profiles of single steps."""
 
     def __post_init__(self) -> None:
-        self._check_model()
-        if self.training.global_batch_size is None or self.data.micro_num is not None:
-            self.parallel.pipeline.check_micro_batches(self.data.num_micro_batches)
+        self._check_run()
         training = self.training
         self.model.attention_backend.check_fits(
             training.device, training.dtype, deterministic=training.deterministic
         )
+
+    def _check_run(self) -> None:
+        """Raise ValueError for sections of `isp train` that do not fit each other."""
+        if self.model.hf is None:
+            self.model.check_layout(self.parallel, self.row_tokens)
+        else:
+            check_layout(self.parallel, self.row_tokens)
+            check_model_folder(self.model.hf, self.parallel)
+        if self.training.global_batch_size is None or self.data.micro_num is not None:
+            self.parallel.pipeline.check_micro_batches(self.data.num_micro_batches)
         if self.validation.freq and not (self.data.valid_source or self.data.valid_fraction):
             raise ValueError(
                 f"validation.freq={self.validation.freq} needs held-out text: give"
@@ -118,13 +126,6 @@ class JobConfig:
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
             )
-
-    def _check_model(self) -> None:
-        if self.model.hf is None:
-            self.model.check_layout(self.parallel, self.row_tokens)
-        else:
-            check_layout(self.parallel, self.row_tokens)
-            check_model_folder(self.model.hf, self.parallel)
 
     @property
     def language_model(self) -> TracedModel:
@@ -256,8 +257,8 @@ def load_config(
     """The configuration in the YAML file at `path`, changed by `overrides`.
 
     Overrides are words of a command line: `--section.key value`, `--section.key=value`, or
-    `--section.key` alone for true. `unread` sections of the file are left alone, and have their
-    defaults. Raises ConfigError with every fault of file and overrides.
+    `--section.key` alone for true. `unread` sections (`data`) and keys (`model.hf`) of the file are
+    dropped unchecked. Raises ConfigError with every fault of file and overrides.
     """
     keys = KeyTable.of(kind)
     try:
@@ -266,7 +267,7 @@ def load_config(
         # What a run kept says what the run was, also of keys that came later.
         is_kept = RunFolder(Path(path).parent).environment_file.is_file()
         given = keys.with_absent(file.values) if is_kept else file.values
-        values = {name: of_one for name, of_one in given.items() if name not in unread}
+        values = _without(given, unread)
         values = _override(values, origins, overrides, keys)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -310,6 +311,17 @@ def to_plain(config: JobConfig) -> dict[str, Any]:
 def to_yaml(config: JobConfig) -> str:
     """`config` with every default spelled out; loading it gives an equal config."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+
+
+def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, Any]:
+    """`values` without the sections and keys in `unread`."""
+    return {
+        name: {key: value for key, value in of_one.items() if f"{name}.{key}" not in unread}
+        if isinstance(of_one, dict)
+        else of_one
+        for name, of_one in values.items()
+        if name not in unread
+    }
 
 
 def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`parallelize`: somebody else's model, trained from somebody else's loop."""
+"""`parallelize`: shard a user's model for a user's training loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.parallel import Topology
-from isp.settings.section import section
+from isp.settings.section import KeyRole, defaults_of, section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
 from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers
@@ -61,6 +61,11 @@ def parallelize(
         )
     given = f"the {type(model).__name__} that isp.parallelize is given"
     config.model.check_beside(given)
+    if config.model.adapter is not None and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"model.adapter has no effect on {given}: add the adapter to the model with"
+            f" peft.get_peft_model before, and leave the key out"
+        )
     _check_parameters(model)
     whole = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
     least = config.parallel.pipeline.size  # of each call of `loss`, or of `forward_backward`
@@ -94,24 +99,43 @@ def parallelize(
 
 
 def loop_config(file: str | Path) -> JobConfig:
-    """The sections of a file that `parallelize` reads; of others none.  Raises ConfigError."""
+    """Read the sections and keys of a file that `parallelize` uses.  Raises ConfigError.
+
+    Other sections and keys are not checked: they may be those of an `isp train` of another model.
+    """
     return load_config(file, kind=_LoopConfig, unread=_UNREAD)
 
 
-_UNREAD = ("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler")
-"""Sections of a run that the caller's loop takes the place of."""
+_UNREAD = (
+    *("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler"),
+    *(f"training.{key}" for key in ("objective", "dpo", "distill", "steps", "max_time", "gc_freq")),
+    *(
+        f"model.{key}"
+        for key in defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE)
+        if key != "adapter"  # refused for a model without one
+    ),
+)
+"""Sections and keys of a file that the caller's loop and model replace."""
+
+
+@section("model", KeyRole.MODEL)
+class _LoopModel(ModelConfig):
+    """How to compute the caller's model."""
+
+    def _check_described(self) -> None:
+        """Check nothing: the caller's model has the sizes."""
 
 
 @section("")
 class _LoopConfig(JobConfig):
-    """A configuration whose model and data are the caller's."""
+    """A configuration for the caller's own model and data."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """How to compute; its sizes are nobody's."""
+    model: _LoopModel = field(default_factory=_LoopModel)
+    """How to compute; its sizes are not used."""
     data: DataConfig = field(default_factory=lambda: DataConfig(source="the caller's own"))
 
-    def _check_model(self) -> None:
-        """The trace of the caller's model says what fits."""
+    def _check_run(self) -> None:
+        """Check nothing: `parallelize` checks the layout against the trace of the model."""
 
 
 def _check_parameters(model: nn.Module) -> None:

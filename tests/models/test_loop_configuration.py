@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import isp
 from isp.train import host_memory
+from isp.train.asked import TokenScores
 from isp.train.host_memory import check_memory_of_states
-from tests.models.models import job, tiny
+from tests.models.models import TOLERANCE, VOCAB, Rows, job, plain_loss, tiny
 from tests.models.own import Own
 from tests.ranks import run_each
 
@@ -32,6 +36,10 @@ def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
         ),
         ("model: {compile: true}", r"model\.compile=true .* the Own that .* use auto or false"),
         ("model: {mlp_tile_tokens: 8}", r"model\.mlp_tile_tokens=8: .* of Own can .* use 0"),
+        (
+            "model: {hf: there, adapter: {r: 4, target_modules: [q]}}",
+            r"model\.adapter has no effect on the Own .* peft\.get_peft_model .* leave the key out",
+        ),
     ],
 )
 def test_keys_that_would_do_nothing_are_refused(tmp_path: Path, keys: str, message: str) -> None:
@@ -61,6 +69,60 @@ def test_sections_and_sizes_that_are_not_read_refuse_nothing(tmp_path: Path) -> 
         path.write_text(FILES[name] + "\ntraining: {dtype: float64}\n")
     losses = [x for of_ranks in run_each(3, _of_file, cases).values() for x in of_ranks]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-9)  # float64, sums in another order
+
+
+PROMISED = {
+    "pipeline": "parallel: {pipeline: {size: 2}}",
+    "chunks": "parallel: {pipeline: {size: 2, schedule: Interleaved1F1B, num_chunks: 2}}",
+    "experts": "parallel: {weight: {size: 2}, expert: {size: 2}}",
+    "recompute": "model: {checkpoint: 1.0, checkpoint_offload: true, checkpoint_segment: 2}",
+    "muon": "optimizer: {name: muon, muon: {lr: 0.01}}",
+    "lora": "parallel: {tensor: {size: 2}}\noptimizer: {lr: 0.01}",
+    "isp train": "parallel: {tensor: {size: 2}}\nlr_scheduler: {warmup_steps: 1000}\n"
+    "model: {hf: /no/such/folder, num_heads: 7, num_kv_heads: 2, experts_per_token: 99}\n"
+    "data: {source: /no/such/file, micro_num: 1}\nvalidation: {freq: 10}",
+}
+"""Files with what a loop can do, and one of a run of `isp train`."""
+TOKENS = torch.randint(3, VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def _promised_model(name: str) -> Any:
+    model = tiny("mixtral" if name == "experts" else "llama", num_hidden_layers=4)
+    if name != "lora":
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    return get_peft_model(model, settings, autocast_adapter_dtype=False)
+
+
+def _mean(scores: TokenScores, _: Mapping[str, Any]) -> Tensor:
+    return -scores.log_probs.sum() / TOKENS[:, 1:].numel()
+
+
+def _promised(rank: int, path: Path) -> list[float]:
+    """The losses of two steps on the same rows, which stages get as micro-batches."""
+    run, losses = isp.parallelize(_promised_model(path.stem), path), []
+    for _ in range(2):
+        if run.config.parallel.pipeline.size > 1:
+            run.forward_backward([{"input_ids": row[None]} for row in TOKENS], _mean, last=True)
+            losses.append(run.step().loss)
+        else:
+            losses.append(run.step(run.loss(TOKENS.chunk(run.dp_size)[run.dp_rank])).loss)
+    return losses
+
+
+def test_each_feature_of_a_loop_is_taken_from_a_file(tmp_path: Path) -> None:
+    """Catches checks of sections that a loop does not read, which only a file trips."""
+    pytest.importorskip("peft")
+    cases = {name: tmp_path / f"{name}.yaml" for name in PROMISED}
+    for name, path in cases.items():
+        path.write_text(PROMISED[name] + "\ntraining: {dtype: float64, steps: 7}\n")
+    for name, of_ranks in run_each(2, _promised, cases).items():
+        expected = plain_loss(_promised_model(name), Rows(TOKENS)).item()
+        for first, second in of_ranks:
+            assert abs(first - expected) < TOLERANCE, name
+            assert second < first, name
 
 
 def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
