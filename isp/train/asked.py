@@ -24,7 +24,7 @@ from isp.models.chunk import TracedChunk
 from isp.models.hosts import LogitsOf
 from isp.models.model import TracedModel
 from isp.train.callers_graphs import Asked
-from isp.train.rows import RowReader
+from isp.train.rows import RowReader, check_tensors
 
 __all__ = ["Asking", "TokenScores", "TopTokens"]
 
@@ -143,7 +143,8 @@ class Asking:
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Asked:
         """What the head is given, of tokens without labels."""
-        nothing = torch.full_like(input_ids, IGNORED)
+        check_tensors(input_ids=input_ids)
+        nothing = torch.full_like(input_ids, IGNORED, dtype=torch.long)
         batch = self._rows.read_padded(input_ids, nothing, position_ids, attention_mask)
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         num_labels = seen.to(self._rows.device).sum().double()
@@ -170,6 +171,7 @@ class Asking:
             raise ValueError(f"top_k={top_k} must be from 1 to {size}, the logits of a token")
         if pick is None:
             return
+        check_tensors(pick=pick)
         if pick.dim() != 3 or pick.shape[:2] != input_ids.shape:
             expected = f"[{', '.join(map(str, input_ids.shape))}, k]"
             raise ValueError(f"pick must be {expected}, got {list(pick.shape)}")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +22,7 @@ from isp.checkpoint.plain import Plain
 from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.layers.loss import IGNORED
 from isp.models.build import parameter_shapes
 from isp.models.model import TracedModel
 from isp.optim.torch_optimizer import MakeOptimizer
@@ -88,7 +90,7 @@ class ParallelRun(OwnLosses):
         """Steps so far, including skipped ones and those before `load`, and their tokens."""
         self._off_device = OffDevice(self.train_step, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
-        self._rows = RowReader(mesh[Axis.TENSOR].size, traced.vocab_size, device)
+        self._rows = RowReader(mesh[Axis.TENSOR].size, traced.vocab_rows, traced.vocab_size, device)
         self._asking = Asking(traced, self._rows)
         self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
         """The loss to go backward from, what it was found of, and what keeps others from it."""
@@ -114,6 +116,8 @@ class ParallelRun(OwnLosses):
         input_ids: Tensor,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        attention_mask: None = None,
     ) -> Tensor:
         """The mean loss over the labels of all ranks, a scalar to pass to `step`.
 
@@ -122,10 +126,17 @@ class ParallelRun(OwnLosses):
         None: all tokens but the first of each document. Packed documents begin where
         `position_ids` restart. The host does not wait for inputs in its own memory to be copied:
         do not refill page-locked ones before the step is over. The gradient is this rank's part;
-        under `torch.no_grad()` this evaluates. Raises ValueError for shapes that do not fit, and
+        under `torch.no_grad()` this evaluates. Raises TypeError or ValueError for arguments that do
+        not fit, among them an `attention_mask`, which only `log_probs`, `logits` and `hidden` take;
         RuntimeError if weights were frozen, unfrozen, replaced or converted since `parallelize`;
         so does its backward outside of `step`.
         """
+        if attention_mask is not None:
+            raise ValueError(
+                f"run.loss(.., attention_mask=..): leave it out, pad sequences at their end and set"
+                f" the labels of padding to {IGNORED}; padding at the start needs"
+                f" run.log_probs(.., attention_mask=..)"
+            )
         self._graphs.refuse("loss")
         self._asking.check_predicts("loss")
         self._pending = None  # what the last call began is dropped
@@ -204,6 +215,8 @@ class ParallelRun(OwnLosses):
         of the last call of `loss`, and if there was no `backward`; ValueError for `lr` with an
         optimizer of your own.
         """
+        if lr is not None:
+            _check_rate(lr)
         if lr is not None and self.optimizer is not None:
             raise ValueError(
                 f"run.step(lr={lr}): run.optimizer's groups and schedulers have the rate"
@@ -318,6 +331,17 @@ class ParallelRun(OwnLosses):
                 " torch.no_grad(), and train after it"
             )
         self._guard.check(trains=trains)
+
+
+def _check_rate(lr: object) -> None:
+    """Raise TypeError or ValueError for a learning rate that is none."""
+    if isinstance(lr, bool) or not isinstance(lr, Real):
+        raise TypeError(
+            f"run.step(lr={lr!r}): lr is a {type(lr).__name__}, pass a number such as 1e-5, or"
+            f" leave it out for optimizer.lr"
+        )
+    if not 0 <= float(lr) < math.inf:
+        raise ValueError(f"run.step(lr={lr}): lr must be a finite number of at least 0")
 
 
 def _refuse_backward(_: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,7 +42,7 @@ def _data(steps: int = 3, seed: int = 0) -> list[Rows]:
 
 
 def raised(fn: Callable[..., Any], *args: Any) -> str:
-    with pytest.raises((RuntimeError, ArithmeticError, ValueError)) as raised:
+    with pytest.raises((RuntimeError, ArithmeticError, TypeError, ValueError)) as raised:
         fn(*args)
     return str(raised.value)
 
@@ -341,19 +342,49 @@ def test_loose_parameters_are_waited_for_with_the_whole_model() -> None:
     assert parts[""] is model
 
 
+IDS = torch.zeros(1, 8, dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (Rows(torch.zeros(64, dtype=torch.int64)), "[batch, sequence], got [64]"),
-        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 7)), "labels must be of the"),
-        (Rows(torch.zeros(1, 8, dtype=torch.int64), None, torch.zeros(2, 8)), "position_ids must"),
-        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), -1)), "labels has -1: use"),
-        (Rows(torch.zeros(1, 8, dtype=torch.int64), torch.full((1, 8), VOCAB)), f"below {VOCAB}"),
+        ((torch.zeros(64, dtype=torch.int64),), "[batch, sequence], got [64]"),
+        ((IDS, torch.zeros(1, 7)), "labels must be of the"),
+        ((IDS, None, torch.zeros(2, 8)), "position_ids must"),
+        ((IDS, torch.full((1, 8), -1)), "labels has -1: use"),
+        ((IDS, torch.full((1, 8), VOCAB)), f"below {VOCAB}"),
+        (
+            (IDS - 100,),
+            f"input_ids has -100: the model has embeddings for tokens from 0 to {VOCAB - 1};",
+        ),
+        ((IDS + VOCAB, IDS), f"input_ids has {VOCAB}: the model has embeddings for tokens from 0"),
+        ((IDS.double(),), "input_ids has dtype torch.float64: pass integers (torch.long)"),
+        ((IDS, IDS.float()), "labels has dtype torch.float32: pass integers (torch.long)"),
+        ((IDS.tolist(),), "input_ids is a list: pass a tensor of integers, [batch, sequence]"),
+        ((IDS, IDS, IDS + 1), "as an attention_mask is: pass that by its name, to run.log_probs"),
     ],
 )
-def test_wrong_rows_are_refused(rows: Rows, said: str) -> None:
-    """Catches rows that would be broadcast or cut in the middle, and losses of no token."""
-    assert said in raised(isp.parallelize(Own(), job()).loss, *rows)
+def test_wrong_rows_are_refused(rows: tuple[Any, ...], said: str) -> None:
+    """Catches rows that would be broadcast or cut in the middle, and ids and losses of no token."""
+    run = isp.parallelize(Own(), job())
+    assert said in raised(run.loss, *rows)
+    if len(rows) == 1:
+        assert said in raised(run.logits, *rows)
+
+
+def test_wrong_keywords_say_what_to_pass() -> None:
+    """Catches a mask and a rate that end in an error of Python or torch from inside."""
+    run = isp.parallelize(Own(), job())
+    said = raised(lambda: run.loss(IDS, attention_mask=IDS))  # type: ignore[arg-type]
+    assert "leave it out, pad sequences at their end and set the labels of padding to -100" in said
+    loss = run.loss(IDS)
+    for rate in ("fast", torch.ones(())):
+        assert "pass a number such as 1e-5" in raised(run.step, loss, rate)
+    for rate in (math.nan, math.inf, -1e-3):
+        assert f"lr={rate}): lr must be a finite number of at least 0" in raised(
+            run.step, loss, rate
+        )
+    assert run.step(loss, lr=1e-3).loss == loss.item()
 
 
 def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:
