@@ -11,7 +11,7 @@ N tokens that a router is called with, E experts, k of them a token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -154,6 +154,16 @@ class RouterLosses:
     def leave_out(self) -> None:
         """A forward without these losses begins."""
         self._routing = None
+
+    def scaling(self) -> Callable[[Tensor], None]:
+        """Return a function that multiplies the gradients of the last forward's losses."""
+        routing = self._routing
+        assert routing is not None
+
+        def scale(factor: Tensor) -> None:
+            routing.scale = routing.scale * factor
+
+        return scale
 
     def end(self) -> Tensor:
         """The forward is over: the weighted sum of the losses, the same on all ranks; []."""

@@ -1,10 +1,12 @@
-"""`CallersGraphs`: forwards whose results of each token go into a loss of the caller's own.
+"""`CallersGraphs`: forwards whose results, or losses, go into a scalar of the caller's own.
 
 B batch, S sequence, N tokens whose results this rank computes in a row, K numbers of each
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -139,8 +141,34 @@ class _Graph(NamedTuple):
     num_labels: Tensor
 
 
+class _LossGraph(NamedTuple):
+    """The forward of `run.loss`; its plan includes the backward."""
+
+    number: int
+    """As of `_Graph`."""
+    end: GradientEdge
+    """Of this rank's part of the loss, scaled."""
+    dtype: torch.dtype
+    """Of that part."""
+    work: StepWork
+    num_labels: Tensor
+    """As of `_Graph`."""
+    mean: Tensor
+    """The loss over all ranks."""
+    scale_routers: Callable[[Tensor], None]
+    """Multiplies the gradients of router losses, which do not come from the loss."""
+
+
+class _Pending(NamedTuple):
+    """The last loss of `run.loss`, while nothing else was computed after it."""
+
+    loss: weakref.ref[Tensor]
+    """What the caller has. Weak: its graph refers to the run, which refers to this."""
+    graph: _LossGraph
+
+
 class _Handed(Function):
-    """forward   results [B, S, K] as the caller has them, in a graph because of `door`
+    """forward   results [B, S, K], or a loss [], as the caller has them; in a graph due to `door`
     backward  their gradient to `arrived`
 
     So the forward is kept by what the caller makes of its results, and no longer.
@@ -148,7 +176,11 @@ class _Handed(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, door: Tensor, whole: Tensor, graph: _Graph, arrived: Callable[..., None]
+        ctx: Any,
+        door: Tensor,
+        whole: Tensor,
+        graph: _Graph | _LossGraph,
+        arrived: Callable[..., None],
     ) -> Tensor:
         ctx.graph, ctx.arrived = graph, arrived
         return writable(whole.view_as(whole))
@@ -172,8 +204,9 @@ class CallersGraphs:
         self._step, self._mesh = step, mesh
         self._forwards = self._weights = 0
         """Forwards so far, and how often graphs were dropped since weights changed."""
-        self._arrived: list[tuple[_Graph, Tensor]] | None = None
+        self._arrived: list[tuple[_Graph | _LossGraph, Tensor]] | None = None
         """What `backward` has come to; None: it does not run."""
+        self._pending: _Pending | None = None
         self._went: set[int] = set()
         """The numbers of graphs that went backward since the last step."""
         self._begun = self._ended = False
@@ -182,6 +215,7 @@ class CallersGraphs:
 
     def results(self, asked: Asked) -> Tensor:
         """What is asked of a batch, in the caller's order: [B, S, K]."""
+        self._pending = None
         step, work = self._step, _Work(self._step, [asked])
         self._run(work, training=False)
         if not step.is_last_stage:
@@ -199,42 +233,102 @@ class CallersGraphs:
             return whole
         given = self._forwards, self._weights, get_gradient_edge(found), found.shape[1]
         graph = _Graph(*given, places, asked.num_labels)
-        handed: Tensor = _Handed.apply(
-            whole.new_empty(0).requires_grad_(), whole, graph, self._arrive
+        return self._handed(whole, graph)
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """As `ParallelRun.loss`; []."""
+        step, self._pending = self._step, None
+        if not torch.is_grad_enabled():
+            self.refuse("loss under torch.no_grad()")
+            found = step.evaluate([[batch]])
+            return torch.tensor(math.nan if found is None else found, dtype=torch.float64)
+        work = step.start([batch], more=self._begun)
+        own = step.forward(work, 0)
+        mean = own.detach() + (step.over_ranks(work.total) - own.detach())
+        routers = step.chunks[-1].routers
+        self._forwards += 1
+        graph = _LossGraph(
+            number=self._forwards,
+            end=get_gradient_edge(own),
+            dtype=own.dtype,
+            work=work,
+            num_labels=step.objective.count(batch).double(),
+            mean=mean,
+            scale_routers=(lambda _: None) if routers is None else routers.scaling(),
         )
+        loss = self._handed(mean, graph)
+        self._pending = _Pending(weakref.ref(loss), graph)
+        return loss
+
+    def _handed(self, whole: Tensor, graph: _Graph | _LossGraph) -> Tensor:
+        door = whole.new_empty(0).requires_grad_()
+        handed: Tensor = _Handed.apply(door, whole, graph, self._arrive)
         return handed
+
+    def step(self, loss: Tensor, lr: float) -> StepOutcome:
+        """As `ParallelRun.step` with a loss."""
+        pending = self._pending
+        if pending is None or pending.loss() is not loss:
+            raise RuntimeError(
+                "step takes the unchanged loss that the last call of loss returned, once; for"
+                " another, such as loss / n or one of other results, call run.backward(loss), then"
+                " run.step() without a loss"
+            )
+        self.refuse("step(loss)")
+        ((_, gradient),) = self._arrivals(loss)
+        self._step.gradients.expect_last()
+        self._loss_backward(pending.graph, gradient)
+        outcome = self._step.finish(pending.graph.work, lr)
+        self.drop()
+        return outcome
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """As `ParallelRun.backward`."""
         _scalar(loss, "run.backward takes a scalar, got")
         self._check_open()
-        arrived: list[tuple[_Graph, Tensor]] = []
-        self._arrived = arrived
-        try:
-            if loss.requires_grad:
-                loss.backward()
-        finally:
-            self._arrived = None
+        arrived = self._arrivals(loss)
         if not arrived:
             raise RuntimeError(
                 "the loss does not depend on a result of the run that needs backward, such as"
                 " run.log_probs returns with gradients"
             )
-        # On all ranks in one order, which is not that of autograd.
+        # On all ranks in one order, which is not that of autograd. A loss of run.loss is the last.
         graphs = sorted(arrived, key=lambda item: item[0].number)
+        value = loss.detach().double()
         with self._all_or_none():
-            self._begin()
+            self._begin(clear=not isinstance(graphs[-1][0], _LossGraph))
             while graphs:
                 if last and len(graphs) == 1:
                     self._step.gradients.expect_last()
-                self._go_backward(*graphs.pop())
-        self._loss, self._ended = self._loss + loss.detach().double(), last
+                graph, gradient = graphs.pop()
+                if isinstance(graph, _LossGraph):
+                    self._loss_backward(graph, gradient)
+                    # A mean over data ranks already, over which `update` adds values up.
+                    value = value - gradient * graph.mean * (1 - 1 / self._mesh[Axis.DATA].size)
+                else:
+                    self._go_backward(graph, gradient)
+                self._step.hook.after_step()
+                self._went.add(graph.number)
+                self._count = self._count + graph.num_labels
+        self._loss, self._ended = self._loss + value, last
+
+    def _arrivals(self, loss: Tensor) -> list[tuple[_Graph | _LossGraph, Tensor]]:
+        """Return the results that a loss depends on, with their gradients."""
+        arrived: list[tuple[_Graph | _LossGraph, Tensor]] = []
+        self._arrived = arrived
+        try:
+            if loss.requires_grad:
+                loss.backward()
+        finally:
+            self._arrived = self._pending = None
+        return arrived
 
     def forward_backward(
         self, asked: Sequence[Asked], loss_function: LossFunction, *, last: bool
     ) -> Tensor:
         """As `ParallelRun.forward_backward`; the losses [micro-batches], float64."""
         self._check_open()
+        self._pending = None
         work, training = _Work(self._step, asked, loss_function), torch.is_grad_enabled()
         with self._all_or_none() if training else nullcontext():
             if training:
@@ -271,9 +365,11 @@ class CallersGraphs:
         step.run(work, training=training, last=last)
         step.hook.after_step()
 
-    def _begin(self) -> None:
+    def _begin(self, *, clear: bool = True) -> None:
+        """Begin a step unless it has begun; not `clear`: `loss` has cleared the gradients."""
         if not self._begun:
-            self._step.begin()
+            if clear:
+                self._step.begin()
             self._begun, self._went = True, set()
             self._loss = self._count = torch.zeros_like(self._loss, device=self._step.device)
 
@@ -284,9 +380,13 @@ class CallersGraphs:
         step.hook.before_backward(_CHUNK)
         torch.autograd.backward(graph.end, step.optimizer.scale_loss(own))
         step.hook.after_backward(_CHUNK)
-        step.hook.after_step()
-        self._went.add(graph.number)
-        self._count = self._count + graph.num_labels
+
+    def _loss_backward(self, graph: _LossGraph, gradient: Tensor) -> None:
+        """Go backward in the plan of the loss's forward."""
+        self._step.hook.before_backward(_CHUNK)
+        graph.scale_routers(gradient)
+        torch.autograd.backward(graph.end, gradient.to(graph.dtype))
+        self._step.hook.after_backward(_CHUNK)
 
     def grad_norm(self) -> float:
         """As `ParallelRun.grad_norm`."""
@@ -305,6 +405,7 @@ class CallersGraphs:
 
     def drop(self) -> None:
         """Forget all graphs and gradients; the next step begins with none."""
+        self._pending = None
         self._begun = self._ended = False
         self._weights += 1
 
@@ -319,23 +420,41 @@ class CallersGraphs:
     def _check_open(self) -> None:
         if self._begun and self._step.gradients.reduced:
             raise RuntimeError(
-                "run.backward behind run.grad_norm(), which has summed the gradients over the"
+                "run.backward after run.grad_norm(), which has summed the gradients over the"
                 " ranks: call run.step() first, or run.zero_grad() to drop them"
             )
         if self._ended:
             raise RuntimeError("there was a backward with last=True: run.step() comes next")
 
-    def _arrive(self, graph: _Graph, gradient: Tensor) -> None:
-        if self._arrived is None:
+    def _arrive(self, graph: _Graph | _LossGraph, gradient: Tensor) -> None:
+        if isinstance(graph, _LossGraph):
+            self._check_pending(graph)
+        elif self._arrived is None:
             raise RuntimeError(
                 "a loss of the run's results was given to loss.backward(): call run.backward(loss)"
             )
-        if graph.weights != self._weights or graph.number in self._went:
+        elif graph.weights != self._weights or graph.number in self._went:
             raise RuntimeError(
                 "results of the run go backward once, in one call of run.backward, and before the"
                 " step that follows them: compute them again"
             )
+        assert self._arrived is not None
         self._arrived.append((graph, gradient))
+
+    def _check_pending(self, graph: _LossGraph) -> None:
+        """Raise RuntimeError where no gradient would be used, or the forward is dropped."""
+        if self._arrived is None:
+            raise RuntimeError(
+                "the loss went backward outside of step: leave out loss.backward(), clipping and"
+                " an optimizer of your own, all of which run.step(loss, lr=..) does; for n"
+                " micro-batches a step, call run.backward(loss / n) for each, then run.step()"
+            )
+        if self._pending is None or self._pending.graph is not graph:
+            raise RuntimeError(
+                "a loss of run.loss goes backward once, and before the run computes anything else:"
+                " for n micro-batches a step, call run.backward(loss / n) for each before the next"
+                " one's run.loss, then run.step()"
+            )
 
 
 def _scalar(loss: Tensor, what: str) -> Tensor:

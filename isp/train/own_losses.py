@@ -10,7 +10,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from isp.comm import Mesh
 from isp.comm.tag import Tag
@@ -20,7 +19,6 @@ from isp.parallel import Axis
 from isp.train.asked import Asking, TokenScores, TopTokens
 from isp.train.callers_graphs import Asked, CallersGraphs
 from isp.train.step import TrainStep
-from isp.train.step_work import StepWork
 
 __all__ = ["OwnLosses"]
 
@@ -34,7 +32,6 @@ class OwnLosses:
     train_step: TrainStep
     _asking: Asking
     _graphs: CallersGraphs
-    _pending: tuple[Tensor, StepWork, RemovableHandle] | None
 
     def _check(self, *, trains: bool) -> None:
         """As of `ParallelRun`."""
@@ -135,7 +132,6 @@ class OwnLosses:
 
     def _answer(self, name: str, asked: Asked) -> Any:
         self._check_stages(name)
-        self._pending = None
         self._check(trains=torch.is_grad_enabled())
         return asked.answer(self._graphs.results(asked))
 
@@ -179,7 +175,6 @@ class OwnLosses:
         pipeline.check_micro_batches(len(batches), "len(batches)")
         self._check_trained("forward_backward")
         asked = [self._asked(batch, temperature, entropy) for batch in batches]
-        self._pending = None
         self._check(trains=torch.is_grad_enabled())
 
         def of_results(index: int, found: Tensor) -> Tensor:
@@ -198,16 +193,17 @@ class OwnLosses:
         return self._asking.logits(batch["input_ids"], None, *rest, temperature=temperature)
 
     def backward(self, loss: Tensor, *, last: bool = False) -> None:
-        """Backward of a scalar computed from `log_probs`, `logits` or `hidden`.
+        """Backward of a scalar computed from `log_probs`, `logits`, `hidden` or `loss`.
 
         It can be called several times before a `step`: gradients add up, over data ranks too, and
-        are not divided by anything (see `count`). All ranks of a sequence must compute the same
-        scalar, which counts once. `last=True` says that no other backward follows before the step,
-        so gradients are reduced while it runs. A failure drops the gradients since the last step.
+        are not divided by anything (see `count`). A result of `loss` is a mean over data ranks
+        already: for n micro-batches pass each as `loss / n`, before the next call of `loss`. All
+        ranks of a sequence must compute the same scalar, which counts once. `last=True` says that
+        no other backward follows before the step, so gradients are reduced while it runs. A failure
+        drops the gradients since the last step.
         Raises RuntimeError if the loss does not depend on a result that waits for a backward.
         """
         self._check(trains=True)
-        self._pending = None
         self._graphs.backward(loss, last=last)
 
     def count(self, mask: Tensor) -> Tensor:

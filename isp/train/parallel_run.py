@@ -15,7 +15,6 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from isp.checkpoint import Checkpointer
 from isp.checkpoint.plain import Plain
@@ -38,7 +37,7 @@ from isp.train.peft_adapters import turned_off
 from isp.train.rows import RowReader
 from isp.train.saved_step import SavedStep
 from isp.train.step import make_train_step
-from isp.train.step_work import StepOutcome, StepWork
+from isp.train.step_work import StepOutcome
 
 __all__ = ["ParallelRun"]
 
@@ -92,8 +91,6 @@ class ParallelRun(OwnLosses):
         self._graphs = CallersGraphs(self.train_step, mesh)
         self._rows = RowReader(mesh[Axis.TENSOR].size, traced.vocab_rows, traced.vocab_size, device)
         self._asking = Asking(traced, self._rows)
-        self._pending: tuple[Tensor, StepWork, RemovableHandle] | None = None
-        """The loss to go backward from, what it was found of, and what keeps others from it."""
 
     @property
     def dp_rank(self) -> int:
@@ -119,7 +116,7 @@ class ParallelRun(OwnLosses):
         *,
         attention_mask: None = None,
     ) -> Tensor:
-        """The mean loss over the labels of all ranks, a scalar to pass to `step`.
+        """The mean loss over the labels of all ranks, a scalar to pass to `step` or `backward`.
 
         `input_ids`, `labels` and `position_ids` [B, S] are whole sequences. As in transformers,
         `labels` are the tokens themselves, -100 where no loss is computed, and are shifted here;
@@ -129,7 +126,7 @@ class ParallelRun(OwnLosses):
         under `torch.no_grad()` this evaluates. Raises TypeError or ValueError for arguments that do
         not fit, among them an `attention_mask`, which only `log_probs`, `logits` and `hidden` take;
         RuntimeError if weights were frozen, unfrozen, replaced or converted since `parallelize`;
-        so does its backward outside of `step`.
+        so does its backward outside of `step` and `backward`.
         """
         if attention_mask is not None:
             raise ValueError(
@@ -137,22 +134,12 @@ class ParallelRun(OwnLosses):
                 f" the labels of padding to {IGNORED}; padding at the start needs"
                 f" run.log_probs(.., attention_mask=..)"
             )
-        self._graphs.refuse("loss")
         self._asking.check_predicts("loss")
-        self._pending = None  # what the last call began is dropped
         self._check_stages("loss")
         batch = self._rows.read(input_ids, labels, position_ids)
         self._check(trains=torch.is_grad_enabled())
         self._check_trained("loss")
-        if not torch.is_grad_enabled():
-            found = self.train_step.evaluate([[batch]])
-            return torch.tensor(math.nan if found is None else found, dtype=torch.float64)
-        step = self.train_step
-        work = step.start([batch])
-        loss = step.forward(work, 0)
-        loss = loss + (step.over_ranks(work.total) - loss.detach())
-        self._pending = loss, work, loss.register_hook(_refuse_backward)
-        return loss
+        return self._graphs.loss(batch)
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode (dropout on) or evaluation mode, as `nn.Module.train`."""
@@ -199,7 +186,6 @@ class ParallelRun(OwnLosses):
     def _leave(self) -> None:
         self._graphs.refuse("to")
         self._graphs.drop()
-        self._pending = None
         self._guard.check(trains=False)
         self._off_device.leave()
 
@@ -226,16 +212,7 @@ class ParallelRun(OwnLosses):
         if loss is None:
             outcome = self._graphs.update(lr)
         else:
-            if self._pending is None or self._pending[0] is not loss:
-                raise RuntimeError(
-                    "step takes the unchanged loss that the last call of loss returned, once; for"
-                    " losses from other results, call backward(loss), then step() without a loss"
-                )
-            (_, work, refusal), self._pending = self._pending, None
-            refusal.remove()
-            self.train_step.backward(loss, last=True)
-            outcome = self.train_step.finish(work, lr)
-            self._graphs.drop()
+            outcome = self._graphs.step(loss, lr)
         self.num_steps += 1
         self._num_tokens += outcome.valid_tokens
         if not self._has_stepped:
@@ -305,7 +282,6 @@ class ParallelRun(OwnLosses):
         and CheckpointError if there is no good checkpoint.
         """
         self._check(trains=False)
-        self._pending = None
         self._graphs.drop()
         own, model = self._checkpointer.at(Path(path)), self._traced
         info = own.choose() or own.choose_initial(Path(path))
@@ -342,11 +318,3 @@ def _check_rate(lr: object) -> None:
         )
     if not 0 <= float(lr) < math.inf:
         raise ValueError(f"run.step(lr={lr}): lr must be a finite number of at least 0")
-
-
-def _refuse_backward(_: Tensor) -> None:
-    """Raise RuntimeError where a loss goes backward by itself: no gradient would be used."""
-    raise RuntimeError(
-        "the loss went backward outside of step: leave out loss.backward(), clipping and an"
-        " optimizer of your own, all of which run.step(loss, lr=..) does"
-    )

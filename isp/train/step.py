@@ -190,16 +190,19 @@ class TrainStep:
         self.run(work, training=True)
         return self.finish(work, lr)
 
-    def start(self, batches: Sequence[MicroBatch]) -> StepWork:
-        """Begin a step of these micro-batches; what another began and did not finish is dropped."""
-        self.begin()
+    def start(self, batches: Sequence[MicroBatch], *, more: bool = False) -> StepWork:
+        """Begin a step of these micro-batches; what another began and did not finish is dropped.
+
+        `more`: add them to the step that has begun, whose gradients are kept.
+        """
+        if not more:
+            self.begin()
+            self.forget_routes()
+            self.expect_both()
         if self._weights_may_change:
             self.hook.before_step(self._actions)
         self.objective.begin(batches)
-        self.forget_routes()
-        valid = self._count(batches)
-        self.expect_both()
-        return StepWork(self, batches, valid)
+        return StepWork(self, batches, self._count(batches))
 
     def expect_both(self) -> None:
         """The gradients of weights that two chunks of a rank use are final after both's last."""

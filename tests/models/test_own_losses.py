@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.models.models import (
     assert_trained_as,
     job,
     packed_rows,
+    plain_loss,
     plain_scores,
     tiny,
     trained_plainly,
@@ -34,7 +36,7 @@ from tests.models.models import (
 )
 from tests.models.own import Own
 from tests.models.test_loops import raised
-from tests.ranks import run_each, run_programs
+from tests.ranks import run_each, run_programs, run_ranks
 
 ROOT = Path(__file__).parents[2]
 LENGTH, TEMPERATURE = 24, 0.7
@@ -188,7 +190,9 @@ def _in_order(rank: int, _: None) -> None:
     loss = run.log_probs(*rows).log_probs.sum()
     run.backward(loss)
     assert "that needs backward" in raised(run.backward, loss.detach())
-    assert "run.zero_grad()" in raised(run.loss, *rows)
+    with torch.no_grad():
+        assert "run.zero_grad()" in raised(run.loss, *rows)
+    assert "run.zero_grad()" in raised(run.step, run.loss(*rows))
     run.zero_grad()
     nothing = Rows(rows.input_ids, torch.full_like(rows.input_ids, IGNORED))
     run.backward(run.log_probs(*nothing).log_probs.sum())
@@ -247,6 +251,65 @@ def test_the_examples_learn() -> None:
     assert distances[-1] < distances[0] / 2
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.5
     assert losses[-1] < losses[0] - 1
+
+
+def _accumulate(rank: int, case: Case) -> Trained:
+    """Micro-batches as people write them; before the last, a forward that is dropped."""
+    run = isp.parallelize(_model(case.name), case.config)
+    losses, norms = [], []
+    for _ in range(2):
+        *firsts, last = (_part(run, rows) for rows in BATCHES)
+        for rows in firsts:
+            run.backward(run.loss(*rows) / len(BATCHES))
+        dropped = run.loss(*last)
+        loss = run.loss(*last)
+        assert "before the next one's run.loss" in raised(run.backward, dropped + loss)
+        loss = run.loss(*last)
+        assert "run.backward(loss / n) for each" in raised((loss / 3).backward)
+        run.backward(loss / len(BATCHES), last=True)
+        outcome = run.step()
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    return Trained(losses, norms, whole_weights(run))
+
+
+ACCUMULATED = {
+    "isp": Case("llama", "", 2, 2),
+    "chunks, recomputed": Case("qwen3", "", 2, 4, recompute=1.0),
+    "mtp": Case("llama", "", 2, mode=Mode.MTP),
+    "an own module": Case("own", "", 1, 4),
+}
+
+
+def _with_another(rank: int, case: Case) -> Trained:
+    """One scalar of the run's loss and of results."""
+    run = isp.parallelize(_model(case.name), case.config)
+    rows = _part(run, BATCHES[0])
+    scores = run.log_probs(*rows)
+    run.backward(0.5 * run.loss(*rows) - scores.log_probs.sum() / 100)
+    outcome = run.step()
+    return Trained([outcome.loss], [outcome.grad_norm], whole_weights(run))
+
+
+def test_micro_batches_of_the_loss_add_up() -> None:
+    """Catches a factor that the loss's own gradient, known before it, does not get; gradients of
+    the last micro-batch alone; a value that is added up over ranks which all have it."""
+    found = run_each(4, _accumulate, ACCUMULATED, timeout_seconds=100)
+    for name, case in ACCUMULATED.items():
+
+        def mean(model: nn.Module, _: int) -> Tensor:
+            return torch.stack([plain_loss(model, rows) for rows in BATCHES]).mean()
+
+        expected = trained_plainly(_model(case.name), range(2), mean)
+        assert_trained_as(expected, found[name], name)
+
+    def both(model: nn.Module, _: int) -> Tensor:
+        scores = plain_scores(model, BATCHES[0], 1.0)
+        return 0.5 * plain_loss(model, BATCHES[0]) - scores.log_probs.sum() / 100
+
+    (case,) = islice(ACCUMULATED.values(), 1)
+    expected = trained_plainly(_model(case.name), range(1), both)
+    assert_trained_as(expected, run_ranks(4, _with_another, case))
 
 
 def test_padding_is_neither_seen_nor_scored() -> None:

@@ -30,6 +30,7 @@ from tests.models.models import (
     tiny,
     trained,
     trained_plainly,
+    whole_weights,
 )
 from tests.models.test_loops import raised
 from tests.ranks import run_each
@@ -76,6 +77,8 @@ class Case(NamedTuple):
     """Whether the model's configuration asks, not a key."""
     frozen: bool = False
     """Whether routers are, through which the losses reach what lies before them."""
+    halves: bool = False
+    """Whether each step goes backward twice, from half of the loss."""
     plain_decoder: bool = False
     """Whether isp's own decoder runs with the model's weights."""
 
@@ -87,6 +90,7 @@ CASES = {
     ),
     "heads x context": Case("olmoe", job(4, 4, context=2), 1),
     "fsp": Case("mixtral", job(2, mode=Mode.FSP), 2),
+    "halves": Case("mixtral", job(2, 4, recompute=0.5), 2, halves=True),
     "mtp": Case("qwen3_moe", job(2, mode=Mode.MTP), 2),
     "the plain decoder": Case("qwen3_moe", job(2, 2), 2, plain_decoder=True),
     "routers frozen": Case("qwen3_moe", job(2, 2), 2, frozen=True),
@@ -113,7 +117,16 @@ def _run(rank: int, case: Case) -> Trained:
     run = isp.parallelize(plain, replace(case.config, model=model))
     with torch.no_grad():
         assert run.loss(*DATA[0].part(run.dp_rank, run.dp_size)).isfinite()
-    return trained(run, DATA)
+    if not case.halves:
+        return trained(run, DATA)
+    losses, norms = [], []
+    for rows in DATA:
+        for _ in range(2):
+            run.backward(run.loss(*rows.part(run.dp_rank, run.dp_size)) / 2)
+        outcome = run.step()
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+    return Trained(losses, norms, whole_weights(run))
 
 
 def test_losses_of_routers_are_those_of_the_formulas() -> None:
