@@ -70,6 +70,11 @@ class HostCopy:
         self._value = x.to("cpu", non_blocking=True, copy=True)  # page-locked, if from CUDA
         self._over = streams.mark(x.device)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the value was in host memory from the start, as on CPU."""
+        return self._over is None
+
     def wait(self) -> Tensor:
         """The value; waits for what was queued on the current stream when it set off."""
         if self._over is not None:

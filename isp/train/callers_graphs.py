@@ -216,6 +216,7 @@ class CallersGraphs:
     def results(self, asked: Asked) -> Tensor:
         """What is asked of a batch, in the caller's order: [B, S, K]."""
         self._pending = None
+        self._compare([asked])
         step, work = self._step, _Work(self._step, [asked])
         self._run(work, training=False)
         if not step.is_last_stage:
@@ -259,6 +260,12 @@ class CallersGraphs:
         loss = self._handed(mean, graph)
         self._pending = _Pending(weakref.ref(loss), graph)
         return loss
+
+    def _compare(self, asked: Sequence[Asked]) -> None:
+        """Check that all ranks of this rank's sequence ask the same."""
+        assert self._step.same_rows is not None
+        batches, more = [each.batch for each in asked], [each.beside for each in asked]
+        self._step.same_rows.compare(batches, more)
 
     def _handed(self, whole: Tensor, graph: _Graph | _LossGraph) -> Tensor:
         door = whole.new_empty(0).requires_grad_()
@@ -329,6 +336,7 @@ class CallersGraphs:
         """As `ParallelRun.forward_backward`; the losses [micro-batches], float64."""
         self._check_open()
         self._pending = None
+        self._compare(asked)
         work, training = _Work(self._step, asked, loss_function), torch.is_grad_enabled()
         with self._all_or_none() if training else nullcontext():
             if training:

@@ -122,11 +122,13 @@ class ParallelRun(OwnLosses):
         `labels` are the tokens themselves, -100 where no loss is computed, and are shifted here;
         None: all tokens but the first of each document. Packed documents begin where
         `position_ids` restart. The host does not wait for inputs in its own memory to be copied:
-        do not refill page-locked ones before the step is over. The gradient is this rank's part;
-        under `torch.no_grad()` this evaluates. Raises TypeError or ValueError for arguments that do
-        not fit, among them an `attention_mask`, which only `log_probs`, `logits` and `hidden` take;
-        RuntimeError if weights were frozen, unfrozen, replaced or converted since `parallelize`;
-        so does its backward outside of `step` and `backward`.
+        do not refill page-locked ones before the step is over. All ranks of a tensor group pass the
+        same; if they differ, all raise ValueError, on CUDA from the second call on in `step`. The
+        gradient is this rank's part; under `torch.no_grad()` this evaluates. Raises TypeError or
+        ValueError for arguments that do not fit, among them an `attention_mask`, which only
+        `log_probs`, `logits` and `hidden` take; RuntimeError if weights were frozen, unfrozen,
+        replaced or converted since `parallelize`; so does its backward outside of `step` and
+        `backward`.
         """
         if attention_mask is not None:
             raise ValueError(

@@ -27,6 +27,7 @@ from isp.parallel.phase import Phase
 from isp.pipeline import Pipeline
 from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
 from isp.train.objective import TokenLoss
+from isp.train.same_rows import SameRows
 from isp.train.step_work import StepOutcome, StepWork
 
 __all__ = ["TrainStep", "make_train_step"]
@@ -127,6 +128,8 @@ class TrainStep:
         self.clock = PhaseClock(torch.device("cpu")) if clock is None else clock
         self._shared, self._tied = built.shared, built.tied_over_stages
         self._weights_may_change = weights_may_change
+        self.same_rows = SameRows(mesh) if weights_may_change else None
+        """The check of rows that come from a caller's loop."""
         self._stages = mesh[Axis.PIPELINE]
         self._deferred: DeferredWeightGradients | None = None
         """Work of the second half of a split backward; None if it is not split."""
@@ -236,13 +239,14 @@ class TrainStep:
             lr,
             norm=self._norm,
             wait=self._weights_may_change,
-            is_empty=lambda: not totals.wait()[1],  # then only momentum would move the weights
+            is_empty=lambda: self._is_empty(totals),
         )
         if load is not None and not result.skipped:
             load.update_biases(routes)
         self.forget_routes()
         self._gather_ahead()
         self._unfinished = False
+        self._check_rows()
         loss, valid, *of_experts = totals.wait().tolist()
         self.clock.enter(Phase.OTHER)
         return StepOutcome(
@@ -253,6 +257,15 @@ class TrainStep:
             expert_load=of_experts[0] if of_experts else None,
             unused_experts=int(of_experts[1]) if of_experts else None,
         )
+
+    def _is_empty(self, totals: host_memory.HostCopy) -> bool:
+        """Whether only momentum would move the weights; checks the rows before anything does."""
+        self._check_rows()
+        return not totals.wait()[1]
+
+    def _check_rows(self) -> None:
+        if self.same_rows is not None:
+            self.same_rows.check()
 
     def forget_routes(self) -> None:
         """What experts tokens went to so far belongs to no step."""
@@ -326,17 +339,21 @@ class TrainStep:
         with self._without_dropout():
             for batches in steps:
                 self.objective.begin(batches)
+                count = self._count(batches)  # before the forward, as it checks the rows
                 work = self._forward_only(batches)
-                sums += torch.stack((self.over_ranks(work.total), self._count(batches)))
+                sums += torch.stack((self.over_ranks(work.total), count))
         self._gather_ahead()
         self._unfinished = False
         total, valid = map(float, sums.tolist())
+        self._check_rows()
         return total / valid if valid else None
 
     def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
         """What the loss of all ranks is the mean of."""
-        counts = torch.stack([self.objective.count(batch) for batch in batches])
-        return self._sum(Axis.DATA, counts.sum().double())
+        own = torch.stack([self.objective.count(batch) for batch in batches]).sum()
+        if self.same_rows is not None:
+            return self.same_rows.count(batches, own).double()
+        return self._sum(Axis.DATA, own.double())
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
