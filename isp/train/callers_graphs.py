@@ -5,7 +5,7 @@ B batch, S sequence, N tokens whose results this rank computes in a row, K numbe
 
 from __future__ import annotations
 
-import math
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +19,7 @@ from isp.autograd import Function, once_differentiable, writable
 from isp.comm import Channel, Mesh
 from isp.comm.tag import Tag
 from isp.data.batch import MicroBatch
+from isp.layers.loss import IGNORED
 from isp.models.chunk import TracedChunk
 from isp.parallel import Axis
 from isp.train.step import TrainStep
@@ -26,6 +27,8 @@ from isp.train.step_work import StepOutcome, StepWork
 from isp.weights.trace import Action, ActionKind
 
 __all__ = ["Asked", "CallersGraphs"]
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 0
 _BACKWARD = Action(ActionKind.BACKWARD, 0)
@@ -211,6 +214,8 @@ class CallersGraphs:
         """The numbers of graphs that went backward since the last step."""
         self._begun = self._ended = False
         """Whether there was a backward since the last step, and whether that was the last."""
+        self._has_told = False
+        """Whether there was a warning of a batch without labels."""
         self._loss = self._count = torch.zeros((), dtype=torch.float64)
 
     def results(self, asked: Asked) -> Tensor:
@@ -242,7 +247,9 @@ class CallersGraphs:
         if not torch.is_grad_enabled():
             self.refuse("loss under torch.no_grad()")
             found = step.evaluate([[batch]])
-            return torch.tensor(math.nan if found is None else found, dtype=torch.float64)
+            if found is None:
+                self._tell_unlabelled()
+            return torch.tensor(found or 0.0, dtype=torch.float64)
         work = step.start([batch], more=self._begun)
         own = step.forward(work, 0)
         mean = own.detach() + (step.over_ranks(work.total) - own.detach())
@@ -287,7 +294,20 @@ class CallersGraphs:
         self._loss_backward(pending.graph, gradient)
         outcome = self._step.finish(pending.graph.work, lr)
         self.drop()
+        if not outcome.valid_tokens:
+            self._tell_unlabelled()
         return outcome
+
+    def _tell_unlabelled(self) -> None:
+        """Warn once, on rank 0, of a batch without a label."""
+        if self._mesh.rank == 0 and not self._has_told:
+            logger.warning(
+                "all labels of a batch are %s (ignore_index), on all ranks: its loss is 0, and a"
+                " step on it leaves the weights as they are (told once); labels are tokens of"
+                " input_ids, aligned with them and not shifted",
+                IGNORED,
+            )
+        self._has_told = True
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """As `ParallelRun.backward`."""
@@ -409,7 +429,10 @@ class CallersGraphs:
         totals = torch.stack((self._loss, self._count))
         data = self._mesh[Axis.DATA]
         self.drop()
-        return self._step.update(lambda: data.all_reduce(totals, tag=_METRICS).wait(), lr)
+        outcome = self._step.update(lambda: data.all_reduce(totals, tag=_METRICS).wait(), lr)
+        if not outcome.valid_tokens:
+            self._tell_unlabelled()
+        return outcome
 
     def drop(self) -> None:
         """Forget all graphs and gradients; the next step begins with none."""

@@ -120,7 +120,8 @@ class ParallelRun(OwnLosses):
 
         `input_ids`, `labels` and `position_ids` [B, S] are whole sequences. As in transformers,
         `labels` are the tokens themselves, -100 where no loss is computed, and are shifted here;
-        None: all tokens but the first of each document. Packed documents begin where
+        None: all tokens but the first of each document. Without any label the loss is 0, and a
+        warning says so once. Packed documents begin where
         `position_ids` restart. The host does not wait for inputs in its own memory to be copied:
         do not refill page-locked ones before the step is over. All ranks of a tensor group pass the
         same; if they differ, all raise ValueError, on CUDA from the second call on in `step`. The

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -250,7 +249,7 @@ class TrainStep:
         loss, valid, *of_experts = totals.wait().tolist()
         self.clock.enter(Phase.OTHER)
         return StepOutcome(
-            loss=loss if valid else math.nan,
+            loss=loss,
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             valid_tokens=int(valid),

@@ -28,7 +28,7 @@ class StepOutcome:
     """A step's outcome; the same on every rank."""
 
     loss: float
-    """Mean loss of the global batch's valid tokens, or pairs, before the update; NaN without."""
+    """Mean loss of the global batch's valid tokens, or pairs, before the update; 0 without."""
     grad_norm: float
     """Global gradient norm, without the loss scale and before clipping."""
     skipped: bool

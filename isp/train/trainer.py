@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import shutil
 import sys
@@ -246,7 +247,9 @@ class Trainer:
         """Tell, from rank 0, what looks wrong."""
         if self.mesh.rank != 0:
             return
-        spike = self._loss_watch.look(self.step, outcome.loss)
+        # The loss of a step without labels is 0, and would count among the losses before.
+        loss = outcome.loss if outcome.valid_tokens else math.nan
+        spike = self._loss_watch.look(self.step, loss)
         slow = self._slow_watch.look(self.step, facts.own_seconds)
         for line in [*([] if spike is None else [spike]), *slow]:
             logger.warning("%s", line)

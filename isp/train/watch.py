@@ -17,6 +17,7 @@ from isp.checkpoint.agreement import exchange
 from isp.comm import Channel, Mesh, TimedTransfer
 from isp.comm.tag import Tag
 from isp.config import JobConfig
+from isp.layers.loss import IGNORED
 from isp.metrics.phases import PhaseTimes, training_seconds
 from isp.optim import Zero1Optimizer
 from isp.parallel import Axis, Topology
@@ -140,7 +141,7 @@ def describe_skip(optimizer: Zero1Optimizer, outcome: StepOutcome, *, step: int)
     count = optimizer.num_skipped
     why = f"the gradient norm is {outcome.grad_norm}"
     if not outcome.valid_tokens:
-        why = "no token of its batch has a label"
+        why = f"no token of its batch has a label other than {IGNORED} (ignore_index)"
     text = (
         f"step {step}: {why}, so the weights were left as they are"
         f" ({count} {'step was' if count == 1 else 'steps were'} skipped so far)"

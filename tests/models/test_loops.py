@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
+from isp.layers.loss import IGNORED
 from isp.models import swap
 from isp.parallel import Axis
 from isp.rng import generator_states
@@ -385,6 +386,20 @@ def test_wrong_keywords_say_what_to_pass() -> None:
             run.step, loss, rate
         )
     assert run.step(loss, lr=1e-3).loss == loss.item()
+
+
+def test_a_batch_without_labels_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a loss of 0, or NaN, without a word: of `step`, of results, and of an evaluation."""
+    run, nothing = isp.parallelize(Own(), job()), torch.full_like(IDS, IGNORED)
+    for _ in range(2):
+        outcome = run.step(run.loss(IDS, nothing))
+        assert (outcome.loss, outcome.skipped, outcome.valid_tokens) == (0.0, True, 0)
+        run.backward(run.log_probs(IDS, nothing).log_probs.sum())
+        assert run.step().loss == 0.0
+        with torch.no_grad():
+            assert run.loss(IDS, nothing).item() == 0.0
+    said = [text for text in caplog.messages if "all labels of a batch are -100 (ignore_in" in text]
+    assert len(said) == 1
 
 
 def _dropped(rank: int, make: Callable[[], nn.Module]) -> list[str]:

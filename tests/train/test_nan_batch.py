@@ -85,7 +85,7 @@ def _empty_step(rank: int, layout: Layout) -> None:
     before, states = run.weights(), run.optimizer.state_dict()["step"]
     outcome = run.step([task.batch(7, place) for place in range(layout.micro)], lr=1e-2)
     assert (outcome.skipped, outcome.valid_tokens, outcome.grad_norm) == (True, 0, 0.0)
-    assert math.isnan(outcome.loss)
+    assert outcome.loss == 0.0
     assert all((weight == before[name]).all() for name, weight in run.weights().items())
     optimizer = run.optimizer
     assert (optimizer.num_skipped, optimizer.skipped_in_a_row) == (1, 0)
@@ -128,9 +128,10 @@ def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.Mon
     (run,) = run_folders(tmp_path / "job.yaml")
     records = read_metrics(run / "metrics.jsonl")
     assert [record.skipped for record in records] == [step in (3, 5) for step in range(1, 9)]
-    assert [math.isnan(record.loss) for record in records] == [s in (3, 5) for s in range(1, 9)]
+    assert [math.isnan(record.loss) for record in records] == [s == 3 for s in range(1, 9)]
+    assert records[4].loss == 0.0
     log = (run / "logs/rank_0.log").read_text()
     assert "step 3: the gradient norm is nan, so the weights were left as they are (1 step" in log
-    assert "step 5: no token of its batch has a label, so the weights were left as they" in log
+    assert "step 5: no token of its batch has a label other than -100 (ignore_index), so the" in log
     (line,) = [line for line in log.splitlines() if "step: 3/8  loss: nan" in line]
     assert line.endswith("  skipped")
