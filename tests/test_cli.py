@@ -203,7 +203,13 @@ def test_data_prepare_writes_what_it_says(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"body": "abc"}\n{"body": "de"}\n')
     words = ["--output", str(tmp_path / "out"), "--text-key", "body"]
     assert main(["data", "prepare", str(tmp_path / "a.jsonl"), *words]) == 0
-    assert "7 tokens in 2 documents" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "7 tokens in 2 documents" in said
+    assert "by the tokenizer bytes (257 entries); train with --data.source" in said
+    written = (tmp_path / "out.bin").read_bytes()
+    assert main(["data", "prepare", str(tmp_path / "a.jsonl"), *words[:2]]) == 2
+    assert "out.bin exists already: name another --output, or" in capsys.readouterr().err
+    assert (tmp_path / "out.bin").read_bytes() == written
     assert (tmp_path / "out.bin").stat().st_size > 0
     assert (tmp_path / "out.idx").exists()
 
@@ -215,11 +221,11 @@ def test_data_prepare_ends_documents_as_it_is_reported(tmp_path, capsys):
     words = ["data", "prepare", str(tmp_path / "a.txt"), "--output", str(tmp_path / "out")]
     ends = []
     for more in ([], ["--eos-token", "<mine>"]):
-        assert main([*words, "--tokenizer", str(tokenizer), *more]) == 0
+        assert main([*words, "--overwrite", "--tokenizer", str(tokenizer), *more]) == 0
         (document,) = IndexedDataset(tmp_path / "out")
         ends.append(document.tolist()[-1])
     assert ends == [4, 5]
-    assert main([*words, "--eos-token", "<mine>"]) == 2
+    assert main([*words, "--overwrite", "--eos-token", "<mine>"]) == 2
     assert "--eos-token=<mine> has no effect with --tokenizer=bytes" in capsys.readouterr().err
 
 

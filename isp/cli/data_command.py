@@ -21,6 +21,9 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx"
     )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files that exist (default: refuse)"
+    )
     _add_reading(parser)
     return _run_prepare
 
@@ -98,7 +101,8 @@ def _run_prepare(args: argparse.Namespace) -> int:
     from isp.data.prepare import prepare
     from isp.settings.counts import counted
 
-    done = prepare(args.inputs, args.output, form=Format(args.format), **_reading(args))
+    how = {**_reading(args), "overwrite": args.overwrite}
+    done = prepare(args.inputs, args.output, form=Format(args.format), **how)
     files, kind, trained = f"{done.prefix}.bin and .idx", "document", ""
     if done.num_trained is not None:
         files, kind = f"{files}, and .labels of both", "example"
@@ -108,7 +112,8 @@ def _run_prepare(args: argparse.Namespace) -> int:
         )
     print(
         f"{files}: {counted(done.num_tokens, 'token')} in {counted(done.num_documents, kind)}"
-        f"{trained}, from {counted(done.num_bytes, 'byte')}{done.note}; train with --data.source"
-        f" {done.prefix}"
+        f"{trained}, from {counted(done.num_bytes, 'byte')}{done.note}; by the tokenizer"
+        f" {done.tokenizer} ({done.vocab_size:,} entries); train with --data.source {done.prefix}"
+        f" --data.tokenizer {done.tokenizer}"
     )
     return 0

@@ -18,6 +18,7 @@ from isp.data.dataset import IGNORE_INDEX, check_ids
 from isp.data.documents import JsonLine, find_files, has_records, read_documents, read_records
 from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
 from isp.data.preferences import is_text, read_answers
+from isp.data.prepared import check_tokenizer
 from isp.data.remote import localised
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer, begun
@@ -130,6 +131,9 @@ class SourceReader:
     ) -> None:
         self.items = localised([source] if isinstance(source, str) else source, key)
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
+        for item in self.items:
+            if (prefix := indexed_prefix(item)) is not None:
+                check_tokenizer(prefix, tokenizer, key)
         form = find_format(self.items, asked, text_key=text_key, key=key)
         self._unused = Counter[str]()
         self.is_text = form is Format.TEXT

@@ -32,6 +32,7 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetWriter",
     "check_pair",
+    "existing",
     "indexed_prefix",
     "remove_pair",
     "token_dtype",
@@ -80,6 +81,11 @@ def check_pair(prefix: Path) -> None:
             raise FileNotFoundError(f"{beside} {path} is missing: {_WAY_OUT}")
         if not path.is_file():
             raise ValueError(f"{path} must be a regular file: {_WAY_OUT}")
+
+
+def existing(prefix: Path) -> Path | None:
+    """Return a file of the pair that exists, if any does."""
+    return next((p for end in (".bin", ".idx") if (p := _with(prefix, end)).exists()), None)
 
 
 def remove_pair(prefix: Path) -> None:

@@ -18,7 +18,14 @@ from isp.data.examples import (
     count_trained,
     labels_prefix,
 )
-from isp.data.indexed import IndexedDatasetWriter, indexed_prefix, remove_pair, token_dtype
+from isp.data.indexed import (
+    IndexedDatasetWriter,
+    existing,
+    indexed_prefix,
+    remove_pair,
+    token_dtype,
+)
+from isp.data.prepared import record_path, tokenizer_name, write_record
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["PrepareSummary", "prepare"]
@@ -37,6 +44,10 @@ class PrepareSummary(NamedTuple):
     """Examples left out because no token of them has one."""
     note: str = ""
     """What texts begin with, and which keys of rows are not used, in words."""
+    tokenizer: str = BYTE_TOKENIZER
+    """Name of the tokenizer, as `data.tokenizer` takes it."""
+    vocab_size: int = 0
+    """Its entries."""
 
 
 def prepare(
@@ -50,13 +61,15 @@ def prepare(
     chat_template: str | None = None,
     train_on: TrainOn = TrainOn.ASSISTANT,
     add_bos: bool = True,
+    overwrite: bool = False,
 ) -> PrepareSummary:
     """Tokenise `inputs` into `output_prefix`.bin and .idx, with eos at the end of each document.
 
     Texts begin with the tokenizer's BOS unless `add_bos` is false, as those that a run reads.
     Examples stay as they are, without another eos, and get a second pair: [Note: Labels on disk].
     Documents are streamed, so memory holds one of them. The files appear when all are complete,
-    and replace older ones. A bar shows the progress in a terminal.
+    with `output_prefix`.tokenizer.json, which says which tokenizer made them. `overwrite` replaces
+    older ones. A bar shows the progress in a terminal.
     Raises FileNotFoundError or ValueError naming the input and the way out.
     """
     prefix = Path(output_prefix).expanduser()
@@ -66,6 +79,12 @@ def prepare(
     for item in items:
         if indexed_prefix(item) is not None:
             raise ValueError(f"input={item} is already tokenised: use it directly as data.source")
+    older = [p for whole in (prefix, labels_prefix(prefix)) if (p := existing(whole)) is not None]
+    if older and not overwrite:
+        raise ValueError(
+            f"output={prefix}: {older[0]} exists already: name another --output, or replace it with"
+            f" --overwrite"
+        )
     if eos_token is not None and tokenizer == BYTE_TOKENIZER:
         raise ValueError(
             f"--eos-token={eos_token} has no effect with --tokenizer={BYTE_TOKENIZER}, which has"
@@ -141,9 +160,18 @@ def _write(
             check_trained(num_trained > 0, name)
         else:
             check_any(num_documents, name)
+        record_path(prefix).unlink(missing_ok=True)  # never that of an older pair beside this one
     if not labelled:
         remove_pair(labels_prefix(prefix))  # Those of older examples.
+    write_record(prefix, tokenizer)
     trained_tokens = num_trained if labelled else None
     return PrepareSummary(
-        prefix, num_documents, writer.num_tokens, num_bytes, trained_tokens, num_dropped
+        prefix,
+        num_documents,
+        writer.num_tokens,
+        num_bytes,
+        trained_tokens,
+        num_dropped,
+        tokenizer=tokenizer_name(tokenizer),
+        vocab_size=tokenizer.vocab_size,
     )

@@ -58,8 +58,8 @@ def _copied(url: str) -> list[str]:
     stem, suffix = os.path.splitext(path)
     is_pair, is_folder = suffix in (".bin", ".idx"), system.isdir(path)
     if is_pair:
-        labels = [f"{stem}.labels{end}" for end in (".idx", ".bin")]
-        found = [*filter(system.exists, labels), f"{stem}.idx", f"{stem}.bin"]
+        more = [f"{stem}.labels.idx", f"{stem}.labels.bin", f"{stem}.tokenizer.json"]
+        found = [*filter(system.exists, more), f"{stem}.idx", f"{stem}.bin"]
     elif is_folder:
         found = sorted(system.find(path))
     elif "://" in path:  # http, which knows no folders

@@ -131,6 +131,11 @@ class HFTokenizer:
         found: int | None = self._tokenizer.token_to_id(name)
         return found
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return the ids of all tokens."""
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return ids
+
     def added_tokens(self) -> tuple[str, ...]:
         """The texts of all tokens that are found as a whole, special or not."""
         return tuple(t.content for t in self._tokenizer.get_added_tokens_decoder().values())

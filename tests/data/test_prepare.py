@@ -24,7 +24,9 @@ def test_writes_documents_with_one_eos_each(tmp_path: Path) -> None:
     summary = prepare(inputs, tmp_path / "out" / "p", text_key="body")
     documents = [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out" / "p")]
     assert documents == [[*"hé".encode(), 256], [ord("x"), 256], [*b"yz", 256]]
-    assert summary == PrepareSummary(tmp_path / "out" / "p", 3, 9, 3 + 14 + 15)
+    assert summary == PrepareSummary(
+        tmp_path / "out" / "p", 3, 9, 3 + 14 + 15, tokenizer="bytes", vocab_size=257
+    )
 
 
 def test_eos_that_is_already_there(tmp_path: Path) -> None:
@@ -40,7 +42,8 @@ def test_again_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     contents = []
     for output in (tmp_path / "p", tmp_path / "p.bin", str(tmp_path / "p.idx")):
-        assert prepare(str(tmp_path / "a.txt"), output).prefix == tmp_path / "p"
+        done = prepare(str(tmp_path / "a.txt"), output, overwrite=bool(contents))
+        assert done.prefix == tmp_path / "p"
         contents.append([(tmp_path / f"p.{suffix}").read_bytes() for suffix in ("bin", "idx")])
     assert contents[0] == contents[1] == contents[2]
 
@@ -119,8 +122,38 @@ def test_labels_of_an_older_pair_do_not_stay(tmp_path: Path) -> None:
     prepare(tokens, tmp_path / "p")
     assert (tmp_path / "p.labels.idx").exists()
     (tmp_path / "a.txt").write_text("text")
-    prepare(str(tmp_path / "a.txt"), tmp_path / "p")
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.txt", "p.bin", "p.idx"]
+    prepare(str(tmp_path / "a.txt"), tmp_path / "p", overwrite=True)
+    found = sorted(os.listdir(tmp_path))
+    assert found == ["a.jsonl", "a.txt", "p.bin", "p.idx", "p.tokenizer.json"]
+
+
+def test_a_pair_is_read_with_the_tokenizer_that_made_it(tmp_path: Path) -> None:
+    """Catches ids of one tokenizer that another's text and embeddings are taken for."""
+    made, *same = (
+        str(write_tokenizer(tmp_path / name, specials))
+        for name, specials in {
+            "made": ["</s>"],
+            "again": ["</s>"],
+            "more": ["</s>", "<pad>"],
+        }.items()
+    )
+    other = str(write_tokenizer(tmp_path / "other", ["<s>", "</s>"]))
+    (tmp_path / "a.txt").write_text("the cat")
+    prepare(str(tmp_path / "a.txt"), tmp_path / "p", tokenizer=made)
+
+    def opened(tokenizer: str) -> None:
+        open_datasets(
+            DataConfig(source=str(tmp_path / "p"), tokenizer=tokenizer, seq_len=2), seed=0
+        )
+
+    for tokenizer in (made, *same):
+        opened(tokenizer)
+    said = rf"data\.source=.*p was prepared with the tokenizer {made} \(5 entries\), and "
+    for tokenizer in (other, "bytes"):
+        with pytest.raises(ValueError, match=rf"{said}data\.tokenizer={tokenizer} has other ids"):
+            opened(tokenizer)
+    (tmp_path / "p.tokenizer.json").unlink()  # as of Megatron-LM
+    opened("bytes")
 
 
 def test_labels_of_other_lengths_are_refused(tmp_path: Path) -> None:
