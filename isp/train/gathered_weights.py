@@ -72,11 +72,13 @@ class GatheredWeights:
         """As `ParallelRun.named_weights`; nothing where they are not `wanted`."""
         traced = self._traced
         model: Any = traced.model
-        merges = merge_adapters and hasattr(model, "peft_config")
+        adapted = hasattr(model, "peft_config")
+        merges = merge_adapters and adapted
         inner = model.get_base_model() if merges else model
         for weights in self._by_blocks(wanted=wanted):
             own = merged(model, traced.shape, weights) if merges else weights
-            published = traced.host.published(inner, own)
+            # Names of folders (experts one by one) know no adapters: a PeftModel keeps its own.
+            published = own if adapted and not merges else traced.host.published(inner, own)
             del weights, own  # with the next block there is none of this one
             while published:
                 name = next(iter(published))

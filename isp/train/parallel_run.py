@@ -245,8 +245,9 @@ class ParallelRun(OwnLosses):
         All ranks must call it and iterate to the end. Tensors are on the device, belong to the
         caller, and have `dtype` if they are floating-point (None: the training dtype). They are
         yielded on all ranks, or on `to_rank` alone. One block is whole at a time. With PEFT, names
-        are PEFT's and adapters are separate; `merge_adapters` merges them into the base model's
-        weights, as `merge_and_unload` does. Raises ValueError for a rank that does not exist.
+        are those of the PeftModel's `state_dict`, adapters are separate, and stacks of experts are
+        whole; `merge_adapters` merges adapters into the base model's weights, as `merge_and_unload`
+        does, named as in its folder. Raises ValueError for a rank that does not exist.
         """
         world = self.mesh.topology.world_size
         if to_rank is not None and not 0 <= to_rank < world:

@@ -144,6 +144,31 @@ def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
                 assert (merged[key] - weight).abs().max() < TOLERANCE, key
 
 
+def _renamed(on_experts: bool) -> Any:
+    """A model that folders name otherwise, and whose experts they have one by one."""
+    from peft import LoraConfig, get_peft_model
+
+    names = ["experts.gate_up_proj", "experts.down_proj"] if on_experts else None
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
+    model: Any = get_peft_model(tiny("mixtral"), config, autocast_adapter_dtype=False)
+    return model
+
+
+def _named(rank: int, on_experts: bool) -> list[str]:
+    """The weights that differ from the state dict of the model by name or value."""
+    model = _renamed(on_experts)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    found = dict(isp.parallelize(model, job(2, 2)).named_weights())
+    same = (n for n in before.keys() & found.keys() if torch.equal(before[n], found[n]))
+    return sorted((before.keys() | found.keys()) - set(same))
+
+
+def test_weights_beside_adapters_have_the_names_of_peft() -> None:
+    """Catches names of a folder, with experts one by one, among those of the adapted model."""
+    cases = {"attention": False, "attention and experts": True}
+    assert run_each(2, _named, cases) == {name: [[], []] for name in cases}
+
+
 def test_adapters_of_experts_add_what_they_add_in_peft() -> None:
     """Catches adapters that are added where they are turned off, or twice where they are merged."""
     models = _of_experts(), _of_experts()
