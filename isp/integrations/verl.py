@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 import isp
+from isp.models.make import without_implementations
 from isp.parallel import Axis
 from isp.train.parallel_run import ParallelRun
 from isp.train.parallelize import loop_config
@@ -78,7 +79,12 @@ class ISPEngine(BaseEngine):
         config = replace(config, training=replace(config.training, max_norm=rule.clip_grad))
         folder = self.model_config.local_path or self.model_config.path
         dtype = getattr(torch, config.training.dtype)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        config_of_model = without_implementations(
+            AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config_of_model, dtype=dtype, trust_remote_code=False
+        )
         model.requires_grad_(not given.forward_only)
 
         def adamw(named: Any) -> torch.optim.Optimizer:

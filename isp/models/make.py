@@ -10,12 +10,24 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["leave_alone", "made", "on_meta", "parameters_on_meta", "sees", "take_out_tower"]
+from isp.settings.files import check_regular_files
+
+__all__ = [
+    "folder_config",
+    "leave_alone",
+    "made",
+    "on_meta",
+    "parameters_on_meta",
+    "sees",
+    "take_out_tower",
+    "without_implementations",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +85,35 @@ def sees(config: Any) -> bool:
     return composite and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
+def folder_config(folder: str | Path) -> Any:
+    """Read the configuration of a local folder for transformers; runs no code that it brings.
+
+    What transformers raises, passes; raises OSError or ValueError for a pipe or a file without end.
+    """
+    from transformers import AutoConfig
+
+    check_regular_files(folder)
+    # Without trust_remote_code transformers asks at the terminal, on every rank.
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return without_implementations(config)
+
+
+def without_implementations(config: Any) -> Any:
+    """Let transformers choose attention and experts for `config` and its parts, in place.
+
+    A folder may name a kernel of the hub (`_attn_implementation: OWNER/NAME@COMMIT`), which
+    transformers would download and run as it makes the model.
+    """
+    from transformers import PretrainedConfig
+
+    config._attn_implementation_internal = None
+    config._experts_implementation_internal = None
+    for part in vars(config).values():  # not by sub_configs: a class may lack one of them
+        if isinstance(part, PretrainedConfig):
+            without_implementations(part)
+    return config
+
+
 def made(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The model of a configuration, a vision-language one whole; without code of a folder's."""
     from transformers import (
@@ -84,6 +125,7 @@ def made(config: Any, dtype: torch.dtype | None = None) -> Any:
     kind: Any = AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
     if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         kind = AutoModelForSequenceClassification
+    config = without_implementations(config)
     return kind.from_config(config, dtype=dtype, trust_remote_code=False)
 
 

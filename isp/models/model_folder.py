@@ -127,9 +127,9 @@ def _read_config(folder: str) -> dict[str, Any]:
 def _defaults_of_type(folder: str) -> dict[str, Any]:
     """What transformers' class takes for keys that config.json leaves out; empty if unknown."""
     try:
-        from transformers import AutoConfig
+        from isp.models.make import folder_config  # loads torch
 
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = folder_config(folder)
     except (ImportError, OSError, ValueError, KeyError):  # refused where the model is made
         return {}
     found: dict[str, Any] = config.get_text_config(decoder=True).to_dict()

@@ -22,7 +22,7 @@ from isp.models.converted import ConvertedFiles
 from isp.models.dequantised import check_readable
 from isp.models.drawn import Drawing, drawings
 from isp.models.lora import AdapterWeights, adapted
-from isp.models.make import made, parameters_on_meta, take_out_tower
+from isp.models.make import folder_config, made, parameters_on_meta, take_out_tower
 from isp.models.model import TracedModel
 from isp.models.swap import InitialWeights
 from isp.models.tiny import kept_in_float64
@@ -130,10 +130,7 @@ def _made(folder: str, dtype: torch.dtype) -> nn.Module:
     import transformers
 
     try:
-        # Without trust_remote_code transformers asks at the terminal, on every rank.
-        config = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        config = folder_config(folder)
         with parameters_on_meta():
             model: Any = made(config, dtype)
     except Exception as error:  # somebody else's code on somebody's file: anything may come

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.models.folder import read_json
+from isp.models.make import folder_config
 from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64, tiny_model
 from isp.settings.packages import require
@@ -134,11 +135,11 @@ def read_folder(folder: Path) -> Any:
     """
     kind = read_json(folder / "config.json").get("model_type")
     require(str(folder), "transformers")
-    from transformers import AutoConfig, logging
+    from transformers import logging
 
     logging.set_verbosity_error()  # of faster kernels, and token ids beyond a small vocabulary
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = folder_config(folder)
     except (KeyError, OSError, TypeError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(

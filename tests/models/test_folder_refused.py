@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
+from isp.models.make import folder_config, made
 from isp.train.data import check_data
 from tests.config.test_job import faults_of
 from tests.models.folders import write_folder, write_job
+from tests.models.test_vision_language import KINDS as VISION_LANGUAGE
 from tests.ranks import run_isp
 
 WEIGHTS = "model.safetensors"
@@ -190,6 +193,43 @@ def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:
         ValueError, match=r"transformer\.h\.0\.attn\.resid_dropout applies dropout 0\.1"
     ):
         _ = config_of(drops).language_model
+
+
+KERNEL = "somebody/kernel@0123abc"
+NAMES_A_KERNEL = {
+    "attention": {"_attn_implementation": KERNEL},
+    "attention, as saved": {"attn_implementation": KERNEL},
+    "attention by part": {"_attn_implementation": {"": KERNEL, "text_config": KERNEL}},
+    "attention of a package": {"_attn_implementation": "flash_attention_2"},
+    "experts": {"_experts_implementation": KERNEL},
+    "experts, as saved": {"experts_implementation": KERNEL},
+    "internal": {"_attn_implementation_internal": KERNEL},
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("named", NAMES_A_KERNEL)
+def test_a_folder_does_not_choose_the_code_that_computes(
+    tmp_path: Path, kind: str, named: str
+) -> None:
+    """Catches a kernel that is downloaded from the hub, and run, because config.json names it."""
+    changes = NAMES_A_KERNEL[named]
+    if kind == "llama":
+        folder = write_folder(tmp_path / "model", kind, weights=False)
+    else:
+        folder = tmp_path / "model"
+        transformers.AutoConfig.for_model(kind, **VISION_LANGUAGE[kind]).save_pretrained(folder)
+        text = json.loads((folder / "config.json").read_text())
+        for part in ("text_config", "vision_config"):
+            text[part] |= changes
+        change(folder, **text)
+    change(folder, **changes)
+    assert config_of(folder).language_model.num_parameters > 0
+    # transformers' own choices: one of a package would be used by a model without the interface.
+    whole = made(folder_config(folder))
+    for config in (whole.config, whole.config.get_text_config(decoder=True)):
+        assert config._attn_implementation in ("sdpa", "eager")
+        assert config._experts_implementation in ("grouped_mm", "eager", None)
 
 
 def test_a_vocabulary_that_is_too_small_is_named(folder: Path) -> None:
