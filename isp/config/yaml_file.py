@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from yaml.constructor import ConstructorError
-from yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from isp.settings.files import read_limited
 
 __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 
 KeyPath = tuple[str, ...]
+
+_MOST_BYTES = 2**20
+"""Limit of a file: Python's parser reads about 0.3 MB a second."""
+_MOST_CHARACTERS = 2**24
+"""Limit of all values with those that aliases repeat, which no file without aliases reaches."""
 
 
 class YamlFile(NamedTuple):
@@ -24,6 +32,16 @@ class YamlFile(NamedTuple):
 
 class _Loader(yaml.SafeLoader):
     """The safe loader, which also reads `1e-4` as a number, as YAML 1.2 does."""
+
+    def get_single_node(self) -> Node | None:
+        """The document; aliases that repeat without end, or too much, are a fault of the file."""
+        root: Node | None = super().get_single_node()
+        if root is not None and (size := _expanded_size(root, {})) > _MOST_CHARACTERS:
+            fault = f"aliases repeat values up to more than {_MOST_CHARACTERS:,} characters"
+            if size == math.inf:
+                fault = "an alias stands inside of what it repeats"
+            raise ConstructorError(None, None, fault, root.start_mark)
+        return root
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         """The value of `node`; one that looks like a date and is none is a fault of the file."""
@@ -47,7 +65,7 @@ def read_yaml(path: str | Path) -> YamlFile:
     a mapping, or that gives a key twice.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_limited(path, _MOST_BYTES).decode()
     except OSError as error:
         raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -74,6 +92,26 @@ def parse_value(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{text!r} is not a YAML value: {_problem(error)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{text[:40]!r}... is nested too deeply") from error
+
+
+def _expanded_size(node: Node, known: dict[int, float]) -> float:
+    """Count the characters of `node`, as often as aliases repeat them; infinite for a circle.
+
+    `known`: the sizes of nodes that have been counted, or are being counted, by their id.
+    """
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        size: float = 16  # also of an empty list, which takes memory, too
+        if isinstance(node, ScalarNode):
+            size += len(node.value)
+        elif isinstance(node, SequenceNode):
+            size += sum(_expanded_size(part, known) for part in node.value)
+        elif isinstance(node, MappingNode):
+            size += sum(_expanded_size(part, known) for pair in node.value for part in pair)
+        known[id(node)] = size
+    return known[id(node)]
 
 
 def _note_lines(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from pathlib import Path
 
 import pytest
 import torch
 
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.keys import KeyTable
+from isp.config.yaml_file import read_yaml
 from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train.run import make_world
 from tests.config.test_job import MINIMAL, faults_of
@@ -241,3 +243,47 @@ def test_sections_made_in_python_are_refused_alike():
         TrainingConfig(steps="1")
     with pytest.raises(ValueError, match=r"^training\.steps=0 "):
         dataclasses.replace(TrainingConfig(), steps=0)
+
+
+def _laughs(begin: str, repeat: str) -> str:
+    """Ten levels, each of ten times the one before."""
+    lines = [f"a0: &a0 {begin}"]
+    lines += [f"a{n}: &a{n} {repeat.format(f'*a{n - 1}')}" for n in range(1, 11)]
+    return "\n".join(lines)
+
+
+TEN = "[" + ", ".join(["{0}"] * 10) + "]"
+ENDLESS = {
+    "lists": (_laughs("[x]", TEN), "aliases repeat values up to more than"),
+    "text": (f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]", "aliases repeat values"),
+    "merged keys": (_laughs("{x: 1}", "{{<<: " + TEN + "}}"), "aliases repeat values"),
+    "mappings": (
+        _laughs("{x: 1}", "{{" + ", ".join(f"k{i}: {{0}}" for i in range(10)) + "}}"),
+        "aliases repeat values",
+    ),
+    "circle": ("a: &a [*a]", "an alias stands inside of what it repeats"),
+    "circle of keys": ("a: &a\n  b: *a", "an alias stands inside of what it repeats"),
+    "too long": ("a: 1\n" + "#" * 2**20, "has more than 1,048,576 bytes"),
+    "too deep": ("a: " + "[" * 5000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+@pytest.mark.timeout(30)
+def test_a_file_that_grows_without_bound_is_refused(tmp_path: Path, kind: str) -> None:
+    """Catches a small file whose aliases take all memory, or never end."""
+    text, message = ENDLESS[kind]
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    said = faults_of(file)
+    assert message in said
+    assert str(file) in said
+    assert len(said.splitlines()) == 1
+
+
+def test_aliases_that_repeat_little_are_read(tmp_path: Path) -> None:
+    """Catches anchors that a person uses refused."""
+    file = tmp_path / "job.yaml"
+    file.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]")
+    values = read_yaml(file).values
+    assert values == {"a": {"x": 1}, "b": {"x": 1, "y": 2}, "c": [{"x": 1}, {"x": 1}]}
