@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isp.checkpoint.manifest import MANIFEST, fault_of, sync_folder
+from isp.settings.files import open_to_write
 
 __all__ = [
     "CheckpointFolder",
@@ -180,7 +181,7 @@ def folder_lock(folder: Path, *, waits: bool = False) -> Iterator[None]:
     If another run holds it, raises ValueError with its process, or waits. On a file system without
     locks nothing is kept out.
     """
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = open_to_write(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         _lock(descriptor, folder, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(OSError):  # a full disk is reported by what needs the room

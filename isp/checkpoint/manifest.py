@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterable, Mapping
 from hashlib import file_digest
 from io import BufferedReader
@@ -23,6 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from isp.checkpoint.agreement import CheckpointError
 from isp.checkpoint.plain import from_json, to_json
 from isp.parallel import Topology
+from isp.settings import files
 
 __all__ = [
     "MANIFEST",
@@ -198,17 +198,11 @@ def fault_of(folder: Path, *, contents: bool = False) -> str:
 def open_regular(path: Path) -> BufferedReader:
     """The file at `path`, to be read. Raises Damaged if there is none, or no regular file."""
     try:
-        # Without waiting for who writes to a pipe, and not through a link.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return files.open_regular(path, follow=False)  # what a manifest names lies beside it
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None
     except OSError as error:
         raise Damaged(f"{path.name} cannot be read: {error.strerror}") from None
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
-        raise Damaged(f"{path.name} is not a regular file")
-    return file
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks
 from isp.cli.options import Run, add_html, add_option, not_negative, positive
 from isp.cli.reading import Reading, add_reading
+from isp.settings.files import write_whole
 
 if TYPE_CHECKING:
     from isp.inference.passkey import PasskeyPrompts
@@ -187,7 +188,7 @@ def _evaluate(
         return
     folder = Path(args.output)
     file = folder / EVALUATION_FILE
-    file.write_text(evaluation.to_json(indent=1), encoding="utf-8")
+    write_whole(file, evaluation.to_json(indent=1))
     written = f"wrote {file}"
     if args.html:
         from isp.report import write_report

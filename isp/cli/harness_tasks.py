@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isp.cli.options import add_option, not_negative, positive
+from isp.settings.files import write_whole
 
 if TYPE_CHECKING:
     from isp.inference.engine import Engine
@@ -98,7 +99,7 @@ def run_tasks(
         results["config"].update(about, model=source.title)
         file = Path(args.output) / _FILE
         text = json.dumps(results, indent=1, default=handle_non_serializable)
-        file.write_text(f"{text}\n", encoding="utf-8")
+        write_whole(file, f"{text}\n")
         print(f"\nwrote {file}")
 
 

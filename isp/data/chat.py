@@ -19,6 +19,7 @@ from isp.data.dataset import IGNORE_INDEX
 from isp.data.rendering import Rendered, TemplateFailure, named_in
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 from isp.data.turns import read_turns, unnamed_keys
+from isp.settings.files import check_regular_files, read_limited
 from isp.settings.packages import require
 
 __all__ = ["ChatTemplate", "Example"]
@@ -307,6 +308,7 @@ def _load(file: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     try:
+        check_regular_files(file.parent)
         return PreTrainedTokenizerFast.from_pretrained(file.parent, local_files_only=True)
     except Exception as error:  # It raises whatever the files make it do.
         raise ValueError(
@@ -316,6 +318,6 @@ def _load(file: Path) -> Any:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_limited(path).decode()
+    except (OSError, ValueError) as error:
         raise ValueError(f"data.chat_template={path} cannot be read: {error}") from None

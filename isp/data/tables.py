@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from isp.settings.json_file import read_json
 from isp.settings.packages import require
 
 __all__ = ["TABLE_SUFFIXES", "read_table", "saved_files"]
@@ -19,19 +20,37 @@ _BATCH_ROWS = 1024
 def saved_files(folder: Path) -> list[Path] | None:
     """The Arrow files of a folder of `save_to_disk`, in their order; None: it is no such folder.
 
-    Raises ValueError for several splits, and for rows that were selected but not written.
+    Raises ValueError for several splits, for rows that were selected but not written, and for
+    files outside of the folder.
     """
-    if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text())["splits"]
+    if (folder / "dataset_dict.json").exists():
+        found = read_json(folder / "dataset_dict.json").get("splits")
+        splits = [str(split) for split in found] if isinstance(found, list) and found else ["?"]
         raise ValueError(f"holds the splits {', '.join(splits)}: name one, {folder / splits[0]}")
-    if not (folder / "state.json").is_file():
+    if not (folder / "state.json").exists():
         return None
-    state = json.loads((folder / "state.json").read_text())
-    if not isinstance(state, dict) or "_data_files" not in state:
+    try:
+        state = read_json(folder / "state.json")
+    except ValueError as error:
+        if any(folder.glob("*.arrow")):
+            raise ValueError(f"cannot be read: {error}") from None
+        return None
+    if not isinstance(entries := state.get("_data_files"), list):
         return None  # another program's
     if state.get("_indices_data_files"):
         raise ValueError("holds a selection of its rows: save it after flatten_indices()")
-    return [folder / file["filename"] for file in state["_data_files"]]
+    files = []
+    for entry in entries:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(
+                f"is not read: its state.json names the file {json.dumps(name)}, which is not in"
+                f" the folder: save the dataset again with save_to_disk"
+            )
+        if not (folder / name).is_file():
+            raise ValueError(f"lacks {name}, or it is no regular file: copy the folder again")
+        files.append(folder / name)
+    return files
 
 
 def read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:

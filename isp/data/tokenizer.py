@@ -1,6 +1,5 @@
 """Text to token ids and back: bytes by default, or any Hugging Face tokenizer.json."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -8,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.config import BYTE_TOKENIZER
+from isp.settings.json_file import read_json
 from isp.settings.packages import require
 
 __all__ = [
@@ -220,12 +220,12 @@ def _read_tokenizer(file: Path) -> Any:
 
 def _declared_eos(file: Path) -> str | None:
     """The `eos_token` of a tokenizer_config.json, or None where there is no such file or key."""
-    if not file.is_file():
+    if not file.exists():
         return None
     try:
-        declared = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} next to data.tokenizer is not a JSON object: {error}") from None
+        declared = read_json(file).get("eos_token")
+    except ValueError as error:
+        raise ValueError(f"{error} (next to data.tokenizer)") from None
     if isinstance(declared, dict):  # An added token is written out with its stripping rules.
         declared = declared.get("content")
     if declared is not None and not isinstance(declared, str):

@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from isp.metrics.record import StepRecord
+from isp.settings.files import open_to_write, read_lines
 
 __all__ = ["MetricsFile", "is_recorded", "read_metrics"]
 
@@ -53,7 +54,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
         self._path = Path(path)
         self._waiting: deque[bytes] = deque()
         self._failing = False
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._fd = open_to_write(path, os.O_RDWR | os.O_CREAT)
         try:
             self._size = _size_up_to(self._path, last_step)
             os.ftruncate(self._fd, self._size)
@@ -132,12 +133,14 @@ def _lines(path: Path) -> Iterator[tuple[int, StepRecord]]:
 
     Raises ValueError for a line that is not a record.
     """
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.endswith(b"\n"):  # torn off
+            return
         try:
-            record = StepRecord.from_json(line)
+            record = StepRecord.from_json(line[:-1])
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number} is not a record of a step ({error}): repair it, or move the"
                 f" file away"
             ) from error
-        yield len(line) + 1, record
+        yield len(line), record

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from isp.metrics.tracker import TrackedRun, Tracker, tracker_of
+from isp.settings.files import read_limited, write_whole
 
 __all__ = ["Trackers"]
 
@@ -97,10 +98,10 @@ class _TrackerThread(threading.Thread):
         self.failed = True
 
     def _open(self) -> Tracker:
-        known = self._id_file.read_text() if self._id_file.exists() else None
+        known = read_limited(self._id_file).decode() if self._id_file.exists() else None
         self._tracked.folder.mkdir(parents=True, exist_ok=True)
         tracker = tracker_of(self._tracker_name)
         given = tracker.init(self._tracked._replace(id=known))
         if given is not None and given != known:
-            self._id_file.write_text(given)
+            write_whole(self._id_file, given)
         return tracker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isp.parallel.layout import ParameterLayout
+from isp.settings.files import check_regular, copy_regular, write_whole
 from isp.settings.json_file import read_json
 
 __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
@@ -53,7 +53,7 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if (folder / _INDEX).exists():
-            files = read_json(folder / _INDEX).get("weight_map")
+            files = read_json(folder / _INDEX, large=True).get("weight_map")
             if not isinstance(files, dict):
                 raise ValueError(f"{folder / _INDEX} is damaged: it has no weight_map")
             for name, file in files.items():
@@ -149,6 +149,7 @@ class WeightFiles:
 
     def _opened(self, file: str) -> Any:
         try:
+            check_regular(self.folder / file)
             return safe_open(self.folder / file, framework="pt")
         except FileNotFoundError:
             raise ValueError(f"{self.folder / file} is missing, but {_INDEX} names it") from None
@@ -227,11 +228,11 @@ class WeightWriter:
             self._part(index).rename(self._folder / file)
             weight_map.update(dict.fromkeys(names, file))
         text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        (self._folder / _INDEX).write_text(json.dumps(text, indent=2))
+        write_whole(self._folder / _INDEX, json.dumps(text, indent=2))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy what belongs to a model's tokenizer from one folder to another."""
     for name in TOKENIZER_FILES:
         if (source / name).exists():
-            shutil.copyfile(source / name, target / name)
+            copy_regular(source / name, target / name)

@@ -20,6 +20,7 @@ from isp.models.drawn import Drawing, drawings
 from isp.models.make import parameters_on_meta
 from isp.models.swap import InitialWeights
 from isp.settings.adapter import AdapterConfig
+from isp.settings.files import check_regular
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["AdapterWeights", "adapted"]
@@ -128,6 +129,7 @@ def _opened(file: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(file)
         return safe_open(file, "pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"model.adapter.folder: {file} cannot be read: {error}") from None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from isp.profile.schema import Collective, StepTimeline
+from isp.settings.files import written_whole
 
 __all__ = ["chrome_trace", "torch_events", "write_trace"]
 
@@ -138,5 +139,9 @@ def torch_events(
 def write_trace(path: Path, events: Sequence[Event]) -> None:
     """Write `events` to `path`, compressed, as a Chrome trace."""
     document = {"displayTimeUnit": "ms", "traceEvents": events}
-    with gzip.open(path, "wt", encoding="utf-8", compresslevel=5) as file:
-        json.dump(document, file, separators=(",", ":"))
+
+    def write(new: Path) -> None:
+        with gzip.open(new, "wt", encoding="utf-8", compresslevel=5) as file:
+            json.dump(document, file, separators=(",", ":"))
+
+    written_whole(path, write)

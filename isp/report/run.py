@@ -19,6 +19,7 @@ from isp.report.style import Color, Picture, legend_above, new_axes
 from isp.run.environment import Environment
 from isp.run.folder import RunFolder
 from isp.settings.counts import counted
+from isp.settings.files import read_limited
 
 __all__ = ["Means", "means", "run_page"]
 
@@ -94,7 +95,7 @@ def run_page(folder: RunFolder) -> Page:
 def _environment(folder: RunFolder) -> Environment:
     file = folder.environment_file
     try:
-        return Environment.from_json(file.read_text(encoding="utf-8"))
+        return Environment.from_json(read_limited(file))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

@@ -19,6 +19,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import RcKeyType
 
+from isp.settings.files import written_whole
+
 __all__ = [
     "FONT",
     "WIDTH",
@@ -192,7 +194,9 @@ def legend_above(axes: Axes, handles: Sequence[Artist] | None = None) -> None:
 def to_png(picture: Picture, path: Path) -> None:
     """Write `picture` to `path`, at twice the resolution of the page."""
     with mpl.rc_context(_STYLE):
-        picture.draw().savefig(path, format="png", dpi=2 * _POINTS_PER_INCH)
+        figure = picture.draw()
+        dpi = 2 * _POINTS_PER_INCH
+        written_whole(path, lambda new: figure.savefig(new, format="png", dpi=dpi))
 
 
 def to_svg(picture: Picture) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
 from isp.profile import Profile
 from isp.run.folder import RunFolder
+from isp.settings.files import write_whole
 from isp.settings.packages import require
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def write_page(page: Page, file: str | Path) -> Path:
     """Write `page` alone, without PNG files, to `file`. Raises OSError if that fails."""
     text, path = page.to_html(), Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     return path
 
 

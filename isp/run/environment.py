@@ -83,7 +83,7 @@ class Environment:
         return TypeAdapter(Environment).dump_json(self, indent=2).decode() + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Environment:
+    def from_json(cls, text: str | bytes) -> Environment:
         """The environment that `to_json` wrote.  Raises ValueError if `text` is anything else."""
         try:
             return TypeAdapter(cls).validate_json(text)

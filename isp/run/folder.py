@@ -38,6 +38,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isp.settings import JobSection
+from isp.settings.files import (
+    check_written_on,
+    new_file,
+    read_limited,
+    write_durably,
+    write_whole,
+    written_whole,
+)
 
 __all__ = [
     "LaunchRecord",
@@ -146,6 +154,7 @@ class RunFolder:
         if not run.path.is_dir():
             raise ValueError(f"{run.path}: no such run to resume")
         with explained(f"job.dump_folder={run.path.parent.parent}"):
+            run.check_written_on()
             run._prepare()
         return run
 
@@ -196,18 +205,16 @@ class RunFolder:
     def launch(self) -> LaunchRecord | None:
         """Return the launch that started the run last; None if its file is missing or cut off."""
         try:
-            launch = LaunchRecord(**json.loads(self.launch_file.read_text()))
+            launch = LaunchRecord(**json.loads(read_limited(self.launch_file)))
             has_time = math.isfinite(launch.at)
-        except (OSError, ValueError, TypeError, OverflowError):
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
             return None
         return launch if has_time and isinstance(launch.finished_step, int | None) else None
 
     def write_launch(self, launch: LaunchRecord) -> None:
         """Write the launch that starts the run now, in place of the one before."""
         with explained(f"job.dump_folder={self.path.parent.parent}"):
-            new = self.launch_file.with_name(".launch.json")
-            _write_synced(new, json.dumps(launch._asdict()).encode())
-            os.replace(new, self.launch_file)
+            write_whole(self.launch_file, json.dumps(launch._asdict()), durable=True)
 
     def write_finished(self, step: int | None) -> None:
         """Write that the run finished at `step`, or with None that it has not.
@@ -218,6 +225,11 @@ class RunFolder:
         if launch is None:
             raise ValueError(f"{self.launch_file} was removed or changed during the run")
         self.write_launch(launch._replace(finished_step=step))
+
+    def check_written_on(self) -> None:
+        """Raise OSError for a link or a pipe in the place of a file that a resumed run extends."""
+        for path in (self.metrics_file, *self.log_folder.glob("rank_*.log")):
+            check_written_on(path)
 
     def _prepare(self) -> None:
         """Make the subfolders and the link, and try whether files can be written."""
@@ -253,21 +265,16 @@ def _link_latest(path: Path) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Write `text` to `path` in one piece; what it said before goes to a numbered neighbour."""
-    if path.exists() and path.read_text(encoding="utf-8") == text:
+    if path.is_file() and read_limited(path).decode(errors="replace") == text:
         return
-    new = path.with_name(f".{path.name}")
-    _write_synced(new, text.encode())
-    if path.exists():
-        numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
-        os.replace(path, next(old for old in numbered if not old.exists()))
-    os.replace(new, path)
 
+    def write(new: Path) -> None:
+        write_durably(new, text.encode())
+        if os.path.lexists(path):
+            numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+            os.replace(path, next(old for old in numbered if not os.path.lexists(old)))
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())  # some file systems report only here that they are full
+    written_whole(path, write)
 
 
 def check_can_create(job: JobSection) -> None:
@@ -279,11 +286,8 @@ def check_can_create(job: JobSection) -> None:
 
 def try_writing(folder: Path) -> None:
     """Write a file to `folder` and remove it.  Raises OSError if that fails."""
-    probe = folder / ".probe"
-    try:
-        _write_synced(probe, bytes(_PROBE_BYTES))
-    finally:
-        probe.unlink(missing_ok=True)
+    with new_file(folder, "probe") as probe:
+        write_durably(probe, bytes(_PROBE_BYTES))
 
 
 @contextmanager

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
 from tqdm import tqdm
+
+from isp.settings.files import open_to_write
 
 __all__ = ["run_logging"]
 
@@ -80,6 +84,10 @@ class _Terminal(_Lenient):
 
 
 class _RankFile(_Lenient, logging.FileHandler):
+    def _open(self) -> TextIOWrapper:
+        descriptor = open_to_write(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
+
     def close(self) -> None:
         try:
             super().close()

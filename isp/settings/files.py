@@ -23,10 +23,14 @@ __all__ = [
     "SMALL_FILE_BYTES",
     "check_regular",
     "check_regular_files",
+    "check_written_on",
+    "copy_regular",
+    "new_file",
     "open_regular",
     "open_to_write",
-    "read_lines",
     "read_limited",
+    "read_lines",
+    "write_durably",
     "write_whole",
     "written_whole",
 ]
@@ -36,7 +40,7 @@ SMALL_FILE_BYTES = 2**24
 LARGE_FILE_BYTES = 2**28
 """Limit of a table: indexes of weights have up to 30 MB, tokenizers up to 40 MB."""
 
-_NOT_REGULAR = "it is a pipe, a device or a folder, not a regular file"
+_NOT_REGULAR = "it is a pipe or a device, not a regular file"
 _IS_LINK = "it is a symbolic link, and nothing is written through one: remove it"
 
 
@@ -110,6 +114,11 @@ def check_regular_files(folder: str | Path) -> None:
             )
 
 
+def copy_regular(source: Path, target: Path) -> None:
+    """Copy a file of up to `LARGE_FILE_BYTES`, whole or not at all; raises as `read_limited`."""
+    write_whole(target, read_limited(source, LARGE_FILE_BYTES))
+
+
 def open_to_write(path: str | Path, flags: int) -> int:
     """Open a file of a run's folder that is written on, such as a log or a lock; its descriptor.
 
@@ -132,6 +141,12 @@ def open_to_write(path: str | Path, flags: int) -> int:
     return descriptor
 
 
+def check_written_on(path: Path) -> None:
+    """Raise OSError, as `open_to_write` does, if `path` is there and cannot be written on."""
+    if os.path.lexists(path):
+        os.close(open_to_write(path, os.O_WRONLY))
+
+
 def write_whole(path: str | Path, content: str | bytes, *, durable: bool = False) -> None:
     """Write a file in one piece: a new file takes the name, and what had it stays as it was.
 
@@ -139,27 +154,28 @@ def write_whole(path: str | Path, content: str | bytes, *, durable: bool = False
     through to the disk. Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
+    write = write_durably if durable else Path.write_bytes
+    written_whole(path, lambda new: write(new, data))
 
-    def write(new: Path) -> None:
-        with new.open("wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())  # some file systems report only here that they are full
 
-    written_whole(path, write)
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file through to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems report only here that they are full
 
 
 def written_whole(path: str | Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new file, which then takes the name `path`; see `write_whole`."""
     target = Path(path)
-    with _new_file(target.parent, target.name) as new:
+    with new_file(target.parent, target.name) as new:
         write(new)
         os.replace(new, target)
 
 
 @contextmanager
-def _new_file(folder: Path, name: str) -> Iterator[Path]:
+def new_file(folder: Path, name: str) -> Iterator[Path]:
     """Make an empty file in `folder` that was not there, which is removed if it stays."""
     # The end of the name is kept, by which libraries know the format.
     new = folder / f".new.{secrets.token_hex(8)}.{name[-100:]}"
@@ -172,5 +188,8 @@ def _new_file(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _check_descriptor(descriptor: int, path: str | Path) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, _NOT_REGULAR, str(path))

@@ -8,6 +8,8 @@ from typing import ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from isp.settings.files import LARGE_FILE_BYTES, read_limited
+
 __all__ = ["Result", "first_fault"]
 
 
@@ -51,7 +53,7 @@ class Result(_Head):
     def load(cls, path: Path) -> Self:
         """The result in the file at `path`.  Raises ValueError if it holds none, or OSError."""
         try:
-            return cls.from_json(path.read_bytes())
+            return cls.from_json(read_limited(path, LARGE_FILE_BYTES))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

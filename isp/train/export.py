@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +20,7 @@ from isp.checkpoint.whole import WholeWeights
 from isp.config.models import language_model
 from isp.models.build import parameter_shapes
 from isp.settings import DTYPES
+from isp.settings.files import copy_regular
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from model.config import ModelConfig
@@ -204,7 +204,7 @@ def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path)
 
     if source is not None:
         for code in source.glob("*.py"):  # of models that are not in transformers
-            shutil.copyfile(code, folder / code.name)
+            copy_regular(code, folder / code.name)
         copy_tokenizer(source, folder)
         if any(folder.glob("tokenizer*")):
             return True
@@ -213,5 +213,5 @@ def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path)
         copy_tokenizer(named, folder)
     elif named.is_file():
         copy_tokenizer(named.parent, folder)
-        shutil.copyfile(named, folder / "tokenizer.json")
+        copy_regular(named, folder / "tokenizer.json")
     return any(folder.glob("tokenizer*"))

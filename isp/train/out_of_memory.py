@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isp.metrics import peak_memory_gib
 from isp.run.environment import RankPlace
+from isp.settings.files import written_whole
 from isp.train.step import TrainStep
 
 __all__ = ["MemoryGuard", "OutOfMemory", "describe_owners", "memory_owners"]
@@ -142,7 +143,7 @@ def _is_about_memory(error: BaseException) -> bool:
 def _dump(path: Path) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        written_whole(path, lambda new: torch.cuda.memory._dump_snapshot(str(new)))
     except OSError as error:
         return f"its history could not be written to {path}: {error.strerror}"
     return f"its history is in {path}, to be seen on https://pytorch.org/memory_viz"

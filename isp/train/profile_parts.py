@@ -29,6 +29,7 @@ from isp.profile.recorder import RankRecord, Recorder
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
+from isp.settings.files import write_whole, written_whole
 from isp.train.step import TrainStep
 
 __all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_profile"]
@@ -65,7 +66,7 @@ def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
     step.weights_changed()
     path = _torch_trace(folder, step.mesh.topology.mode, step.mesh.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    seen.export_chrome_trace(str(path))
+    written_whole(path, lambda new: seen.export_chrome_trace(str(new)))
 
 
 def _torch_trace(folder: Path, mode: Mode, rank: int) -> Path:
@@ -128,7 +129,7 @@ def write_profile(
         modes=tuple(found),
         command=command,
     )
-    (folder / "profile.json").write_text(profile.to_json())
+    write_whole(folder / "profile.json", profile.to_json())
     write_trace(folder / "trace.json.gz", trace)
     shutil.rmtree(folder / "torch", ignore_errors=True)
     return profile

@@ -121,6 +121,8 @@ def check_start(config: JobConfig, topology: Topology) -> None:
     with _claimed(config, topology, makes=False) as place:
         if place.run is None:
             check_can_create(config.job)
+        else:
+            place.run.check_written_on()
 
 
 def resumed(config: JobConfig) -> CheckpointInfo | None:

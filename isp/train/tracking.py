@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from isp.config import JobConfig, load_config, to_plain
 from isp.metrics import TrackedRun, Trackers
 from isp.run.folder import RunFolder
+from isp.settings.json_file import read_json
 
 __all__ = ["attach_report", "run_trackers"]
 
@@ -20,7 +20,7 @@ def run_trackers(config: JobConfig, folder: RunFolder, *, last_step: int = 0) ->
     They get the configuration, the layout and the versions. A resumed run continues in them: their
     ids are next to its checkpoints.
     """
-    environment = json.loads(folder.environment_file.read_text(encoding="utf-8"))
+    environment = read_json(folder.environment_file)
     facts = {key: environment[key] for key in _ENVIRONMENT}
     layout = config.topology(facts["world_size"]).sizes()
     run = TrackedRun(

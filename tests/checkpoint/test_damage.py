@@ -203,7 +203,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "device": (lambda path: _add_file(path, "/dev/zero"), "does not name a file"),
     "outside": (lambda path: _add_file(path, "../secret"), "does not name a file"),
     "link": (_add_link, "link cannot be read"),
-    "pipe": (_add_pipe, "pipe is not a regular file"),
+    "pipe": (_add_pipe, "pipe cannot be read: it is a pipe"),
     "folder": (lambda path: _add_file(path, ".."), "does not name a file"),
     "endless manifest": (_lead_away, f"{MANIFEST} cannot be read"),
     "large manifest": (_grow_manifest, f"{MANIFEST} has {2**40} bytes"),
