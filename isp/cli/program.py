@@ -249,7 +249,12 @@ def _report(args: argparse.Namespace) -> int:
     from isp.train.tracking import attach_report
 
     done = write_report(args.folder, args.output)
-    attach_report(args.folder, done.html)
+    for name in attach_report(args.folder, done.html):
+        print(
+            f"note: {name} does not get the page: isp report imports no class that a run's"
+            f" configuration names",
+            file=sys.stderr,
+        )
     print(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
     return 0
 

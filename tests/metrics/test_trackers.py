@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
 from isp.cli import main
-from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
+from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, tracker, trackers
 from isp.metrics.tracker import mlflow_name
 from isp.settings import MetricsConfig
 from tests.metrics.test_phases import ALONE
@@ -76,9 +77,9 @@ def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> 
     begins = [call[1:] for call in calls if call[0] == "init"]
     mine = [call for call in calls if call[0] not in ("init", "finish")]
     losses = [["log", r.step, r.loss] for r in read_metrics(run / "metrics.jsonl")]
-    assert mine == [*losses, ["attach", "report.html", True]]
+    assert mine == losses
     assert len(losses) == 4
-    assert [begin[1:3] for begin in begins] == [[None, 0], ["first", 2], ["first", 4]]
+    assert [begin[1:3] for begin in begins] == [[None, 0], ["first", 2]]
     assert {begin[5] for begin in begins} == {run.resolve().name}
     config = begins[0][3]
     assert config["layout"][0] == "world 1 = pipeline 1 x data 1 x tensor 1"
@@ -86,6 +87,27 @@ def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> 
     assert config["environment"]["torch"]
     log = (run / "logs/rank_0.log").read_text()
     assert log.count(f"nothing more is sent to {FAILING} (ConnectionError: no network)") == 2
+
+
+def test_a_report_goes_to_known_trackers_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches code that a report runs because a downloaded run's config.yaml names it."""
+    job = write_job(tmp_path)
+    monkeypatch.setitem(tracker.LIBRARIES, "tensorboard", JsonTracker)
+    run_isp(1, "train", str(job), *ALONE, "--training.steps", "1")
+    run = (tmp_path / "out/job/latest").resolve()
+    (tmp_path / "brought.py").write_text("open('ran', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["metrics"]["report_to"] = ["brought:Tracker", "tensorboard"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["report", str(run)]) == 0
+    assert not (tmp_path / "ran").exists()
+    assert "note: brought:Tracker does not get the page" in capsys.readouterr().err
+    calls = [json.loads(line) for line in (run.parent / "calls.jsonl").open()]
+    assert ["attach", "report.html", True] in calls
 
 
 def test_one_that_hangs_holds_the_end_for_a_while_only(
