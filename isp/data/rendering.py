@@ -19,12 +19,19 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from isp.settings.limits import limited
+
 __all__ = ["REASONING", "Named", "Rendered", "TemplateFailure", "named_in", "render"]
 
 _NO_CHARACTER = re.compile(r"[\ud800-\udfff\ufdd0\ufdd1]")
 """Half of a surrogate pair, which JSON can escape, and what [Note: Marks] uses."""
 _SHOWN_CHARACTERS = 300
 """Of a template's error."""
+
+_MOST_SECONDS = 20.0
+"""Limit of one rendering: a conversation of a million tokens takes less than one."""
+_MOST_BYTES = 2**30
+"""Limit of the memory that one rendering takes."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around a mark; Unicode keeps them for such internal use."""
@@ -183,17 +190,12 @@ def render(
     """
     seen = [_with_reasoning(message) for message in messages]
     try:
-        compiled, marking = _compiled(template)
-        marking.begin(seen if marks else None)
-        rendered = compiled.render(messages=seen, **variables)
-    except TemplateSyntaxError as error:
-        raise _failure(f"line {error.lineno}: {error.message}") from None
-    except TemplateError as error:
-        raise _failure(error.message or type(error).__name__) from None
-    except RecursionError:
-        raise _failure("it recurses too deeply") from None
-    except Exception as error:  # A template can make Python raise whatever it likes.
-        raise _failure(f"{type(error).__name__}: {error}") from None
+        with limited("it", seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES):
+            rendered = _rendered(template, seen, variables, marks=marks)
+    except TemplateFailure:
+        raise
+    except ValueError as error:
+        raise _failure(str(error)) from None
     first, *rest = rendered.split(_OPEN) if marks else [rendered]
     text, found, end = [first], [], len(first)
     for piece in rest:
@@ -204,6 +206,26 @@ def render(
     if odd := _NO_CHARACTER.search("".join(text)):
         raise _failure(f"it contains U+{ord(odd[0]):04X}, which is not a character")
     return Rendered("".join(text), found)
+
+
+def _rendered(
+    template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, marks: bool
+) -> str:
+    """The text of `render` with its marks.  Raises TemplateFailure, or MemoryError."""
+    try:
+        compiled, marking = _compiled(template)
+        marking.begin(messages if marks else None)
+        return compiled.render(messages=messages, **variables)
+    except MemoryError:
+        raise
+    except TemplateSyntaxError as error:
+        raise _failure(f"line {error.lineno}: {error.message}") from None
+    except TemplateError as error:
+        raise _failure(error.message or type(error).__name__) from None
+    except RecursionError:
+        raise _failure("it recurses too deeply") from None
+    except Exception as error:  # A template can make Python raise whatever it likes.
+        raise _failure(f"{type(error).__name__}: {error}") from None
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

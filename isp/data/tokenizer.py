@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.config import BYTE_TOKENIZER
+from isp.data.tokenizer_check import check_tokenizer
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 
@@ -212,6 +213,7 @@ def _read_tokenizer(file: Path) -> Any:
     require(f"data.tokenizer={file}", "tokenizers")
     from tokenizers import Tokenizer as FastTokenizer
 
+    check_tokenizer(file)
     try:
         return FastTokenizer.from_file(str(file))
     except Exception as error:  # The package raises bare Exception for every fault of the file.

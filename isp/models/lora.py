@@ -21,11 +21,15 @@ from isp.models.make import parameters_on_meta
 from isp.models.swap import InitialWeights
 from isp.settings.adapter import AdapterConfig
 from isp.settings.files import check_regular
+from isp.settings.limits import limited
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["AdapterWeights", "adapted"]
 
 _WEIGHTS = "adapter_model.safetensors"
+_MOST_SECONDS = 120.0
+"""Limit of matching the adapter's patterns, and of making its modules."""
+_MOST_BYTES = 2**33
 
 
 def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
@@ -39,15 +43,19 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
     del given["folder"]
     lists: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
     keys = LoraConfig(**lists, task_type=TaskType.CAUSAL_LM)
+    pattern = f"model.adapter.target_modules={json.dumps(adapter.target_modules)}"
+    limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
     try:
-        with parameters_on_meta(), warnings.catch_warnings():
+        with limits, parameters_on_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
             # Of another dtype than the base model's they would be converted at every call.
             found = get_peft_model(copy.deepcopy(model), keys, autocast_adapter_dtype=False)
     except ValueError as error:
+        if str(error).startswith(pattern):  # beyond the limits
+            raise
         linears = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
         raise ValueError(
-            f"model.adapter.target_modules={json.dumps(adapter.target_modules)}:"
+            f"{pattern}:"
             f" {str(error).splitlines()[0]} The model's linear layers:"
             f" {', '.join(sorted(linears))}"
         ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +18,12 @@ import torch
 from torch import nn
 
 from isp.settings.files import check_regular_files
+from isp.settings.limits import limited
 
 __all__ = [
     "folder_config",
     "leave_alone",
+    "limited_model",
     "made",
     "on_meta",
     "parameters_on_meta",
@@ -30,6 +33,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_CONFIG_SECONDS, _CONFIG_BYTES = 60.0, 2**30
+"""Limits of reading a config.json: some kinds make a list with an entry for each layer."""
+_MODEL_SECONDS, _MODEL_BYTES = 1200.0, 2**33
+"""Limits of making and tracing a model: its modules, and buffers such as tables of angles."""
 
 
 @contextmanager
@@ -93,9 +101,25 @@ def folder_config(folder: str | Path) -> Any:
     from transformers import AutoConfig
 
     check_regular_files(folder)
-    # Without trust_remote_code transformers asks at the terminal, on every rank.
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    what = str(Path(folder) / "config.json")
+    with limited(what, seconds=_CONFIG_SECONDS, most_bytes=_CONFIG_BYTES):
+        # Without trust_remote_code transformers asks at the terminal, on every rank.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return without_implementations(config)
+
+
+@contextmanager
+def limited_model(folder: str) -> Iterator[None]:
+    """Limit what the sizes in a folder's config.json make a model without weights take."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with limited(
+        f"the model of {Path(folder) / 'config.json'}",
+        seconds=_MODEL_SECONDS,
+        most_bytes=_MODEL_BYTES,
+        # A parameter is allocated, and never touched, before it goes to the meta device.
+        address_bytes=max(physical, 2**36),
+    ):
+        yield
 
 
 def without_implementations(config: Any) -> Any:

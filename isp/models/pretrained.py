@@ -22,7 +22,7 @@ from isp.models.converted import ConvertedFiles
 from isp.models.dequantised import check_readable
 from isp.models.drawn import Drawing, drawings
 from isp.models.lora import AdapterWeights, adapted
-from isp.models.make import folder_config, made, parameters_on_meta, take_out_tower
+from isp.models.make import folder_config, limited_model, made, parameters_on_meta, take_out_tower
 from isp.models.model import TracedModel
 from isp.models.swap import InitialWeights
 from isp.models.tiny import kept_in_float64
@@ -66,16 +66,17 @@ def _read_and_traced(
     folder: str, dtype: str, trains: bool, adapter: AdapterConfig | None
 ) -> TracedModel:
     try:
-        model = _made(folder, getattr(torch, dtype))
-        weights: InitialWeights = _weights_of(model, Path(folder))
-        if trains:
-            _check_dropout(model)
-        if adapter is not None:
-            model = adapted(model, adapter, folder)
-            weights = AdapterWeights(model, weights, adapter.folder)
-        if not trains:
-            model.eval()
-        return TracedModel(model, weights=weights, in_place=False)
+        with limited_model(folder):
+            model = _made(folder, getattr(torch, dtype))
+            weights: InitialWeights = _weights_of(model, Path(folder))
+            if trains:
+                _check_dropout(model)
+            if adapter is not None:
+                model = adapted(model, adapter, folder)
+                weights = AdapterWeights(model, weights, adapter.folder)
+            if not trains:
+                model.eval()
+            return TracedModel(model, weights=weights, in_place=False)
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
     except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device
