@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp.cli.options import check_planned
+from isp.cli.output import say
 from isp.cli.progress import show_progress
 from isp.settings.counts import counted
 
@@ -88,9 +88,9 @@ def choose_layout(
     def contradicts(words: Sequence[str]) -> bool:
         return any(word[2:].partition("=")[0] in given for word in words)
 
-    def say(name: str, text: str) -> None:
+    def note(name: str, text: str) -> None:
         if speaks():
-            print(f"{name:<11} {text}", file=sys.stderr, flush=True)
+            say(f"{name:<11} {text}", error=True)
 
     there, rows = resumed(config), rows_of(config, ranks)
     there_ranks = None if there is None else there.manifest.topology.world_size
@@ -98,11 +98,11 @@ def choose_layout(
         words = layout_words(config, saved_config(there) or {})
         if saved_config(there) and not contradicts(words):
             keys = shlex.join(words) or "those of the configuration"
-            say(
+            note(
                 "layout",
                 f"that of {there.path}, which is resumed on {counted(ranks, 'rank')} as before",
             )
-            say("keys", keys)
+            note("keys", keys)
             return words
     if there is not None and there_ranks != ranks and not config.training.global_batch_size:
         rows = saved_sequences(there) or rows  # the batch of the run
@@ -116,8 +116,8 @@ def choose_layout(
     _check(found, fitting, given)
     words = layout_words(config, to_plain(fitting[0].config))
     for name, line in _reasons(found, fitting, machine.origin).items():
-        say(name, line)
-    say("keys", shlex.join(words) or "none to change: it is the configuration's own layout")
+        note(name, line)
+    note("keys", shlex.join(words) or "none to change: it is the configuration's own layout")
     return words
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from isp.train.check_model import CheckKeys
 
 from isp.cli.options import Run
+from isp.cli.output import say
 
 __all__ = ["add_options"]
 
@@ -50,8 +51,8 @@ def _run(args: argparse.Namespace) -> int:
     # Where torch finds a GPU, a backward starts threads, and ranks that are forked then have none.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check, layouts = _prepare(args)
-    print(heading(check))
-    print(HEAD)
+    say(heading(check))
+    say(HEAD)
     verdicts: list[Verdict] = []
     with tqdm(layouts, file=sys.stderr, disable=None, leave=False) as bar:
         for layout in bar:
@@ -59,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
             verdict = check.run(layout)
             bar.write(line(verdict), file=sys.stdout)
             verdicts.append(verdict)
-    print(summary(verdicts))
+    say(summary(verdicts))
     return 0 if all(verdict.agrees for verdict in verdicts) else 1
 
 
@@ -97,7 +98,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     )
     layouts, left_out = layouts_of(args.layouts, subject, keys.parallel)
     for reason in left_out:
-        print(reason)
+        say(reason)
     check = Check(
         subject,
         layouts,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from isp.cli.options import Run
+from isp.cli.output import say
 
 __all__ = ["add_export", "add_import", "add_inspect", "add_verify"]
 
@@ -33,7 +33,7 @@ def _run_inspect(args: argparse.Namespace) -> int:
     """Print what checkpoints hold."""
     from isp.checkpoint import inspect
 
-    print(inspect(args.path))
+    say(inspect(args.path))
     return 0
 
 
@@ -42,7 +42,7 @@ def _run_verify(args: argparse.Namespace) -> int:
     from isp.checkpoint import verify
 
     verdict = verify(args.path)
-    print(verdict.text)
+    say(verdict.text)
     return 0 if verdict.good else 1
 
 
@@ -68,12 +68,12 @@ def _run_export(args: argparse.Namespace) -> int:
 
     done = export(Path(args.path), Path(args.hf), dtype=args.dtype)
     loads = "PeftModel" if done.model_type == "adapter" else "from_pretrained of transformers"
-    print(
+    say(
         f"{args.hf}: {done.model_type}, {done.num_tensors} tensors in {done.dtype}, of"
         f" {done.source}; {loads} loads it"
     )
     for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", error=True)
     return 0
 
 
@@ -92,7 +92,7 @@ def _run_import(args: argparse.Namespace) -> int:
     from isp.train.import_folder import import_folder
 
     number = import_folder(Path(args.path), Path(args.into), dtype=args.dtype)
-    print(
+    say(
         f"{args.into}: step_0, {number:,} parameters in {args.dtype}, of {args.path}; a run begins"
         f" from it with --checkpoint.initial_load_path {args.into}"
     )

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from isp.cli.options import Run
+from isp.cli.output import say
 
 __all__ = ["add_inspect_data", "add_prepare"]
 
@@ -91,7 +92,7 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
     form, reading = Format(args.format), _reading(args)
     config = DataConfig(source=args.inputs, format=form, seq_len=args.seq_len, **reading)
-    print(describe_source(config))
+    say(describe_source(config))
     return 0
 
 
@@ -110,7 +111,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
             f", {done.num_trained:,} of them trained; {done.num_dropped:,} without a trained token"
             " left out"
         )
-    print(
+    say(
         f"{files}: {counted(done.num_tokens, 'token')} in {counted(done.num_documents, kind)}"
         f"{trained}, from {counted(done.num_bytes, 'byte')}{done.note}; by the tokenizer"
         f" {done.tokenizer} ({done.vocab_size:,} entries); train with --data.source {done.prefix}"

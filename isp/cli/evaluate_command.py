@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks
 from isp.cli.options import Run, add_html, add_option, not_negative, positive
+from isp.cli.output import say
 from isp.cli.reading import Reading, add_reading
-from isp.settings.files import write_whole
+from isp.foreign.files import write_whole
 
 if TYPE_CHECKING:
     from isp.inference.passkey import PasskeyPrompts
@@ -183,7 +184,7 @@ def _evaluate(
         text=text,
         passkeys=passkeys,
     )
-    print(describe(evaluation))
+    say(describe(evaluation))
     if args.output is None:
         return
     folder = Path(args.output)
@@ -194,4 +195,4 @@ def _evaluate(
         from isp.report import write_report
 
         written += f" and {write_report(folder, folder).html}"
-    print(f"\n{written}")
+    say(f"\n{written}")

@@ -16,6 +16,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from isp.cli.output import say
+from isp.foreign.shown import shown
+
 __all__ = [
     "ENDED_FILE",
     "LAUNCHER_REPORTS",
@@ -42,10 +45,9 @@ def report(error: Exception) -> int:
             " `bash tools/setup_env.sh` makes an environment with all of them in .venv,"
             " `pip install -e .` adds them to this one"
         )
-    # What a file or a chat template says is no command to the terminal.
-    text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    text = shown(text)  # torchrun and the launcher print it, too
     if not _write_error_file(error, text, code) or not _is_reported_by_another(expected):
-        print(text, file=sys.stderr, flush=True)
+        say(text, error=True)
     return code
 
 
@@ -62,7 +64,7 @@ def report_interrupt(error: KeyboardInterrupt) -> int:
     """Report that SIGINT ended the command at once; the exit code, a shell's."""
     text, code = "error: stopped by SIGINT", 128 + signal.SIGINT
     if not _write_error_file(error, text, code) or LAUNCHER_REPORTS not in os.environ:
-        print(text, file=sys.stderr, flush=True)
+        say(text, error=True)
     return code
 
 
@@ -118,7 +120,7 @@ def _write_error_file(error: BaseException, text: str, code: int) -> bool:
     if name is None:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), "exit_code": str(code)}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    message = {"message": shown(f"{type(error).__name__}: {error}"), "extraInfo": extra}
     return _write_whole(Path(name), json.dumps({"message": message}))
 
 

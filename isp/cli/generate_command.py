@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp.cli.options import Run, add_option, not_negative, positive
+from isp.cli.output import say
 from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _generate(
         generation = Generation(engine, source.tokenizer, prompts.tokens, sampling, ends)
         if rank == 0:
             _print_all(generation, prompts.texts)
-            print(generation.speed.describe(), file=sys.stderr)
+            say(generation.speed.describe(), error=True)
         else:
             for _ in generation:
                 pass
@@ -181,11 +181,11 @@ def _print_all(generation: Generation, texts: list[str]) -> None:
         waiting[piece.document] += piece.text
         ended[piece.document] = piece.finish is not None
         while shown < len(texts):
-            print(waiting[shown], end="", flush=True)
+            say(waiting[shown], end="", generated=True)
             waiting[shown] = ""
             if not ended[shown]:
                 break
-            print()
+            say()
             shown += 1
             if shown < len(texts):
                 _print_head(shown, texts)
@@ -200,4 +200,4 @@ def _print_head(number: int, texts: list[str]) -> None:
         return
     text = " ".join(texts[number].split())
     cut = text if len(text) <= _HEAD_CHARACTERS else f"...{text[-_HEAD_CHARACTERS:]}"
-    print(f"--- {number + 1} of {len(texts)}: {cut}", flush=True)
+    say(f"--- {number + 1} of {len(texts)}: {cut}")

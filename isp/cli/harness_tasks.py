@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isp.cli.options import add_option, not_negative, positive
-from isp.settings.files import write_whole
+from isp.cli.output import say
+from isp.foreign.files import write_whole
+from isp.foreign.shown import redacted
 
 if TYPE_CHECKING:
     from isp.inference.engine import Engine
@@ -94,13 +96,13 @@ def run_tasks(
 
     from isp.profile.table import aligned
 
-    print(aligned(list(_table(results["results"]))))
+    say(aligned(list(_table(results["results"]))))
     if args.output is not None:
         results["config"].update(about, model=source.title)
         file = Path(args.output) / _FILE
         text = json.dumps(results, indent=1, default=handle_non_serializable)
-        write_whole(file, f"{text}\n")
-        print(f"\nwrote {file}")
+        write_whole(file, redacted(f"{text}\n"))
+        say(f"\nwrote {file}")
 
 
 def _table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

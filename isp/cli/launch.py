@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isp.cli.failures import ENDED_FILE, LAUNCHER_REPORTS
+from isp.cli.output import say
 from isp.run.signals import StopRequest, heeded_signals
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
         except SignalException as stop:
             signals = _signals(folder)
             if not signals:
-                print(f"error: stopped by {stop.sigval.name}", file=sys.stderr, flush=True)
+                say(f"error: stopped by {stop.sigval.name}", error=True)
             elif not any(signals):
                 return 0  # it came when the run had finished, or was about to
             return 128 + int(stop.sigval)
@@ -194,7 +195,7 @@ def _signals(folder: Path) -> list[int]:
 
 def _report_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
     rank, failure = _find_first_failure(failures)
-    print(_describe(rank, failure), file=sys.stderr, flush=True)
+    say(_describe(rank, failure), error=True)
     if _is_killed_while_ending(failure):
         return int(_recorded(failure)["exit_code"])
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_option, add_planning, check_planned, positive
+from isp.cli.output import say
 from isp.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
         climb(planned, budget, progress=show_progress) if args.max_seq_len else (),
         plan_generation(planned.case(seq_len), fabric.device),
     )
-    print(lengths_as_json(plan) if args.json else lengths_as_text(plan))
+    say(lengths_as_json(plan) if args.json else lengths_as_text(plan))
     if args.html is not None:
         from isp.report.layouts import plan_page
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from isp.cli.options import Run, add_nproc, add_option, add_planning, check_planned, positive
+from isp.cli.output import say
 from isp.cli.progress import show_progress
 
 __all__ = ["add_calibrate", "add_layouts"]
@@ -44,15 +44,15 @@ def _run_layouts(args: argparse.Namespace) -> int:
     fabric = load_fabric(args.fabric)
     fabric.check(args.world)
     found = search(config, args.world, fabric, rows=args.batch, progress=show_progress)
-    print((as_json if args.json else as_text)(found, args.top))
+    say((as_json if args.json else as_text)(found, args.top))
     if found.fitting:
         words = layout_words(config, to_plain(found.fitting[0].config))
         command = command_line(args.config, args.world, fabric, [*args.overrides, *words])
-        print(f"\ntrain with it:\n  {command}", file=sys.stderr if args.json else sys.stdout)
+        say(f"\ntrain with it:\n  {command}", error=args.json)
         if args.write is not None:
             best = load_config(args.config, [*args.overrides, *words])
             Path(args.write).write_text(to_yaml(best), encoding="utf-8")
-            print(f"{args.write}: its configuration", file=sys.stderr)
+            say(f"{args.write}: its configuration", error=True)
     if args.html is not None:
         from isp.report.layouts import layouts_page
 
@@ -84,8 +84,8 @@ def _run_calibrate(args: argparse.Namespace) -> int:
     if fabric is None:
         return 0
     if args.out is None:
-        print(fabric.to_yaml(), end="")
+        say(fabric.to_yaml(), end="")
     else:
         Path(args.out).write_text(fabric.to_yaml(), encoding="utf-8")
-        print(f"{args.out}: {fabric.name}; plan with --fabric {args.out}")
+        say(f"{args.out}: {fabric.name}; plan with --fabric {args.out}")
     return 0

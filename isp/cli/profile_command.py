@@ -7,6 +7,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_html, add_nproc, add_option, not_negative, positive
+from isp.cli.output import say
 
 if TYPE_CHECKING:
     from isp.parallel import Mode
@@ -69,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
         except ValueError as error:
             if args.modes is None and config.model.hf is not None and mode is not Mode.ISP:
                 if speaks():
-                    print(f"without {mode}: {error}")
+                    say(f"without {mode}: {error}")
                 continue
             raise ConfigError(f"in {mode} mode: {error}, or leave it out of --modes") from error
     if args.nproc is not None:
@@ -77,9 +78,8 @@ def _run(args: argparse.Namespace) -> int:
         check_devices(config, args.nproc)
         check_can_create(config.job)
         names = ", ".join(modes)
-        print(
+        say(
             f"profiling {names} on {counted(ranks, 'rank')}, one mode after the other ...",
-            flush=True,
         )
         return start_ranks(ranks, args.words)
     options = ProfileOptions(
@@ -97,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
             from isp.report import write_report
 
             written += f", and {write_report(folder).html}"
-        print(f"{describe(profile)}\n\n{written}")
+        say(f"{describe(profile)}\n\n{written}")
     return 0
 
 

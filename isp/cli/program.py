@@ -21,6 +21,7 @@ from isp.cli.generate_command import add_options as add_generate
 from isp.cli.launch import follow_launcher
 from isp.cli.lengths_command import add_options as add_plan
 from isp.cli.options import Run, add_nproc
+from isp.cli.output import say
 from isp.cli.plan_command import add_calibrate, add_layouts
 from isp.cli.profile_command import add_options as add_profile
 from isp.cli.topology_command import add_options as add_topology
@@ -176,7 +177,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _note_unused(config: JobConfig) -> None:
     for sentence in config.unused():
-        print(f"note: {sentence}", file=sys.stderr)
+        say(f"note: {sentence}", error=True)
 
 
 class _HelpKeys(argparse.Action):
@@ -193,7 +194,7 @@ class _HelpKeys(argparse.Action):
         from isp.config.keys import KeyTable
 
         try:
-            print(KeyTable.of(JobConfig).reference(None if values is None else str(values)))
+            say(KeyTable.of(JobConfig).reference(None if values is None else str(values)))
         except ValueError as error:
             parser.error(f"{option_string}: {error}")
         parser.exit()
@@ -221,9 +222,9 @@ def _prefetch(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     config = config.for_ranks(config.parallel.least_ranks)
-    print(schedule_text(config.language_model, config.parallel, config.data.num_micro_batches))
+    say(schedule_text(config.language_model, config.parallel, config.data.num_micro_batches))
     if balance := balance_text(config):
-        print(f"\n{balance}")
+        say(f"\n{balance}")
     return 0
 
 
@@ -231,7 +232,7 @@ def _config(args: argparse.Namespace) -> int:
     from isp.config import load_config, to_yaml
 
     config = load_config(args.config, args.overrides)
-    print(to_yaml(config), end="")
+    say(to_yaml(config), end="")
     _note_unused(config)
     return 0
 
@@ -250,12 +251,12 @@ def _report(args: argparse.Namespace) -> int:
 
     done = write_report(args.folder, args.output)
     for name in attach_report(args.folder, done.html):
-        print(
+        say(
             f"note: {name} does not get the page: isp report imports no class that a run's"
             f" configuration names",
-            file=sys.stderr,
+            error=True,
         )
-    print(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
+    say(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
     return 0
 
 

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+from isp.cli.output import say
+from isp.foreign.shown import printable
+
 __all__ = ["show_progress"]
 
 T = TypeVar("T")
@@ -20,6 +23,8 @@ def show_progress(items: Sequence[T], what: str) -> Iterable[T]:
     from tqdm import tqdm
 
     if not sys.stderr.isatty() and not os.path.sameopenfile(1, 2):
-        print(f"{what}: {len(items)}, one after the other", file=sys.stderr, flush=True)
-    shown: Iterable[T] = tqdm(items, desc=what, file=sys.stderr, disable=None, leave=False)
+        say(f"{what}: {len(items)}, one after the other", error=True)
+    shown: Iterable[T] = tqdm(
+        items, desc=printable(what), file=sys.stderr, disable=None, leave=False
+    )
     return shown

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp.cli.options import add_nproc
+from isp.cli.output import say
 
 if TYPE_CHECKING:
     from isp.inference.engine import Engine
@@ -71,9 +71,9 @@ class Reading(NamedTuple):
         if not speaks():
             return
         for note in filter(None, (*notes, self.layout.note)):
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {note}", error=True)
         layout = self.layout.describe(self.source.model)
-        print(f"{self.source.title}, {self.source.dtype}, {layout}", file=sys.stderr)
+        say(f"{self.source.title}, {self.source.dtype}, {layout}", error=True)
 
     @contextmanager
     def engine(self) -> Iterator[tuple[Engine, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from isp.cli.options import Run, positive
+from isp.cli.output import say
 
 __all__ = ["add_options"]
 
@@ -89,9 +90,9 @@ def _run(args: argparse.Namespace) -> int:
     )
     topology = Topology.create(args.world, parallel)
     picture = "" if args.shape is None else describe_cuts(topology, args.shape)
-    print(topology.describe())
+    say(topology.describe())
     if picture:
-        print(f"\n{picture}")
+        say(f"\n{picture}")
     return 0
 
 

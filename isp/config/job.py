@@ -19,6 +19,7 @@ from isp.config.models import language_model
 from isp.config.objective import check_logits, check_objective, second_model
 from isp.config.yaml_file import KeyPath, parse_value, read_yaml
 from isp.data.config import DataConfig
+from isp.foreign.shown import check_complete, redacted_values
 from isp.models.model_folder import check_layout, check_model_folder, with_sizes
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
@@ -204,6 +205,8 @@ class JobConfig:
 
         for name in self.metrics.trackers:
             check_tracker(name)
+        if self.checkpoint.upload_to is not None:
+            check_complete("checkpoint.upload_to", self.checkpoint.upload_to)
         if self.model.init_from is not None:
             require(f"model.init_from={self.model.init_from}", "safetensors")
         backend = self.model.attention_backend
@@ -302,15 +305,22 @@ def sections_from(
     return found
 
 
-def to_plain(config: JobConfig) -> dict[str, Any]:
-    """`config` as sections of plain values, with every default spelled out."""
+def to_plain(config: JobConfig, *, redact: bool = False) -> dict[str, Any]:
+    """Return `config` as sections of plain values, with every default spelled out.
+
+    `redact`: without the credentials of URLs, to be kept or compared with what was kept.
+    """
     plain: dict[str, Any] = TypeAdapter(JobConfig).dump_python(config, mode="json")
-    return plain
+    return redacted_values(plain) if redact else plain
 
 
-def to_yaml(config: JobConfig) -> str:
-    """`config` with every default spelled out; loading it gives an equal config."""
-    return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+def to_yaml(config: JobConfig, *, redact: bool = False) -> str:
+    """Return `config` with every default spelled out, as `to_plain`.
+
+    Loading it gives an equal configuration unless `redact` has left out credentials.
+    """
+    plain = to_plain(config, redact=redact)
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from isp.data.dataset import IGNORE_INDEX
 from isp.data.rendering import Rendered, TemplateFailure, named_in
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 from isp.data.turns import read_turns, unnamed_keys
-from isp.settings.files import check_regular_files, read_limited
+from isp.foreign.files import check_regular_files, read_limited
 from isp.settings.packages import require
 
 __all__ = ["ChatTemplate", "Example"]

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from isp.foreign.shown import redacted
 from isp.settings.section import Absent, Count, KeyRole, Positive, Text, section
 
 __all__ = [
@@ -98,7 +99,7 @@ class SourcePart:
     @property
     def title(self) -> str:
         """Its name; of a path, the words between slashes and signs, which all trackers take."""
-        given = self.path if isinstance(self.path, str) else "/".join(self.path)
+        given = redacted(self.path if isinstance(self.path, str) else "/".join(self.path))
         return self.name or "/".join(re.findall(r"\w[\w.-]*", given)) or given
 
 

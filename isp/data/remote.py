@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from isp.foreign.shown import check_complete
 from isp.settings.packages import require
 
 __all__ = ["localised"]
@@ -26,6 +27,7 @@ def localised(items: Sequence[str], key: str) -> list[str]:
 def _local(item: str, key: str) -> list[str]:
     if not _REMOTE.match(item):
         return [item]
+    check_complete(key, item)
     hub = _HUB.fullmatch(item)
     require(f"{key}={item}", "datasets" if hub else "fsspec", extra="data")
     try:

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from isp.settings.files import LARGE_FILE_BYTES, read_limited
-from isp.settings.limits import check_in_child
+from isp.foreign.files import LARGE_FILE_BYTES, read_limited
+from isp.foreign.limits import check_in_child
 
 __all__ = ["check_tokenizer"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from isp.foreign.files import read_limited, write_whole
 from isp.metrics.tracker import TrackedRun, Tracker, tracker_of
-from isp.settings.files import read_limited, write_whole
 
 __all__ = ["Trackers"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from isp.foreign.files import check_regular
+from isp.foreign.limits import limited
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.drawn import Drawing, drawings
 from isp.models.make import parameters_on_meta
 from isp.models.swap import InitialWeights
 from isp.settings.adapter import AdapterConfig
-from isp.settings.files import check_regular
-from isp.settings.limits import limited
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["AdapterWeights", "adapted"]

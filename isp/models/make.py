@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isp.settings.files import check_regular_files
-from isp.settings.limits import limited
+from isp.foreign.files import check_regular_files
+from isp.foreign.limits import limited
 
 __all__ = [
     "folder_config",

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from isp.config import JobConfig, load_config
+from isp.foreign.files import read_limited
 from isp.metrics import StepRecord, read_metrics
 from isp.report.page import Page, Section
 from isp.report.style import Color, Picture, legend_above, new_axes
 from isp.run.environment import Environment
 from isp.run.folder import RunFolder
 from isp.settings.counts import counted
-from isp.settings.files import read_limited
 
 __all__ = ["Means", "means", "run_page"]
 

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import RcKeyType
 
-from isp.settings.files import written_whole
+from isp.foreign.files import written_whole
 
 __all__ = [
     "FONT",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from isp.foreign.files import write_whole
+from isp.foreign.shown import redacted
 from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
 from isp.profile import Profile
 from isp.run.folder import RunFolder
-from isp.settings.files import write_whole
 from isp.settings.packages import require
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _page_of(folder: Path) -> Page:
 
 def write_page(page: Page, file: str | Path) -> Path:
     """Write `page` alone, without PNG files, to `file`. Raises OSError if that fails."""
-    text, path = page.to_html(), Path(file)
+    text, path = redacted(page.to_html()), Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)
     return path

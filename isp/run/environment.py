@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from isp.foreign.shown import shown
 from isp.metrics.device import device_name
 from isp.settings.result_file import first_fault
 
@@ -69,13 +70,13 @@ class Environment:
             torch=torch.__version__,
             cuda=torch.version.cuda or torch.version.hip,
             platform=platform.platform(),
-            command=list(sys.orig_argv),
+            command=[shown(word) for word in sys.orig_argv],
             git_commit=_git_commit(Path(__file__)),
             world_size=len(places),
             hostnames=list(dict.fromkeys(place.hostname for place in places)),
             devices={name: devices.count(name) for name in dict.fromkeys(devices)},
             packages=_packages(),
-            variables={k: v for k, v in os.environ.items() if k.startswith(_TUNING)},
+            variables={k: shown(v) for k, v in os.environ.items() if k.startswith(_TUNING)},
         )
 
     def to_json(self) -> str:

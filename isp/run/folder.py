@@ -37,8 +37,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from isp.settings import JobSection
-from isp.settings.files import (
+from isp.foreign.files import (
     check_written_on,
     new_file,
     read_limited,
@@ -46,6 +45,7 @@ from isp.settings.files import (
     write_whole,
     written_whole,
 )
+from isp.settings import JobSection
 
 __all__ = [
     "LaunchRecord",

@@ -14,7 +14,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from isp.settings.files import open_to_write
+from isp.foreign.files import open_to_write
+from isp.foreign.shown import shown
 
 __all__ = ["run_logging"]
 
@@ -30,9 +31,7 @@ def run_logging(log_file: Path, *, rank: int, terminal: TextIO | None = None) ->
     is added to the file with its traceback: the terminal gets it from whoever catches it.
     """
     file = _RankFile(log_file, encoding="utf-8")
-    file.setFormatter(
-        logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
-    )
+    file.setFormatter(_Shown(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
     handlers: list[logging.Handler] = [file]
     if rank == 0:
         shown = _Terminal(sys.stdout if terminal is None else terminal)
@@ -48,7 +47,14 @@ def run_logging(log_file: Path, *, rank: int, terminal: TextIO | None = None) ->
             raise
 
 
-class _Plain(logging.Formatter):
+class _Shown(logging.Formatter):
+    """Records with tracebacks, without what a terminal obeys and without credentials."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
+class _Plain(_Shown):
     """The message, with its level where that is not information."""
 
     def format(self, record: logging.LogRecord) -> str:

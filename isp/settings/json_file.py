@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isp.settings.files import LARGE_FILE_BYTES, SMALL_FILE_BYTES, read_limited
+from isp.foreign.files import LARGE_FILE_BYTES, SMALL_FILE_BYTES, read_limited
 
 __all__ = ["parse_json", "read_json"]
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from isp.settings.files import LARGE_FILE_BYTES, read_limited
+from isp.foreign.files import LARGE_FILE_BYTES, read_limited
+from isp.foreign.shown import redacted
 
 __all__ = ["Result", "first_fault"]
 
@@ -33,8 +34,8 @@ class Result(_Head):
     """How one of another version is made anew."""
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """The text of the file."""
-        return TypeAdapter(type(self)).dump_json(self, indent=indent).decode() + "\n"
+        """The text of the file, without credentials."""
+        return redacted(TypeAdapter(type(self)).dump_json(self, indent=indent).decode()) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:

@@ -18,9 +18,9 @@ from isp.checkpoint.folder import describe_contents
 from isp.checkpoint.state import check_shapes, saved_rows
 from isp.checkpoint.whole import WholeWeights
 from isp.config.models import language_model
+from isp.foreign.files import copy_regular
 from isp.models.build import parameter_shapes
 from isp.settings import DTYPES
-from isp.settings.files import copy_regular
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from model.config import ModelConfig

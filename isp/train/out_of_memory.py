@@ -10,9 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from isp.foreign.files import written_whole
 from isp.metrics import peak_memory_gib
 from isp.run.environment import RankPlace
-from isp.settings.files import written_whole
 from isp.train.step import TrainStep
 
 __all__ = ["MemoryGuard", "OutOfMemory", "describe_owners", "memory_owners"]

@@ -20,6 +20,7 @@ from torch import nn
 
 from isp.comm import Mesh
 from isp.config import JobConfig, to_yaml
+from isp.foreign.files import write_whole, written_whole
 from isp.metrics import device_name, shared_cores
 from isp.models.schedule import schedule_text
 from isp.parallel import Mode
@@ -29,7 +30,6 @@ from isp.profile.recorder import RankRecord, Recorder
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
-from isp.settings.files import write_whole, written_whole
 from isp.train.step import TrainStep
 
 __all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_profile"]
@@ -125,7 +125,7 @@ def write_profile(
         world_size=world_size,
         warmup_steps=warmup_steps,
         num_steps=len(modes[0].losses),
-        config=to_yaml(config),
+        config=to_yaml(config, redact=True),
         modes=tuple(found),
         command=command,
     )

@@ -43,6 +43,7 @@ from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable, differences
 from isp.data.sources import takes_bos
 from isp.data.stream import is_place
+from isp.foreign.shown import redacted_values
 from isp.models.build import parameter_shapes
 from isp.parallel import Topology
 from isp.run.folder import (
@@ -393,7 +394,7 @@ def saved_sequences(info: CheckpointInfo) -> int | None:
 
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
     """The values a checkpoint keeps, plain, to be compared when a run is resumed."""
-    return {_CONFIG: to_plain(config), _SEQUENCES: config.sequences(topology)}
+    return {_CONFIG: to_plain(config, redact=True), _SEQUENCES: config.sequences(topology)}
 
 
 def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -> list[str]:
@@ -451,7 +452,8 @@ def _compare(
     lines: list[str] = []
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
-    for key, there, here in differences(saved, to_plain(config)):
+    # A URL with another signature names the same data; older checkpoints have the whole one.
+    for key, there, here in differences(redacted_values(saved), to_plain(config, redact=True)):
         if key == "data.add_bos" and not takes_bos(config.data):
             continue  # the same tokens either way
         line = f"{key}: {there} there, {here} now"

@@ -73,7 +73,7 @@ def main(config: JobConfig) -> signal.Signals | None:
         here = tuple(RankPlace.here(device))
         places = [RankPlace(*place) for place in exchange(mesh.host, here)]
         if world.rank == 0:
-            folder.describe(to_yaml(asked), Environment.of(places).to_json())
+            folder.describe(to_yaml(asked, redact=True), Environment.of(places).to_json())
         logger.info("%s\nrun folder  %s", topology.describe(), folder.path)
         if folder.logs is not None:
             logger.info("logs        %s, on the machine of each rank", folder.logs)

@@ -31,7 +31,7 @@ def run_trackers(
         name=folder.path.name,
         folder=folder.path,
         config={
-            **to_plain(config),
+            **to_plain(config, redact=True),
             "layout": layout,
             "environment": {"isp": environment["packages"].get("isp"), **facts},
         },

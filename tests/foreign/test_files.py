@@ -15,6 +15,7 @@ from isp.config import load_config
 from isp.data.config import DataConfig
 from isp.data.sources import open_datasets
 from isp.data.tokenizer import HFTokenizer
+from isp.foreign.files import read_limited, write_whole
 from isp.metrics import MetricsFile, TrackedRun, Tracker, Trackers, read_metrics
 from isp.metrics.evaluation import Evaluation
 from isp.models.folder import WeightFiles, copy_tokenizer
@@ -25,7 +26,6 @@ from isp.run.environment import Environment, RankPlace
 from isp.run.folder import LaunchRecord, RunFolder
 from isp.run.log_files import run_logging
 from isp.settings.adapter import with_adapter
-from isp.settings.files import read_limited, write_whole
 from isp.settings.json_file import read_json
 from tests.models.folders import write_job
 

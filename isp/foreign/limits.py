@@ -49,6 +49,7 @@ def limited(
     `address_bytes` (None: `most_bytes`), for code that allocates more than it uses.
     """
     begin, resident = time.monotonic(), _memory()[1]
+    quiet_until, ended = 0.0, False
 
     def look(frame: FrameType | None) -> None:
         nonlocal quiet_until
@@ -66,8 +67,6 @@ def limited(
         quiet_until = now + _CLEANUP_SECONDS
         raise _Exceeded(fault)
 
-    quiet_until = 0.0
-    ended = False
     try:
         with _address_space(address_bytes or most_bytes), _ticks(look):
             try:
