@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from isp.cli import launch as launch_module
 from isp.cli import main
+from isp.foreign.shown import printable
 from isp.train.import_folder import import_folder
 from tests.inference.models import made, saved, written
 from tests.ranks import launch_forked
@@ -26,10 +27,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_of(prompt: str) -> str:
-    """What transformers writes."""
+    """What transformers writes, with escapes for what a terminal would obey."""
     tokens = written(made("llama"), list(prompt.encode()), NEW)
     end = tokens.index(256) if 256 in tokens else NEW
-    return bytes(t for t in tokens[:end] if t < 256).decode(errors="replace")
+    return printable(bytes(t for t in tokens[:end] if t < 256).decode(errors="replace"))
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
