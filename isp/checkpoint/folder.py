@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isp.checkpoint.manifest import MANIFEST, fault_of, sync_folder
-from isp.foreign.files import open_to_write
+from isp.foreign.files import open_regular, open_to_write
 
 __all__ = [
     "CheckpointFolder",
@@ -195,13 +195,11 @@ def folder_lock(folder: Path, *, waits: bool = False) -> Iterator[None]:
 def check_unlocked(folder: Path) -> None:
     """Raise ValueError if a run holds the lock of `folder`; makes nothing."""
     try:
-        descriptor = os.open(folder / ".lock", os.O_RDONLY)
+        file = open_regular(folder / ".lock", follow=False)
     except FileNotFoundError:
         return
-    try:
-        _lock(descriptor, folder, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two may look at once
-    finally:
-        os.close(descriptor)
+    with file:  # a shared lock: two starts may look at once
+        _lock(file.fileno(), folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _lock(descriptor: int, folder: Path, operation: int) -> None:

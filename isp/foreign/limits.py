@@ -44,10 +44,14 @@ def limited(
 
     Raises ValueError, with `what` (the file or the key) and the limit, when the code takes more
     than `seconds`, or than `most_bytes` more memory. The time and the memory of many small objects
-    are looked at by a timer, which Python serves in the main thread alone; in another thread, and
-    for one large object, the address space is limited, by which the allocation itself fails: by
-    `address_bytes` (None: `most_bytes`), for code that allocates more than it uses.
+    are looked at by a timer. For one large object the address space is limited, by which the
+    allocation itself fails: by `address_bytes` (None: `most_bytes`), for code that allocates more
+    than it uses. In a thread other than the main one nothing is limited: Python serves timers in
+    the main thread alone, and the limit of memory would hit what the main thread computes.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     begin, resident = time.monotonic(), _memory()[1]
     quiet_until, ended = 0.0, False
 
@@ -143,13 +147,7 @@ def _address_space(most_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
-    """Call `look` again and again in the main thread, and a timer that was set before at its time.
-
-    In another thread nothing is called: Python delivers signals to the main thread alone.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Call `look` again and again, and the handler of a timer that was set before at its time."""
     due, begin = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
     before = signal.getsignal(signal.SIGALRM)
 

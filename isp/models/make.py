@@ -111,13 +111,16 @@ def folder_config(folder: str | Path) -> Any:
 @contextmanager
 def limited_model(folder: str) -> Iterator[None]:
     """Limit what the sizes in a folder's config.json make a model without weights take."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # A parameter is allocated, and never touched, before it goes to the meta device. A driver of
+    # GPUs that a library starts meanwhile reserves addresses for all of their memory.
+    addresses = max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 2**36)
+    if torch.cuda.is_available():
+        addresses = 2**46
     with limited(
         f"the model of {Path(folder) / 'config.json'}",
         seconds=_MODEL_SECONDS,
         most_bytes=_MODEL_BYTES,
-        # A parameter is allocated, and never touched, before it goes to the meta device.
-        address_bytes=max(physical, 2**36),
+        address_bytes=addresses,
     ):
         yield
 
