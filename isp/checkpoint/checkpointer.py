@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -257,8 +257,9 @@ class Checkpointer:
         """Bring a checkpoint of any layout into the parameters and optimizer of `state`.
 
         With `weights_only` the optimizer gets master weights, and is else left as it was.
-        Raises ValueError if its optimizer states are of another update rule, and CheckpointError if
-        it is not of this model or cannot be read; on all ranks.
+        States of single weights that now have another update rule begin at zero, with a warning.
+        Raises ValueError if its optimizer states are of another rule, and CheckpointError if it is
+        not of this model or cannot be read; on all ranks.
         """
         what = f"loading {info.path}"
         manifest, optimizer = info.manifest, state.optimizer
@@ -267,6 +268,7 @@ class Checkpointer:
         key = local_key(self._channel.rank)
         local, values = torch.empty(0, dtype=torch.uint8), None
         tasks: list[tuple[dict[str, Shard], BoxLoadPlanner, SafeReader]] = []
+        anew: dict[str, list[Shard]] = {}
 
         def prepare() -> str | None:
             nonlocal local
@@ -275,7 +277,9 @@ class Checkpointer:
                 raise CheckpointError("it was saved without an optimizer")
             if not weights_only and (odd := other_rule(state, metadata)) is not None:
                 return odd
-            shards, sources, required = targets_for(state, metadata, weights_only=weights_only)
+            targets = targets_for(state, metadata, weights_only=weights_only)
+            shards, sources, required = targets.shards, targets.sources, targets.required
+            anew.update(targets.anew)
             if has_local:
                 local = local.new_empty(num_elements(metadata, key, most=manifest.num_bytes))
                 shards[key], sources[key] = Shard.whole(key, local), RowsOf(key)
@@ -291,6 +295,7 @@ class Checkpointer:
             raise ValueError(f"{info.path} {odd}")
         attempt(self._channel, what, lambda: self._read(*tasks[0]))
         attempt(self._channel, what, decode)
+        self._begin_anew(info, anew)
         if optimizer is not None:
             optimizer.states_changed(None if weights_only else manifest.num_updates)
         return Resumed(
@@ -299,6 +304,17 @@ class Checkpointer:
             shared=manifest.shared,
             local=values,
         )
+
+    def _begin_anew(self, info: CheckpointInfo, anew: Mapping[str, Sequence[Shard]]) -> None:
+        """Let optimizer states be zero, as at the first step of a run."""
+        for piece in (piece for of in anew.values() for shard in of for piece in shard.pieces):
+            piece.data.zero_()
+        if anew and self._first:
+            logger.warning(
+                "%s has optimizer states of another update rule for %s: theirs begin at zero",
+                info.path,
+                ", ".join(anew),
+            )
 
     def _read(self, shards: dict[str, Shard], planner: BoxLoadPlanner, reader: SafeReader) -> None:
         with torch.no_grad(), quietly():

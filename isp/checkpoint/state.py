@@ -72,6 +72,8 @@ class Targets(NamedTuple):
     sources: dict[str, RowsOf]
     required: dict[str, list[str]]
     """By saved weight, the keys that have to be loaded from it, over all ranks."""
+    anew: dict[str, list[Shard]]
+    """By weight, its optimizer states, if the checkpoint has those of another update rule."""
 
 
 def model_key(name: str) -> str:
@@ -133,8 +135,14 @@ def saved_rows(
 def other_rule(state: TrainState, metadata: Metadata) -> str | None:
     """In words, if the optimizer states in a checkpoint are not those of the run's update rule."""
     there = kinds_by_name(metadata)
+    # Rules may differ by weight, and tables of biases were matrices for muon in earlier versions.
+    biases = {
+        item.name
+        for item in state.parameters
+        if item.layout.matrices is None and len(item.layout.global_shape) > 1
+    }
     own = {name for name, _, shard in _shards(state) if shard.key.startswith(OPTIMIZER)}
-    alike = [there[name] for name in own if name in there]  # rules may differ by weight
+    alike = [there[name] for name in own - biases if name in there]
     found = sorted(set().union(*(alike or there.values())))
     needed = state_kinds(shard.key for _, _, shard in _shards(state))
     if state.optimizer is None or found == needed:
@@ -150,17 +158,27 @@ def other_rule(state: TrainState, metadata: Metadata) -> str | None:
 
 
 def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = False) -> Targets:
-    """The source in a checkpoint of each tensor of `state`, or its weights and master weights.
+    """Return the source in a checkpoint of each tensor of `state`, or of its weights and masters.
 
     Weights whose dtype is not the saved one come from the master weights if there are any, and
     master weights that were not saved, because they were the parameters, from the parameters.
-    Raises ValueError, with the names, if something is not in the checkpoint.
+    States of a weight that another update rule has saved have no source: they begin anew.
+    Raises ValueError, with the names, if something else is not in the checkpoint.
     """
     saved = metadata.state_dict_metadata
     names = saved_weights(metadata).keys()
     rows = saved_rows([item.name for item in state.parameters], names, state.earlier_names)
     shards, sources = dict[str, Shard](), dict[str, RowsOf]()
-    for name, kind, shard in _shards(state, weights_only=weights_only):
+    every, kinds = list(_shards(state, weights_only=weights_only)), kinds_by_name(metadata)
+    anew: dict[str, list[Shard]] = {}
+    for name, kind, _ in every:
+        there = kinds.get(rows[name].name, [])
+        if there and kind not in (None, MASTER, *there):
+            anew[name] = []
+    for name, kind, shard in every:
+        if name in anew and kind not in (None, MASTER):
+            anew[name].append(shard)
+            continue
         weights, master = model_key(rows[name].name), optimizer_key(rows[name].name, MASTER)
         best = master if master in saved else weights
         key = weights if kind is None else optimizer_key(rows[name].name, kind)
@@ -173,7 +191,7 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
     for name, found in saved_rows(state.earlier_names, names, state.earlier_names).items():
         required.setdefault(model_key(found.name), []).append(model_key(name))
     required = {key: required.get(key, [key]) for key in map(model_key, names)}
-    return Targets(shards, sources, required)
+    return Targets(shards, sources, required, anew)
 
 
 def weight_shards(state: TrainState) -> Iterator[tuple[str, Shard]]:

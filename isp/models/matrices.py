@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from isp.models.calls import AttentionSizes, Kind
-from isp.models.roles import ParameterRole, expert_stacks, holds_experts, is_transposed
+from isp.models.roles import (
+    ParameterRole,
+    expert_stacks,
+    holds_experts,
+    is_table_of_biases,
+    is_transposed,
+)
 from isp.models.trace import ModelTrace
 from isp.parallel.layout import Matrices
 
@@ -13,15 +19,17 @@ __all__ = ["matrices_in"]
 
 
 def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -> Matrices | None:
-    """Those of a parameter; None: it has one dimension, is used twice, or is no matrix.
+    """Return those of a parameter; None: it is used twice, or is no matrix.
 
-    Experts are those of transformers: where they are gated, gate and up are halves of one weight,
-    or every other feature of it, which is left whole.
+    Norms and biases are no matrices, whatever their dimensions. Experts are those of transformers:
+    where they are gated, gate and up are halves of one weight, or every other feature of it, which
+    is left whole.
     """
     owner, _, local = name.rpartition(".")
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
     role = trace.roles.get(name)
     is_matrix = parameter.dim() > 1 and min(parameter.shape[-2:]) > 1
+    is_matrix = is_matrix and not is_table_of_biases(module, owner)
     if num_uses > 1 or not is_matrix or role is None or not role.is_cut:
         return None
     block = next((b for b in trace.blocks if name.startswith(f"{b}.")), None)

@@ -1,10 +1,11 @@
-"""Where each parameter of a traced model may live: what is cut, and what is whole.
+"""What each parameter of a traced model is: where it may live, and whether it is decayed.
 
 E experts
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from enum import StrEnum
 
@@ -14,10 +15,16 @@ __all__ = [
     "ParameterRole",
     "expert_stacks",
     "holds_experts",
+    "is_decayed",
     "is_linear",
+    "is_table_of_biases",
     "is_transposed",
     "roles_of",
 ]
+
+
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""Names of norms and biases in lower case, as transformers' `Trainer.get_decay_parameter_names`."""
 
 
 class ParameterRole(StrEnum):
@@ -49,6 +56,27 @@ def is_linear(module: nn.Module) -> bool:
 def is_transposed(module: nn.Module) -> bool:
     """Whether it is a linear with a weight [I, O]: `Conv1D` of transformers, known by its shape."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_decayed(model: nn.Module, name: str) -> bool:
+    """Return whether weight decay applies to a parameter: not to norms, biases and vectors.
+
+    Norms and biases may have several dimensions: of each head [H, d], of stacked experts [E, N].
+    They are known by their names, as in transformers' Trainer, and by the module that owns them.
+    """
+    owner = model.get_submodule(name.rpartition(".")[0])
+    named = _UNDECAYED.search(name.lower()) is not None
+    return model.get_parameter(name).dim() > 1 and not named and not _is_norm(owner)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm: torch's LayerNorm, or a class whose name ends in Norm."""
+    return isinstance(module, nn.LayerNorm) or type(module).__name__.lower().endswith("norm")
+
+
+def is_table_of_biases(module: nn.Module, name: str) -> bool:
+    """Return whether the module `name` is a table of biases (T5's `relative_attention_bias`)."""
+    return isinstance(module, nn.Embedding) and "bias" in name.rpartition(".")[2].lower()
 
 
 def roles_of(

@@ -23,7 +23,13 @@ from isp.models.fused import FusedRows
 from isp.models.matrices import matrices_in
 from isp.models.reads import looked_up
 from isp.models.region import Entrance
-from isp.models.roles import ParameterRole, expert_stacks, holds_experts, is_transposed
+from isp.models.roles import (
+    ParameterRole,
+    expert_stacks,
+    holds_experts,
+    is_decayed,
+    is_transposed,
+)
 from isp.models.tensor_plan import TensorPlan
 from isp.models.trace import ModelTrace
 from isp.parallel.layout import ParameterLayout
@@ -195,6 +201,7 @@ def shard_parameters(
         name: matrices_in(model, trace, name, len(uses[id(p)]))
         for name, p in model.named_parameters()
     }
+    decayed = {name for name in matrices if is_decayed(model, name)}
     for name in matrices:
         parameter = model.get_parameter(name)
         if name not in own:
@@ -209,7 +216,7 @@ def shard_parameters(
             whole = wholes.get(among.whole) or _whole(among, parameter, layers)
             wholes[whole.name] = whole
             layout = replace(layout, ahead=among.ahead, behind=among.behind)
-        layout = replace(layout, matrices=matrices[name])
+        layout = replace(layout, matrices=matrices[name], decays=name in decayed)
         dtype = router_dtype(model, trace, name, layers.dtype)
         part = _own_part(parameter, layout, layers, whole, dtype)
         shard = nn.Parameter(part, requires_grad=parameter.requires_grad)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -27,10 +27,11 @@ MakeOptimizer: TypeAlias = "Callable[[list[tuple[str, nn.Parameter]]], torch.opt
 """Makes an optimizer of names and parameters."""
 
 
-def optimizer_of(config: OptimizerConfig) -> MakeOptimizer | None:
-    """What makes the optimizer `config.name`, if that is `module:Class`.
+def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptimizer | None:
+    """Return what makes the optimizer `config.name`, if that is `module:Class`.
 
-    What has one dimension is not decayed. Raises ValueError for one that cannot be imported.
+    `decayed`: names of the weights that it decays. Raises ValueError for one that cannot be
+    imported.
     """
     if not config.is_torchs:
         return None
@@ -49,9 +50,9 @@ def optimizer_of(config: OptimizerConfig) -> MakeOptimizer | None:
     known = {key: values[key] for key in alike}
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        groups: list[dict[str, Any]] = [{"params": [pair for pair in named if pair[1].dim() > 1]}]
+        groups: list[dict[str, Any]] = [{"params": [pair for pair in named if pair[0] in decayed]}]
         plain = {"weight_decay": 0.0} if "weight_decay" in known else {}
-        groups.append({"params": [pair for pair in named if pair[1].dim() < 2], **plain})
+        groups.append({"params": [pair for pair in named if pair[0] not in decayed], **plain})
         optimizer: torch.optim.Optimizer = made([g for g in groups if g["params"]], **known)
         return optimizer
 

@@ -213,14 +213,14 @@ class GroupValues(NamedTuple):
 
 
 def group_values(
-    name: str, num_dims: int, config: OptimizerConfig, matrices: Matrices | None = None
+    name: str, config: OptimizerConfig, *, decays: bool, matrices: Matrices | None = None
 ) -> GroupValues:
-    """The values for the parameter called `name` in the whole model, of so many dimensions.
+    """Return the values for the parameter called `name` in the whole model.
 
-    Those of the first of `config.param_groups` whose pattern is found in the name. Where it says
-    nothing of weight decay, or none is found, parameters of one dimension, which are norm weights
-    and biases, are not decayed. What has no `matrices` takes another rule than muon, and so do
-    tables, heads and routers for which no group asks for it.
+    The first of `config.param_groups` whose pattern is found in the name has them. Where it says
+    nothing of weight decay, or none is found, only what `decays` is decayed. What has no `matrices`
+    takes another rule than muon, and so do tables, heads and routers for which no group asks for
+    it.
     """
     group = group_of(name, config)
     asked = None if group is None else group.rule
@@ -228,7 +228,7 @@ def group_values(
     if rule == "muon" and (matrices is None or not (asked or matrices.of_block)):
         rule = "adamw" if config.name == "muon" else config.name
     own = config.of_rule(rule, "lr")
-    decay = config.of_rule(rule, "weight_decay") if num_dims > 1 else 0.0
+    decay = config.of_rule(rule, "weight_decay") if decays else 0.0
     if group is None:
         return GroupValues(own / config.lr, decay, rule)
     scale = (group.lr or own) / config.lr * group.lr_scale
@@ -236,8 +236,8 @@ def group_values(
 
 
 def values_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> GroupValues:
-    """`group_values` for a parameter of this layout."""
-    return group_values(name, len(layout.global_shape), config, layout.matrices)
+    """Return the `group_values` for a parameter of this layout."""
+    return group_values(name, config, decays=layout.decays, matrices=layout.matrices)
 
 
 def group_of(name: str, config: OptimizerConfig) -> ParamGroupConfig | None:

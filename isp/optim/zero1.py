@@ -99,7 +99,8 @@ class Zero1Optimizer:
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
         peak = config.lr if make is None else None
-        make = make or optimizer_of(config)
+        decayed = {item.name for item in gradients.parameters if item.layout.decays}
+        make = make or optimizer_of(config, decayed)
         self._rules = {
             name: update_rule(config, name) if make is None else NoRule(config)
             for name in config.rules

@@ -68,6 +68,8 @@ class ParameterLayout:
     """The ranks that have the other shards."""
     matrices: Matrices | None = None
     """Those of the whole parameter; None: it has one dimension, is tied, or is no matrix."""
+    decays: bool = True
+    """Whether weight decay applies to it; not to norms, biases and vectors."""
 
     def __post_init__(self) -> None:
         if not self.segments:

@@ -105,7 +105,7 @@ class PlanCase:
 
     def state_bytes(self, name: str, layout: ParameterLayout) -> int:
         """Bytes of the optimizer states of a number of a weight, master weights left out."""
-        if (make := optimizer_of(self.optimizer)) is not None:
+        if (make := optimizer_of(self.optimizer, ())) is not None:
             return count_states(make) * self.wide_bytes
         wide = torch.float64 if self.dtype == "float64" else torch.float32
         rule = values_of(name, layout, self.optimizer).rule

@@ -82,7 +82,8 @@ class ParamGroupConfig:
     lr_scale: NotNegative = 1.0
     """Multiplier of the learning rate."""
     weight_decay: NotNegative | None = None
-    """Weight decay; null: that of the rule, and none for one-dimensional parameters."""
+    """Weight decay; null: that of the rule, and none for norms, biases and one-dimensional
+    parameters."""
     split: tuple[Count, ...] = ()
     """muon: relative sizes of the matrices fused in each weight, such as [4, 1, 1] for q, k and v,
     or [1, 1] for gate and up; empty: as the model's code splits them."""
@@ -142,7 +143,8 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     """adamw: added to the square root of the second moment."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay, multiplied by lr."""
+    """Decoupled weight decay, multiplied by lr; norms, biases and one-dimensional parameters are
+    not decayed."""
     muon: MuonConfig = field(default_factory=MuonConfig)
     """The numbers of muon."""
     adamw_lr: Positive | None = None

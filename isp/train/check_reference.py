@@ -6,7 +6,7 @@ R rows, S sequence, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -140,7 +140,7 @@ def make_reference(
         grad_norm=math.sqrt(sum(g.square().sum().item() for g in gradients.values())),
         start=start,
         gradients=gradients,
-        weights=_updated(trained, optimizer, max_norm, layouts),
+        weights=_updated(trained, optimizer, max_norm, layouts, _decayed(plain)),
         outputs=outputs.as_rows(len(rows.tokens), rows.tokens.shape[1]),
     )
 
@@ -150,12 +150,13 @@ def _updated(
     config: OptimizerConfig,
     max_norm: float,
     layouts: Mapping[str, ParameterLayout],
+    decayed: Collection[str],
 ) -> dict[str, Tensor]:
-    """The weights after a step of torch's AdamW, which decays as Muon does."""
+    """Return the weights after a step of torch's AdamW, which decays as Muon does."""
     groups, moved = [], {}
     for name, parameter in parameters.items():
         known = layouts[name].matrices if name in layouts else None
-        values = group_values(name, parameter.dim(), config, known)
+        values = group_values(name, config, decays=name in decayed, matrices=known)
         if parameter.grad is None:  # a weight of which no token made use decays all the same
             parameter.grad = torch.zeros_like(parameter)
         rate = config.lr * values.lr_scale
@@ -173,6 +174,33 @@ def _updated(
     betas = config.of_adamw("beta1"), config.of_adamw("beta2")
     torch.optim.AdamW(groups, betas=betas, eps=config.of_adamw("eps")).step()
     return {name: p.detach() - updates.get(name, 0.0) for name, p in parameters.items()}
+
+
+def _decayed(model: nn.Module) -> set[str]:
+    """Return the names of the weights that a plain loop would decay.
+
+    The check must see what a run reads wrongly, so nothing of the run's own reading is used: for
+    models of transformers, transformers' Trainer is asked. Vectors are never decayed.
+    """
+    if hasattr(model, "set_attn_implementation"):
+        from transformers.trainer import Trainer
+
+        names = set(Trainer.get_decay_parameter_names(None, model))  # of `self` it reads nothing
+    else:
+        names = {name for name, _ in model.named_parameters() if not _is_norm_or_bias(name)}
+    of_norms = {
+        f"{prefix}.{local}"
+        for prefix, module in model.named_modules()
+        for local, _ in module.named_parameters(recurse=False)
+        if type(module).__name__.endswith("Norm")
+    }
+    return {n for n, p in model.named_parameters() if n in names - of_norms and p.dim() > 1}
+
+
+def _is_norm_or_bias(name: str) -> bool:
+    parts = name.lower().split(".")
+    words = any(word in name.lower() for word in ("bias", "layernorm", "rmsnorm"))
+    return words or any(part == "norm" or part.endswith("_norm") for part in parts)
 
 
 def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) -> Tensor:

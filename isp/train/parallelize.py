@@ -15,6 +15,7 @@ from isp.comm.cuda import compute_deterministically
 from isp.config import JobConfig, load_config
 from isp.config.models import how_computed
 from isp.data.config import DataConfig
+from isp.models.build import trained_layouts
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
@@ -78,7 +79,10 @@ def parallelize(
     )
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)
-    optimizer = optimizer or optimizer_of(config.optimizer)
+    if optimizer is None and config.optimizer.is_torchs:
+        layouts = trained_layouts(traced)
+        decayed = {name for name, layout in layouts.items() if layout.decays}
+        optimizer = optimizer_of(config.optimizer, decayed)
     if optimizer is not None:
         config.optimizer.check_torchs("isp.parallelize(.., optimizer=..)")
         dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}

@@ -152,11 +152,11 @@ def check_device(name: str, ranks: int) -> None:
 def check_param_groups(config: JobConfig) -> None:
     """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in, or whose
     `split` does not fit, or for an optimizer of torch that looks at more than single elements."""
-    make = optimizer_of(config.optimizer)
-    if make is None and not config.optimizer.param_groups:
+    if not (config.optimizer.is_torchs or config.optimizer.param_groups):
         return
     layouts = trained_layouts(config.language_model)
-    if make is not None:
+    decayed = {name for name, layout in layouts.items() if layout.decays}
+    if (make := optimizer_of(config.optimizer, decayed)) is not None:
         dims = {name: len(layout.global_shape) for name, layout in layouts.items()}
         check_elementwise(make, dims, torch.device("cpu"))
     check_groups(layouts, config.optimizer)

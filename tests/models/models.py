@@ -52,6 +52,7 @@ _DEEPSEEK = {
     "n_shared_experts": 1, "num_key_value_heads": 4,
 }  # fmt: skip
 OF_ITS_OWN = {
+    "cohere": {"use_qk_norm": True},
     "gpt2": {
         "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -204,6 +205,14 @@ def documents_of(rows: Rows, row: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], length], strict=True)]
 
 
+def decayed(model: nn.Module) -> set[str]:
+    """Names of the weights that transformers' Trainer decays, without vectors."""
+    from transformers.trainer import Trainer
+
+    names = Trainer.get_decay_parameter_names(None, model)
+    return {n for n, p in model.named_parameters() if n in names and p.dim() > 1}
+
+
 def trained_plainly(
     model: nn.Module,
     data: Sequence[Any],
@@ -213,11 +222,12 @@ def trained_plainly(
     """The unmodified model in the plainest loop, by torch's AdamW."""
     model = copy.deepcopy(model)
     settings = job(**keys).optimizer
-    own = [p for p in model.parameters() if p.requires_grad]
+    own, names = [p for p in model.parameters() if p.requires_grad], decayed(model)
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in own if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in own if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p], "weight_decay": 0.1 if name in names else 0.0}
+            for name, p in model.named_parameters()
+            if p.requires_grad
         ],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),

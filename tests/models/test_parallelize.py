@@ -63,6 +63,7 @@ def _train(rank: int, case: tuple[nn.Module, Any, list[Rows], Path]) -> Any:
 
 
 CASES = {
+    "cohere": job(2, 2),  # norms [H, d], which are not decayed
     "gpt2": job(2, 4, recompute=0.5),  # Conv1D, and a tied head
     "mistral": job(4, 2, context=2),  # rows of unlike documents, joined
     "deepseek_v3": job(2, 4),  # experts, values smaller than keys, a buffer that is saved

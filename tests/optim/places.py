@@ -44,6 +44,7 @@ class Spec(NamedTuple):
             index=index if cut else 0,
             segments=self.segments,
             matrices=self.matrices,
+            decays=len(self.shape) > 1,
         )
 
 

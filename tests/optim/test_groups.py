@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isp.optim import check_groups
-from isp.optim.update_rules import GroupValues, group_values
+from isp.optim.update_rules import GroupValues, group_values, values_of
 from isp.settings import OptimizerConfig, ParamGroupConfig
 from tests.optim.places import Spec
 from tests.optim.test_zero1 import assert_parity
@@ -45,10 +45,11 @@ WANTED = {
 
 def test_the_first_group_that_matches_counts() -> None:
     """Catches the last one counting, values mixed from two, and biases decayed unasked."""
-    found = {spec.name: group_values(spec.name, len(spec.shape), CONFIG) for spec in SPECS}
+    found = {spec.name: values_of(spec.name, spec.layout(1, 0), CONFIG) for spec in SPECS}
     assert found == WANTED
-    assert group_values("norm.weight", 1, OptimizerConfig()) == GroupValues(1.0, 0.0)
-    assert group_values("wo.weight", 2, OptimizerConfig()) == GroupValues(1.0, 0.1)
+    plain = OptimizerConfig()
+    assert group_values("norm.weight", plain, decays=False) == GroupValues(1.0, 0.0)
+    assert group_values("wo.weight", plain, decays=True) == GroupValues(1.0, 0.1)
 
 
 def test_parity_with_plain_adamw() -> None:

@@ -16,7 +16,7 @@ from isp.comm import Mesh
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.matrices import _homes
 from isp.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
-from isp.optim.update_rules import group_values
+from isp.optim.update_rules import values_of
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import Matrices
 from isp.run.forked import RankError
@@ -195,7 +195,7 @@ def test_bits_of_torch_in_bfloat16(shape: tuple[int, int]) -> None:
 
 def test_rules_of_weights() -> None:
     """Catches a table, norm or tied weight that muon takes, and a group that is not asked."""
-    found = {s.name: group_values(s.name, len(s.shape), MUON, s.matrices).rule for s in SPECS}
+    found = {s.name: values_of(s.name, s.layout(1, 0), MUON).rule for s in SPECS}
     assert [name for name, rule in found.items() if rule == "adamw"] == [
         "norm",
         "table",

@@ -47,6 +47,6 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"optimizer\.offload_states=True applies only to isp's own"
     ):
         OptimizerConfig(name="torch.optim:NAdam", offload_states=True)
-    make = optimizer_of(OptimizerConfig(name="torch.optim:NAdam"))
+    make = optimizer_of(OptimizerConfig(name="torch.optim:NAdam"), ())
     assert make is not None
     assert count_states(make) == 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isp.comm import Mesh
 from isp.optim import MainGradients, StepResult, Zero1Optimizer
-from isp.optim.update_rules import group_values
+from isp.optim.update_rules import values_of
 from isp.parallel import Axis, Topology
 from isp.settings import OptimizerConfig
 from tests.optim.places import Spec, full_loss, loss, place
@@ -60,7 +60,7 @@ def reference(
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Norms and weights of the plain update rule on whole parameters."""
     whole = {s.name: s.full(0).requires_grad_() for s in specs}
-    values = {s.name: group_values(s.name, len(s.shape), config, s.matrices) for s in specs}
+    values = {s.name: values_of(s.name, s.layout(1, 0), config) for s in specs}
     groups = [
         {"params": [whole[s.name]], "cuts": s.cuts, **values[s.name]._asdict()} for s in specs
     ]

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 import isp
 from isp.cli import main
-from isp.models import forward_pass
+from isp.models import forward_pass, swap
 from isp.models.tiles import TiledModule
 from isp.models.tiny import tiny_config
 from isp.optim import BucketManager
 from isp.parallel import Mode
 from isp.run.forked import RankError, run_ranks
 from isp.settings.recomputation import Recomputation
-from isp.train.check import CASES, Check
+from isp.train.check import CASES, TOLERANCE, Check
 from isp.train.check_layouts import Layout, layouts_of
 from isp.train.check_model import _subject_of, keys_from
 from isp.train.check_subjects import Subject
@@ -147,6 +147,17 @@ def test_packing_that_is_lost(
     )
     assert main(["check", folder, "--layouts", "2x1"]) == 1
     assert "in 2 of 4 cases, such as rows packed" in capsys.readouterr().out
+
+
+def test_norms_that_are_decayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a check that asks the run itself which weights are decayed: norms [H, d] are not."""
+    config = transformers.CohereConfig(use_qk_norm=True)
+    check = Check(Subject.of_config(config), [Layout(1, 1)], cases=CASES[1:2])
+    assert check.run(Layout(1, 1)).agrees
+    monkeypatch.setattr(swap, "is_decayed", lambda model, name: model.get_parameter(name).dim() > 1)
+    (found,) = check.run(Layout(1, 1)).cases.values()
+    wrong = {name.split(".")[-2] for name, away in found.weights.items() if away > TOLERANCE}
+    assert wrong == {"q_norm", "k_norm"}
 
 
 def test_gradients_that_are_not_summed(
