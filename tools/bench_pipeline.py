@@ -80,7 +80,8 @@ class Contestant:
             if layer.name != traced.trace.head:
                 layer.communicator = Paced(layer.communicator, lambda _: o.ms / 1e3)
         gradients = MainGradients(built.parameters, self.mesh, rows_of=self.mesh[Axis.ZERO1])
-        optimizer = Zero1Optimizer(gradients, self.mesh, OptimizerConfig())
+        names = traced.trained_names
+        optimizer = Zero1Optimizer(gradients, self.mesh, OptimizerConfig(), names=names)
         self.step = TrainStep(built, gradients, optimizer, self.mesh, micro_num=micro)
         positions = torch.arange(TOKENS)[None]
         tokens = torch.randint(32, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))

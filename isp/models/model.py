@@ -166,6 +166,11 @@ class TracedModel:
         return sum(self.trace.sizes.values())
 
     @property
+    def trained_names(self) -> tuple[str, ...]:
+        """The names of the parameters that are not frozen, of all pipeline stages, in order."""
+        return tuple(n for n, p in self.shape.named_parameters() if p.requires_grad)
+
+    @property
     def checkpoints_frozen(self) -> bool:
         """Whether frozen weights are in checkpoints; those below adapters are in the base model."""
         return not hasattr(self.model, "peft_config")

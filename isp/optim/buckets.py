@@ -126,6 +126,8 @@ class Gradient:
     """Whether the gradient is final: it may be travelling, hands off."""
     untouched: bool = True
     """Whether the buffer holds the last step's values: the first gradient overwrites."""
+    came: bool = False
+    """Whether this rank has had a gradient in this step, zeros or not."""
     owed: int = 0
     """Gradients that were promised and have not come."""
     passed: bool = False
@@ -136,8 +138,8 @@ class Gradient:
     """The sum of what has come meanwhile."""
 
     def open(self) -> Tensor:
-        """The buffer, from here on with a gradient of this step."""
-        self.untouched = False
+        """Return the buffer, from here on with a gradient of this step."""
+        self.untouched, self.came = False, True
         return self.view
 
     def sum_in(self) -> tuple[Tensor, bool]:
@@ -150,8 +152,11 @@ class Gradient:
         return self.waiting, fresh
 
     def value(self) -> Tensor:
-        """The gradient so far, zeros if none has come."""
-        return self.open().zero_() if self.untouched else self.view
+        """Return the gradient so far, zeros if none has come."""
+        if self.untouched:
+            self.view.zero_()
+            self.untouched = False
+        return self.view
 
 
 class BucketManager:
@@ -290,6 +295,7 @@ class BucketManager:
             bucket.awaited = bucket.num_gradients
         for gradient in self.gradients:
             gradient.ready, gradient.untouched, gradient.passed = False, True, False
+            gradient.came = False
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._launched]

@@ -167,6 +167,10 @@ class MainGradients(BucketManager):
             return self.grad(parameter)
         return self.rows(self.of(parameter))
 
+    def came(self, parameter: nn.Parameter) -> bool:
+        """Return whether this rank has had a gradient of `parameter` in this step, zeros or not."""
+        return self._whole_of[id(parameter)].came
+
     def whole(self, parameter: nn.Parameter) -> Tensor:
         """The reduced gradient, of the shape of the local shard: a collective if it `scatters`."""
         assert self.reduced, "sums are there after reduce()"

@@ -94,13 +94,18 @@ class StateMemory:
             ) from None
 
     def resting(
-        self, rows: range, weights: Tensor, grad: Tensor, kinds: Mapping[str, torch.dtype]
+        self,
+        name: str,
+        rows: range,
+        weights: Tensor,
+        grad: Tensor,
+        kinds: Mapping[str, torch.dtype],
     ) -> Resting:
-        """Rows of a parameter with states of these dtypes, which are zero, and masters."""
-        found = {name: self.take(weights.shape, dtype) for name, dtype in kinds.items()}
+        """Return rows of a parameter with states of these dtypes, which are zero, and masters."""
+        found = {kind: self.take(weights.shape, dtype) for kind, dtype in kinds.items()}
         if MASTER in found:
             found[MASTER].copy_(weights)
-        return Resting(rows, weights, grad, found)
+        return Resting(name, rows, weights, grad, found)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Zeros."""
@@ -114,6 +119,8 @@ class StateMemory:
 class Resting:
     """Rows of one parameter's shard, with their states at rest."""
 
+    name: str
+    """The parameter's, in the whole model."""
     rows: range
     weights: Tensor
     grad: Tensor
@@ -148,7 +155,7 @@ class Resting:
 
     def _rows(self, rows: slice) -> Resting:
         states = {name: state[rows] for name, state in self.states.items()}
-        return Resting(self.rows[rows], self.weights[rows], self.grad[rows], states)
+        return Resting(self.name, self.rows[rows], self.weights[rows], self.grad[rows], states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,7 +356,8 @@ class StateStream:
             for master, weight in zip(masters, weights, strict=True):
                 take_up(master, weight)
         moments = {name: found for name, found in wide.items() if name != MASTER}
-        update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments))
+        names = [row.name for row in bucket.rows]
+        update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments, names))
         for name, found in states.items():
             if found[0].dtype != dtype:
                 torch._foreach_copy_(found, wide[name])

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from isp.optim.states import MASTER, Resting, take_up
-from isp.optim.update_rules import GroupValues, Rows
 from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
@@ -69,7 +68,7 @@ def count_states(make: MakeOptimizer) -> int:
 
 
 class TorchUpdates:
-    """As `StateStream`, by an optimizer over `nn.Parameter`s that lie in the master weights.
+    """Updates rows by an optimizer over `nn.Parameter`s that lie in the master weights.
 
     They have a gradient within an update alone, and the optimizer cannot be stepped outside of one.
     """
@@ -101,12 +100,13 @@ class TorchUpdates:
         if not self._updates:
             raise RuntimeError("the optimizer is stepped by run.step: leave out optimizer.step()")
 
-    def pass_through(self, update: Callable[[GroupValues, Rows], None]) -> None:
-        """Update all rows; weights follow their masters. What `update` would do is not done."""
+    def update(self, reached: Collection[str]) -> None:
+        """Update the rows of the weights that are `reached`; weights follow their masters."""
         for name, shard in self._shards.items():
             if MASTER in shard.states:
                 take_up(shard.master, shard.weights)
-            self._parameters[name].grad = shard.grad
+            if name in reached:
+                self._parameters[name].grad = shard.grad
         self._updates = True
         try:
             self.optimizer.step()

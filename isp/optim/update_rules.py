@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,20 @@ class Rows(NamedTuple):
     """Gradients, which an update may overwrite."""
     states: dict[str, list[Tensor]]
     """By name, as `UpdateRule.states` declares them, in the dtype of the masters."""
+    names: list[str]
+    """Parameters that they are of."""
+
+    def of(self, names: Collection[str]) -> Rows:
+        """Return the rows of these parameters."""
+        kept = [name in names for name in self.names]
+        if all(kept):
+            return self
+        return Rows(
+            [*compress(self.masters, kept)],
+            [*compress(self.grads, kept)],
+            {kind: [*compress(found, kept)] for kind, found in self.states.items()},
+            [*compress(self.names, kept)],
+        )
 
 
 class UpdateRule(ABC):
@@ -76,8 +91,8 @@ class UpdateRule(ABC):
         return torch.bfloat16 if self.config.moment_dtype == "bfloat16" else dtype
 
     @abstractmethod
-    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
-        """Change masters and states in place; the update is number `number` of the run, from 1 on.
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        """Change masters and states in place; it is update number `numbers` of each row, from 1 on.
 
         All rows may be given at once or some at a time: no result depends on the others.
         """
@@ -96,9 +111,12 @@ class AdamW(UpdateRule):
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {"exp_avg": self.moment(dtype), "exp_avg_sq": self.moment(dtype)}
 
-    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
-        size, device = len(rows.masters), rows.masters[0].device
-        before = torch.full((size,), number - 1, dtype=torch.float32, device=device)
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        size, device, latest = len(rows.masters), rows.masters[0].device, max(numbers)
+        before = torch.full((size,), latest - 1, dtype=torch.float32, device=device)
+        for place, number in enumerate(numbers):
+            if number < latest:  # of weights that some steps did not reach
+                before[place] = number - 1
         adamw(
             rows.masters,
             rows.grads,
@@ -127,7 +145,7 @@ class Lion(UpdateRule):
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {"exp_avg": self.moment(dtype)}
 
-    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
         beta1, beta2 = self.config.beta1, self.config.beta2
         masters, grads, moments = rows.masters, rows.grads, rows.states["exp_avg"]
         torch._foreach_lerp_(grads, moments, beta1)  # c, in the place of g
@@ -159,7 +177,7 @@ class Muon(UpdateRule):
         else:
             torch._foreach_copy_(rows.grads, moments)
 
-    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
         torch._foreach_mul_(rows.masters, 1 - lr * weight_decay)
         torch._foreach_add_(rows.masters, rows.grads, alpha=-lr)
 
@@ -170,7 +188,7 @@ class NoRule(UpdateRule):
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {}
 
-    def step(self, rows: Rows, *, lr: float, weight_decay: float, number: int) -> None:
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
         raise NotImplementedError("torch's optimizer updates")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channels, Pending
+from isp.comm import Channels, Pending, host_memory
 from isp.comm.tag import Tag
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.optim.grad_scaler import GradScaler
@@ -77,6 +78,11 @@ class Zero1Optimizer:
 
     Collectives, in this order on all ranks: the norm over WORLD, the rows over ZERO1.
     Source: Rajbhandari et al. 2020, ZeRO stage 1.
+
+    [Note: Reached] As torch's optimizers leave a parameter alone whose `grad` is None, a weight
+    that no loss of a step reaches keeps its value and its states, and the step is not one of its
+    updates. It is reached if any rank has a gradient of it, zeros or not: a rank may have no part
+    in the loss, or no token for its experts. The number of these ranks travels with the norm.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class Zero1Optimizer:
         config: OptimizerConfig,
         *,
         max_norm: float = 0.0,
+        names: Sequence[str] | None = None,
         counted_elsewhere: Collection[str] = (),
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         stream_bytes: int = STREAM_BYTES,
@@ -95,6 +102,8 @@ class Zero1Optimizer:
     ) -> None:
         """`make`: makes torch's optimizer in the place of the rule in `config`, at rates of its
         own; None: that which `config` names, if it does, at the rates of `step`.
+        `names`: of the parameters of all pipeline stages, in the same order on all ranks; None:
+        this rank has all.
         `matrix_dtype`: see `MatrixUpdates`."""
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
@@ -117,6 +126,12 @@ class Zero1Optimizer:
         """None if the loss is not scaled."""
         self._gradients = gradients
         self._channels = channels
+        assert names is not None or channels[Axis.PIPELINE].size == 1, "of all stages"
+        self._names = names or [item.name for item in gradients.parameters]
+        self._reached: frozenset[str] = frozenset()
+        """Names of the weights that the step updates [Note: Reached]; `grad_norm` finds them."""
+        self._missed = Counter[str]()
+        """By weight, updates that did not reach it."""
         self._max_norm = max_norm
         self._counted_elsewhere = frozenset(counted_elsewhere)
         zero1 = channels[Axis.ZERO1]
@@ -145,7 +160,7 @@ class Zero1Optimizer:
             weights, own = item.parameter.detach(), slice(rows.start, rows.stop)
             grad = gradients.summed(item.parameter)
             grad = grad if gradients.scatters else grad[own]
-            return memory.resting(rows, weights[own], grad, kinds[item])
+            return memory.resting(item.name, rows, weights[own], grad, kinds[item])
 
         self._shards = {item: resting(item, rows) for item, rows in owned.items()}
         """The rows of each parameter that this rank updates, and what it keeps of them."""
@@ -223,8 +238,9 @@ class Zero1Optimizer:
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def grad_norm(self) -> float:
-        """The global norm of the reduced gradients, unscaled; synchronises with the device.
+        """Return the global norm of the reduced gradients, unscaled; synchronises with the device.
 
+        It also finds which weights the step updates [Note: Reached].
         The same number in every layout. A rank counts the rows that it updates, and the first
         zero1 group of the replicas those of the model once, except for what is replicated: a
         parameter that every rank of a weight group holds is counted by the group's first rank, and
@@ -248,8 +264,15 @@ class Zero1Optimizer:
                 counted = [x for grad in counted for x in _pieces(grad)]
             norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
-        squares = channels[Axis.WORLD].all_reduce_(squares, tag=Tag(tensor="grad norm")).wait()
-        return squares.sqrt().item() / (1.0 if self.scaler is None else self.scaler.scale)
+        gradients = self._gradients
+        came = {x.name for x in gradients.parameters if gradients.came(x.parameter)}
+        flags = torch.tensor([float(name in came) for name in self._names], dtype=torch.float64)
+        totals = torch.cat((squares.view(1), host_memory.send(flags, self._device)))
+        totals = channels[Axis.WORLD].all_reduce_(totals, tag=Tag(tensor="grad norm")).wait()
+        total, *counts = totals.tolist()
+        reached = (name for name, count in zip(self._names, counts, strict=True) if count)
+        self._reached = frozenset(reached)
+        return math.sqrt(total) / (1.0 if self.scaler is None else self.scaler.scale)
 
     @torch.no_grad()
     def publish(self) -> list[Pending]:
@@ -292,6 +315,7 @@ class Zero1Optimizer:
             shard.weights.copy_(shard.master)
         if num_updates is not None:
             self._num_updates = num_updates
+            self._missed.clear()  # `load_skip_state` knows of them
         self.publish()
         self._publisher.wait()
 
@@ -309,13 +333,14 @@ class Zero1Optimizer:
                 take_up(shard.master, weights) if only_written else shard.master.copy_(weights)
 
     def skip_state(self) -> dict[str, Any]:
-        """The state that skipped steps change; checkpoints keep it beside `state_dict`.
+        """Return what checkpoints keep in addition to `state_dict`: skipped steps, missed updates.
 
         Plain numbers, the same on all ranks of every layout.
         """
         return {
             "num_skipped": self.num_skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "missed_updates": dict(self._missed),
             "grad_scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
 
@@ -326,6 +351,8 @@ class Zero1Optimizer:
         """
         self.num_skipped = state["num_skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        # Earlier versions updated all weights in each step.
+        self._missed = Counter(state.get("missed_updates", {}))
         if self.scaler is not None and state["grad_scaler"] is not None:
             self.scaler.load_state_dict(state["grad_scaler"])
 
@@ -352,24 +379,29 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
-        """Update the rows of this rank, and publish each bucket of weights once it is updated."""
+        """Update this rank's rows of what is reached; publish each bucket of weights after it."""
         self._num_updates += 1
+        self._missed.update(name for name in self._names if name not in self._reached)
 
         def step(values: GroupValues, rows: Rows) -> None:
-            self._rules[values.rule].step(
-                rows,
-                lr=lr * values.lr_scale,
-                weight_decay=values.weight_decay,
-                number=self._num_updates,
-            )
+            if (rows := rows.of(self._reached)).masters:
+                self._rules[values.rule].step(
+                    rows,
+                    lr=lr * values.lr_scale,
+                    weight_decay=values.weight_decay,
+                    numbers=[self._num_updates - self._missed[name] for name in rows.names],
+                )
 
         def average(values: GroupValues, rows: Rows) -> None:
-            self._rules[values.rule].average(rows)
+            if (rows := rows.of(self._reached)).masters:
+                self._rules[values.rule].average(rows)
 
         def others() -> None:
-            if (updates := self.torch_updates) is not None:
-                updates.set_rate(lr)
-            self._stream.pass_through(step)
+            if isinstance(self._stream, TorchUpdates):
+                self._stream.set_rate(lr)
+                self._stream.update(self._reached)
+            else:
+                self._stream.pass_through(step)
             self._publisher.launch_updated(left)
 
         left = {*self.matrices.members}

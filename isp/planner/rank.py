@@ -79,7 +79,8 @@ class DryRank:
         gradients = MainGradients(updated, self, rows_of=self[Axis.ZERO1])
         gradients.close()
         dtype = None if self.case.on_cpu else torch.bfloat16
-        return Zero1Optimizer(gradients, self, self.case.optimizer, matrix_dtype=dtype)
+        config, names = self.case.optimizer, self.case.language_model.trained_names
+        return Zero1Optimizer(gradients, self, config, names=names, matrix_dtype=dtype)
 
     @cached_property
     def publisher(self) -> Publisher:

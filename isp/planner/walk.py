@@ -328,8 +328,9 @@ class Walk:
         self._update()
         splits_logits = rehearsal(self.case, self.place).splits_logits
         losses = Axis.DATA if splits_logits else Axis.STAGE
+        reached = len(self.case.language_model.trained_names)  # a number of each, and the norm
         for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
-            self.dry.all_reduce_numbers(axis)
+            self.dry.all_reduce_numbers(axis, (1 + reached,) if axis is Axis.WORLD else ())
         if experts := experts_of(self.case.language_model):  # how many tokens each got
             for axis in (Axis.STAGE, Axis.PIPELINE):
                 self.dry.all_reduce_numbers(axis, (len(experts), max(experts.values())))

@@ -233,6 +233,7 @@ class Check:
             mesh,
             self.optimizer,
             max_norm=self.max_norm,
+            names=built.model.trained_names,
             counted_elsewhere=built.counted_elsewhere,
         )
         step = TrainStep(built, gradients, optimizer, mesh, micro_num=len(batches))

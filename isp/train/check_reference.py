@@ -157,11 +157,9 @@ def _updated(
     for name, parameter in parameters.items():
         known = layouts[name].matrices if name in layouts else None
         values = group_values(name, config, decays=name in decayed, matrices=known)
-        if parameter.grad is None:  # a weight of which no token made use decays all the same
-            parameter.grad = torch.zeros_like(parameter)
         rate = config.lr * values.lr_scale
         groups.append({"params": [parameter], "lr": rate, "weight_decay": values.weight_decay})
-        if values.rule == "muon":
+        if values.rule == "muon" and parameter.grad is not None:
             moved[name] = rate
     if max_norm:
         torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm)
@@ -185,7 +183,8 @@ def _decayed(model: nn.Module) -> set[str]:
     if hasattr(model, "set_attn_implementation"):
         from transformers.trainer import Trainer
 
-        names = set(Trainer.get_decay_parameter_names(None, model))  # of `self` it reads nothing
+        of_trainer: Any = Trainer.get_decay_parameter_names
+        names = set(of_trainer(None, model))  # it reads nothing of `self`
     else:
         names = {name for name, _ in model.named_parameters() if not _is_norm_or_bias(name)}
     of_norms = {

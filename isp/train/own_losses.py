@@ -199,8 +199,10 @@ class OwnLosses:
         are not divided by anything (see `count`). A result of `loss` is a mean over data ranks
         already: for n micro-batches pass each as `loss / n`, before the next call of `loss`. All
         ranks of a sequence must compute the same scalar, which counts once. `last=True` says that
-        no other backward follows before the step, so gradients are reduced while it runs. A failure
-        drops the gradients since the last step.
+        no other backward follows before the step, so gradients are reduced while it runs. A weight
+        that no loss of a step reaches, such as the head in a step of `hidden` alone, keeps its
+        value and its optimizer states, as with torch's optimizers. A failure drops the gradients
+        since the last step.
         Raises RuntimeError if the loss does not depend on a result that waits for a backward.
         """
         self._check(trains=True)

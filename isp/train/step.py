@@ -73,6 +73,7 @@ def make_train_step(
         mesh,
         config.optimizer,
         max_norm=config.training.max_norm,
+        names=model.trained_names,
         counted_elsewhere=built.counted_elsewhere,
         weights_may_change=weights_may_change,
         make=make_optimizer,

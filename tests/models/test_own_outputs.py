@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,3 +333,64 @@ def test_micro_batches_of_a_pipeline_go_backward_from_ones_own_loss() -> None:
         for of_rank in of_ranks:
             weights = {n: w for n, w in of_rank.weights.items() if n in expected.weights}
             assert_trained_as(expected, [of_rank._replace(weights=weights)], name)
+
+
+# -- steps whose loss does not reach every weight ------------------------------------------------
+
+
+def _reaching(ask: Ask, step: int, part: slice = slice(None)) -> Tensor:
+    """The loss of a step: of hidden states alone in the second, so that the head has no part."""
+    rows = Rows(*(None if x is None else x[part] for x in BATCHES[step]))
+    if step == 1:
+        found = ask.hidden(rows.input_ids, rows.position_ids)
+        return ((found**2).mean(-1) * WEIGHTS[part]).sum()
+    return _picked(ask, rows, WEIGHTS[part], TEACHER[part])
+
+
+def _one_block(seed: int = 0) -> Any:
+    return tiny("qwen3", seed=seed, num_hidden_layers=1)
+
+
+def _reached(rank: int, case: tuple[JobConfig, JobConfig, Any, Path]) -> Trained:
+    """Three steps, the last of which is another run's, in another layout."""
+    before, after, make, folder = case
+    losses, norms, run = list[float](), list[float](), None
+    for step in range(3):
+        if run is None or step == 2:
+            config = before if run is None else after
+            run = isp.parallelize(_one_block(seed=step), config, optimizer=make)
+            if step:
+                run.load(folder)
+        size = 4 // run.dp_size
+        run.backward(_reaching(run, step, slice(run.dp_rank * size, (run.dp_rank + 1) * size)))
+        outcome = run.step()
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm)
+        if step == 1:
+            run.save(folder)
+    return Trained(losses, norms, whole_weights(run))
+
+
+def _torchs(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    kinds = [[p for _, p in named if (p.dim() < 2) is flat] for flat in (True, False)]
+    groups = [{"params": kinds[0], "weight_decay": 0.0}, {"params": kinds[1], "weight_decay": 0.1}]
+    return torch.optim.AdamW(groups, 1e-2, (0.9, 0.95))
+
+
+def test_a_weight_that_no_loss_reaches_stays_as_it_is(tmp_path: Path) -> None:
+    """Catches a head that decays, moves by momentum, or counts a step in which it has no part."""
+    layouts: dict[int, dict[str, tuple[JobConfig, JobConfig, Any]]] = {
+        1: {"alone": (job(), job(), None)},
+        2: {"zero1": (job(), job(2, 2), None)},
+        4: {
+            "isp": (job(2, 4, recompute=1.0), job(2, mode=Mode.MSP), None),
+            "torch": (job(2, 2), job(1, 2), _torchs),
+        },
+    }
+    expected = trained_plainly(
+        _one_block(), range(3), lambda model, step: _reaching(Plain(model), step)
+    )
+    for ranks, cases in layouts.items():
+        named = {name: (*case, tmp_path / f"{name}{ranks}") for name, case in cases.items()}
+        for name, found in run_each(ranks, _reached, named).items():
+            assert_trained_as(expected, found, name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isp.comm import Mesh
-from isp.parallel import Axis
+from isp.parallel import Axis, Topology
 from isp.parallel.layout import Matrices, ParameterLayout
 from isp.weights.parameter import ShardedParameter
 
@@ -57,6 +59,52 @@ def place(
     return ShardedParameter(spec.name, nn.Parameter(shard), layout)
 
 
+class Reach(Enum):
+    """The ranks on which a loss reaches a parameter in a step."""
+
+    ALL = "all"
+    FIRST = "the first replica"
+    ZEROS = "all, whose gradients are zero"
+    NONE = "none"
+
+
+def reach(specs: list[Spec], name: str, seed: int) -> Reach:
+    """Which ranks reach a parameter: in the steps 2 and 3 of each four, all kinds are there."""
+    number = [spec.name for spec in specs].index(name)
+    return Reach.ALL if seed % 4 < 2 else [*Reach][(number + seed) % 4]
+
+
+def go_backward(
+    items: list[ShardedParameter],
+    specs: list[Spec],
+    mesh: Mesh,
+    seed: int,
+    scale: Callable[[Tensor], Tensor] = lambda x: x,
+) -> None:
+    """Backward of the losses of all parameters that this rank reaches; `specs`: of all stages."""
+    total = torch.zeros((), dtype=torch.float64)
+    for item in items:
+        kind = reach(specs, item.name, seed)
+        is_first = mesh[item.layout.reduce_over].rank == 0
+        if kind is Reach.NONE or (kind is Reach.FIRST and not is_first):
+            continue
+        total = total + loss([item], specs, mesh, seed) * (kind is not Reach.ZEROS)
+    if total.requires_grad:
+        scale(total).backward()
+
+
+def go_backward_plainly(
+    spec: Spec, parameter: Tensor, kind: Reach, seed: int, ranks: Topology
+) -> None:
+    """The same for a whole parameter, over all ranks."""
+    num = ranks.stage
+    if kind is Reach.FIRST:
+        num = 1 if spec.dim is None else ranks.weight
+    if kind is not Reach.NONE:
+        total = full_loss(spec, parameter, seed, num, pull=0.1 * num / ranks.stage)
+        (total * (kind is not Reach.ZEROS)).backward()
+
+
 def loss(items: list[ShardedParameter], specs: list[Spec], mesh: Mesh, seed: int) -> Tensor:
     """A loss on this rank whose gradients, summed over the ranks, are those of `full_loss`."""
     by_name = {spec.name: spec for spec in specs}
@@ -72,7 +120,9 @@ def loss(items: list[ShardedParameter], specs: list[Spec], mesh: Mesh, seed: int
     return total
 
 
-def full_loss(spec: Spec, parameter: Tensor, seed: int, stage_ranks: int) -> Tensor:
+def full_loss(
+    spec: Spec, parameter: Tensor, seed: int, stage_ranks: int, pull: float = 0.1
+) -> Tensor:
     """The loss of a whole parameter: the sum over the ranks of its stage."""
     slope = sum(spec.full(seed * 100 + rank) for rank in range(stage_ranks))
-    return (parameter * slope).sum() + parameter.double().square().sum() * 0.1
+    return (parameter * slope).sum() + parameter.double().square().sum() * pull

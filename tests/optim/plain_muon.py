@@ -25,6 +25,8 @@ class PlainMuon(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for w in group["params"]:
+                if w.grad is None:
+                    continue
                 update = self._muon if group["rule"] == "muon" else self._adamw
                 w.mul_(1 - group["lr"] * group["weight_decay"])
                 w.sub_(group["lr"] * update(w, w.grad, group["cuts"]))

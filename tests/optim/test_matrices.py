@@ -22,7 +22,7 @@ from isp.parallel.layout import Matrices
 from isp.run.forked import RankError
 from isp.settings import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
 from isp.train.check_reference import orthogonal
-from tests.optim.places import Spec, loss, place
+from tests.optim.places import Spec, go_backward, place
 from tests.optim.test_zero1 import STEPS, reference
 from tests.ranks import run_each
 from tests.toolkit import topology
@@ -89,13 +89,19 @@ def _train(rank: int, case: Any) -> Any:
     items = [place(spec, mesh, dtype) for spec in here]
     gradients = MainGradients(items, mesh, bucket_bytes=64, rows_of=mesh[Axis.ZERO1])
     optimizer = Zero1Optimizer(
-        gradients, mesh, config, max_norm=max_norm, bucket_bytes=64, stream_bytes=256
+        gradients,
+        mesh,
+        config,
+        max_norm=max_norm,
+        names=[spec.name for spec in specs],
+        bucket_bytes=64,
+        stream_bytes=256,
     )
     factors = (1.0,) if optimizer.scaler is None else (math.inf, 1.0)
     for step, factor in product(range(STEPS), factors):
         gradients.zero()
         gradients.expect_last()
-        (optimizer.scale_loss(loss(items, here, mesh, step + 1)) * factor).backward()
+        go_backward(items, specs, mesh, step + 1, lambda x, f=factor: optimizer.scale_loss(x) * f)
         gradients.reduce()
         assert optimizer.step(config.lr * (step + 1)).skipped is (factor != 1)
     return {item.name: item.parameter.detach().double().numpy() for item in items}
@@ -111,7 +117,7 @@ def test_parity_with_plain_muon() -> None:
     cases = [(topology(1), alone["alone"]), *((LAYOUTS[name], of) for name, of in found.items())]
     for ranks, of_ranks in cases:
         specs = STAGED if ranks.pipeline > 1 else SPECS
-        _, whole = reference(specs, ranks.stage, 1.0, MUON)
+        _, whole = reference(specs, ranks, 1.0, MUON)
         for rank, shards in enumerate(of_ranks):
             for spec in (s for s in specs if s.stage == ranks.index(Axis.PIPELINE, rank)):
                 layout = spec.layout(ranks.weight, ranks.index(Axis.WEIGHT, rank))

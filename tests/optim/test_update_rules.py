@@ -25,6 +25,8 @@ class PlainLion(torch.optim.Optimizer):
         for group in self.param_groups:
             (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
             for w in group["params"]:
+                if w.grad is None:
+                    continue
                 m = self.state[w].setdefault("m", torch.zeros_like(w))
                 c = beta1 * m + (1 - beta1) * w.grad
                 w.sub_(lr * (c.sign() + decay * w))
@@ -51,7 +53,8 @@ def _random(step: int) -> list[Tensor]:
 def _rows(rule_name: str, masters: list[Tensor]) -> Rows:
     kinds = update_rule(OptimizerConfig(name=rule_name)).states(torch.float64)  # type: ignore[arg-type]
     states = {k: [torch.zeros_like(m, dtype=d) for m in masters] for k, d in kinds.items()}
-    return Rows(masters, [torch.empty_like(m) for m in masters], states)
+    names = [str(number) for number in range(len(masters))]
+    return Rows(masters, [torch.empty_like(m) for m in masters], states, names)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
@@ -69,8 +72,9 @@ def test_parity_with_a_plain_rule(name: str, beta1: float) -> None:
         optimizer.step()
         for part in (slice(0, 2), slice(2, 3)):  # some rows at a time
             states = {kind: tensors[part] for kind, tensors in rows.states.items()}
-            some = Rows(rows.masters[part], rows.grads[part], states)
-            rule.step(some, lr=config.lr, weight_decay=config.weight_decay, number=step)
+            some = Rows(rows.masters[part], rows.grads[part], states, rows.names[part])
+            numbers, decay = [step] * len(some.names), config.weight_decay
+            rule.step(some, lr=config.lr, weight_decay=decay, numbers=numbers)
     kept = [[s for s in optimizer.state[p].values() if s.numel() == p.numel()] for p in plain]
     for i, p in enumerate(plain):
         found = [rows.masters[i], *(tensors[i] for tensors in rows.states.values())]

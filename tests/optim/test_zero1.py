@@ -15,7 +15,7 @@ from isp.optim import MainGradients, StepResult, Zero1Optimizer
 from isp.optim.update_rules import values_of
 from isp.parallel import Axis, Topology
 from isp.settings import OptimizerConfig
-from tests.optim.places import Spec, full_loss, loss, place
+from tests.optim.places import Spec, go_backward, go_backward_plainly, loss, place, reach
 from tests.optim.test_update_rules import plain_optimizer
 from tests.ranks import run_ranks
 from tests.toolkit import topology
@@ -44,21 +44,24 @@ def _train(
     here = [s for s in specs if s.stage == mesh[Axis.PIPELINE].rank]
     items = [place(spec, mesh, torch.float64) for spec in here]
     gradients = MainGradients(items, mesh, bucket_bytes=64, rows_of=mesh[Axis.ZERO1])
-    optimizer = Zero1Optimizer(gradients, mesh, config, max_norm=max_norm, bucket_bytes=64)
+    names = [spec.name for spec in specs]
+    optimizer = Zero1Optimizer(
+        gradients, mesh, config, max_norm=max_norm, names=names, bucket_bytes=64
+    )
     results = []
     for step in range(STEPS):
         gradients.zero()
         gradients.expect_last()
-        loss(items, here, mesh, step + 1).backward()
+        go_backward(items, specs, mesh, step + 1)
         gradients.reduce()
         results.append(optimizer.step(config.lr * (step + 1)))
     return results, {item.name: item.parameter.detach().numpy() for item in items}
 
 
 def reference(
-    specs: list[Spec], stage_ranks: int, max_norm: float = 0.0, config: OptimizerConfig = CONFIG
+    specs: list[Spec], ranks: Topology, max_norm: float = 0.0, config: OptimizerConfig = CONFIG
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms and weights of the plain update rule on whole parameters."""
+    """Norms and weights of the plain update rule on whole parameters, as `go_backward` has them."""
     whole = {s.name: s.full(0).requires_grad_() for s in specs}
     values = {s.name: values_of(s.name, s.layout(1, 0), config) for s in specs}
     groups = [
@@ -69,7 +72,8 @@ def reference(
     for step in range(STEPS):
         optimizer.zero_grad()
         for spec in specs:
-            full_loss(spec, whole[spec.name], step + 1, stage_ranks).backward()
+            kind = reach(specs, spec.name, step + 1)
+            go_backward_plainly(spec, whole[spec.name], kind, step + 1, ranks)
         limit = max_norm or math.inf
         norms.append(torch.nn.utils.clip_grad_norm_(whole.values(), limit).item())
         for group in optimizer.param_groups:
@@ -82,6 +86,7 @@ LAYOUTS = {
     "one process": topology(1),
     "zero1 2 of 4": topology(4, zero1=2),
     "weight 2, zero1 2": topology(4, weight=2),
+    "stages": topology(4, weight=2, pipeline=2),
 }
 
 
@@ -89,7 +94,7 @@ def assert_parity(
     ranks: Topology, specs: list[Spec], max_norm: float, config: OptimizerConfig = CONFIG
 ) -> None:
     results = run_ranks(ranks.world_size, _train, ranks, specs, max_norm, config)
-    norms, whole = reference(specs, ranks.stage, max_norm, config)
+    norms, whole = reference(specs, ranks, max_norm, config)
     assert max_norm < min(norms)
     for rank, (steps, shards) in enumerate(results):
         # 1e-9: the layouts add the same squares and gradients in other orders
@@ -103,10 +108,13 @@ def assert_parity(
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("config", [CONFIG, LION], ids=lambda config: config.name)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parity_with_plain_lion(name: str):
-    """Catches a momentum of clipped rows alone, or one that the update leaves out of step."""
-    assert_parity(LAYOUTS[name], SPECS, 1.0, LION)
+def test_parity_with_a_plain_rule(name: str, config: OptimizerConfig):
+    """Catches a momentum of clipped rows alone, or one that the update leaves out of step; a weight
+    that no loss reaches and decays or moves, or one that a single replica reaches and stays."""
+    ranks = LAYOUTS[name]
+    assert_parity(ranks, STAGED if ranks.pipeline > 1 else SPECS, 1.0, config)
 
 
 TIED = [*STAGED, Spec("embedding", (6, 2), dim=0), Spec("embedding", (6, 2), dim=0, stage=1)]
@@ -119,7 +127,8 @@ def _norm_with_tied_weights(rank: int, ranks: Topology, counted_elsewhere: list[
     items = [place(spec, mesh, torch.float64) for spec in here]
     gradients = MainGradients(items, mesh)
     away = counted_elsewhere if mesh[Axis.PIPELINE].rank == 1 else []
-    optimizer = Zero1Optimizer(gradients, mesh, CONFIG, counted_elsewhere=away)
+    names = [spec.name for spec in TIED[:-1]]
+    optimizer = Zero1Optimizer(gradients, mesh, CONFIG, names=names, counted_elsewhere=away)
     loss(items, here, mesh, 1).backward()
     gradients.reduce()
     return optimizer.step(CONFIG.lr).grad_norm
@@ -128,7 +137,7 @@ def _norm_with_tied_weights(rank: int, ranks: Topology, counted_elsewhere: list[
 def test_tied_weights_are_counted_once():
     """Catches a norm in which the embedding of the last stage counts again."""
     ranks = topology(4, weight=2, pipeline=2)
-    norms, _ = reference(TIED[:-1], ranks.stage)
+    norms, _ = reference(TIED[:-1], ranks)
     assert (
         run_ranks(4, _norm_with_tied_weights, ranks, ["embedding"]) == [pytest.approx(norms[0])] * 4
     )

@@ -240,6 +240,7 @@ def make_run(
         config,
         max_norm=MAX_NORM,
         bucket_bytes=bucket_bytes,
+        names=built.model.trained_names,
         counted_elsewhere=built.counted_elsewhere,
     )
     step = TrainStep(built, gradients, optimizer, mesh, micro_num=layout.micro)
