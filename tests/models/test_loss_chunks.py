@@ -25,7 +25,7 @@ CHUNK = 24
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "gemma2": {"final_logit_softcapping": 3.0},
-    "cohere": {"logit_scale": 0.3},
+    "cohere": {"logit_scale": 0.3, "use_qk_norm": False},
     "phi": {},
     "gpt2": {},
 }
