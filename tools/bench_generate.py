@@ -184,7 +184,8 @@ def _bare_loop(model: Any, prompt: torch.Tensor, count: int, done: Callable[[], 
 
     cache, ids, found = DynamicCache(config=model.config), prompt, []
     for _ in range(count):
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        # by its place: transformers 5.24 has renamed the argument
+        logits = model(ids, None, None, cache, use_cache=True, logits_to_keep=1).logits
         ids = logits[:, -1].argmax(-1, keepdim=True)
         found.append(int(ids))
         done()

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from isp.attention.mask import Chosen
 from isp.mixers.call import current_mixers
+from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 
 __all__ = [
     "COMPRESSORS",
@@ -31,6 +32,10 @@ __all__ = [
     "has_indexers",
     "indexer_parameters",
 ]
+
+
+_CACHE = "past_key_values", "cache"
+"""Names of the argument for a cache: before transformers 5.24, and since."""
 
 
 class _Keys:
@@ -95,7 +100,12 @@ class _Indexer:
             positions = torch.zeros_like(positions)
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=arguments["hidden_states"].device)
         self._run(self._keep, cache, seen, arguments | {"position_ids": positions})
-        assert cache.keys is not None
+        if cache.keys is None:
+            raise ValueError(
+                f"{type(module).__name__} takes {', '.join(arguments)}, and gave no index keys to a"
+                f" cache: isp knows the cache as {' or '.join(_CACHE)}. Use"
+                f" transformers {OLDEST_TRANSFORMERS} to {NEWEST_TRANSFORMERS}"
+            )
         self.keys = cache.keys
 
     def most(self, length: int) -> int:
@@ -124,7 +134,7 @@ class _Indexer:
     def _run(
         self, call: Callable[..., Any], cache: _Keys, seen: Tensor, arguments: dict[str, Any]
     ) -> Tensor:
-        known = {"past_key_values": cache, "attention_mask": seen}
+        known = {**dict.fromkeys(_CACHE, cache), "attention_mask": seen}
         asked = {name: known.get(name, x) for name, x in arguments.items()}
         found: Tensor = type(self._module).forward(_StandIn(self._module, call), **asked)
         return found

@@ -50,11 +50,15 @@ def at_positions(positions: Tensor) -> Iterator[None]:
 
 
 def give_positions(model: nn.Module) -> None:
-    """Let tables of positions look up those of the forward, not a count of the rank's tokens."""
+    """Let tables of positions look up those of the forward, not a count of the rank's tokens.
+
+    A table that counts tokens is known by its optional argument `position_ids`. The argument for
+    the number of cached tokens has another name in each few versions of transformers.
+    """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             takes = inspect.signature(type(module).forward).parameters
-            if "position_ids" in takes and "past_key_values_length" in takes:
+            if "position_ids" in takes and takes["position_ids"].default is None:
                 setattr(module, "forward", partial(_look_up, module.forward))  # noqa: B010
 
 
