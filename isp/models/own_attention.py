@@ -116,13 +116,19 @@ def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
     return attention(torch.cat([q, ones], -1), k, v, scale=scale)
 
 
+def _slopes(build: Callable[..., Tensor], heads: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The slope of ALiBi for each head, [H]: the bias at position 1, of transformers' `build`."""
+    two = torch.ones(1, 2, dtype=torch.int64, device=like.device)
+    return build(two, heads, dtype)[:, 0, 1]
+
+
 def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> _Attended:
-    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes, dropout_add
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
 
     _check_own_dropout(module)
     fused = module.query_key_value(hidden_states)
     q, k, v = fused.unflatten(-1, (module.num_heads, 3, module.head_dim)).unbind(3)
-    slopes = _get_alibi_slopes(module.num_heads, q.device)
+    slopes = _slopes(build_alibi_tensor, module.num_heads, q, torch.float32)
     bias = current_positions().unsqueeze(-1) * slopes
     out = module.dense(_with_alibi(q, k, v, bias, module.inv_norm_factor).flatten(2))
     return dropout_add(out, residual, module.hidden_dropout, module.training), None
@@ -165,8 +171,7 @@ def _falcon(
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
         out = attention(q, k, v)
     else:
-        two = torch.ones(1, 2, dtype=torch.int64, device=q.device)
-        slopes = build_alibi_tensor(two, module.num_heads, torch.bfloat16)[:, 0, 1]
+        slopes = _slopes(build_alibi_tensor, module.num_heads, q, torch.bfloat16)
         bias = (current_positions().unsqueeze(-1) * slopes).float() * module.inv_norm_factor
         out = _with_alibi(q, k, v, bias, module.inv_norm_factor)
     return module.dense(out.flatten(2)), None
