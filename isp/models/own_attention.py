@@ -199,14 +199,30 @@ def _inkling2(
     **_: Any,
 ) -> _Attended:
     """The same with a sink of each query; a full layer's keys and values are of other states."""
+    of_keys = hidden_states if key_hidden_states is None else key_hidden_states
+    of_values = hidden_states if value_hidden_states is None else value_hidden_states
+    if not hasattr(module, "relative_position_bias"):
+        return _inkling2_before_5_24(module, hidden_states, of_keys, of_values)
+    bias, positions = module.relative_position_bias, current_positions()
+    q = module.q_proj(hidden_states, positions).transpose(1, 2)
+    k, v = (f(x).transpose(1, 2) for f, x in ((module.k_proj, of_keys), (module.v_proj, of_values)))
+    states = bias.linear(hidden_states).unflatten(-1, (module.num_heads, -1))
+    relative = Relative(bias.norm(states, positions), bias.proj, module.sink_proj(hidden_states))
+    out = _attend_relative(module, q, k, v, relative).flatten(2)
+    return module.o_proj(out, hidden_states), None
+
+
+def _inkling2_before_5_24(
+    module: Any, hidden_states: Tensor, of_keys: Tensor, of_values: Tensor
+) -> _Attended:
+    """The same in older versions of transformers, whose projections are linears alone."""
     linears = module.q_proj, module.r_proj, module.gate_proj, module.sink_proj
     q, states, gate, sinks = (linear(hidden_states) for linear in linears)
-    if module.is_sliding:
-        k = module.k_sconv(module.k_proj(hidden_states))
-        v = module.v_sconv(module.v_proj(hidden_states))
+    k, v = module.k_proj(of_keys), module.v_proj(of_values)
+    if module.is_sliding:  # its taps are the same for all tokens
+        k, v = module.k_sconv(k), module.v_sconv(v)
     else:
-        k = module.k_sconv(module.k_proj(key_hidden_states), key_hidden_states)
-        v = module.v_sconv(module.v_proj(value_hidden_states), value_hidden_states)
+        k, v = module.k_sconv(k, of_keys), module.v_sconv(v, of_values)
     split = (-1, module.head_dim)
     q, k = module.q_l2_clip(q.unflatten(-1, split)), module.k_l2_clip(k.unflatten(-1, split))
     v = module.v_norm(v.unflatten(-1, split).float()).to(v.dtype)
@@ -216,6 +232,21 @@ def _inkling2(
     relative = Relative(states, module.rel_logits_proj.proj, sinks)
     out = _attend_relative(module, q, k, v, relative).flatten(2)
     return module.o_proj((out.float() * gate.float().sigmoid()).to(out.dtype)), None
+
+
+def _inkling2_residual(
+    module: Any, block_states: Tensor, partial_block_states: Tensor
+) -> tuple[Tensor, ...]:
+    """Attention of a token to its own states in earlier blocks.
+
+    Since transformers 5.24 it goes through the attention interface, which here mixes tokens.
+    """
+    states = torch.cat([block_states, partial_block_states.unsqueeze(-2)], -2).float()
+    states = module.norm(states)  # [B, S', N, D], of N states
+    size = states.shape[-1]
+    query = module.query.float().view(-1, size).expand(*states.shape[:-2], -1, -1)
+    out = F.scaled_dot_product_attention(query, states, states, scale=size**-0.5)
+    return out.unbind(-2)
 
 
 def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Relative) -> Tensor:
@@ -286,9 +317,10 @@ OWN_FORWARDS: dict[str, Callable[..., Any]] = {
     "falcon.modeling_falcon.FalconLinear": _linear,
     "gemma4.modeling_gemma4.Gemma4Model": _gemma4,
     "inkling.modeling_inkling.InklingAttention": _inkling,
-    "inkling2.modeling_inkling2.Inkling2SlidingAttention": _inkling2,
-    "inkling2.modeling_inkling2.Inkling2FullAttention": _inkling2,
+    "inkling2.modeling_inkling2.Inkling2BlockAttentionResidual": _inkling2_residual,
     "inkling2.modeling_inkling2.Inkling2DynamicShortConvolution": _dynamic_convolution,
+    "inkling2.modeling_inkling2.Inkling2FullAttention": _inkling2,
+    "inkling2.modeling_inkling2.Inkling2SlidingAttention": _inkling2,
     "inkling2.modeling_inkling2.Inkling2TopKRouter": _in_float32,
     "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
     "mpt.modeling_mpt.MptAttention": _mpt,
