@@ -24,7 +24,7 @@ _LONG = 20
 
 _SIZES = {
     1024: "max_position_embeddings",
-    160: "vocab_size vocab_size_per_layer_input",
+    160: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     64: "lru_width",
     48: "intermediate_size ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_dim",
     24: """shared_intermediate_size moe_shared_expert_intermediate_size moe_intermediate_size
