@@ -13,7 +13,7 @@ from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
 from isp.models.pretrained import saved_again
 from isp.models.tiny import tiny_config
-from tests.models.folders import write_folder, write_job
+from tests.models.folders import load_folder, write_folder, write_job
 from tests.train.jobs import run_folders, run_forked
 from tools.architectures import config_of
 
@@ -56,7 +56,7 @@ def test_a_trained_folder_is_a_folder_again(tmp_path: Path) -> None:
     assert after.keys() == before.keys()
     assert all(torch.equal(x, before[n]) for n, x in after.items() if ".61." in n)
     weights = WholeWeights(run)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    loaded = load_folder(tmp_path / "hf")
     assert loaded.dtype is torch.float64
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, weights.read(name)), name

@@ -16,6 +16,7 @@ import isp
 from isp.checkpoint.agreement import CheckpointError
 from isp.layers.loss import IGNORED
 from isp.parallel import Axis, Mode
+from tests.models.folders import load_folder
 from tests.models.models import (
     TOLERANCE,
     Rows,
@@ -82,7 +83,7 @@ def test_trains_as_the_unmodified_model_does(tmp_path: Path) -> None:
         expected = trained_plainly(models[name], data)
         losses, norms, evaluated = of_ranks[0]
         assert of_ranks == [of_ranks[0]] * 4
-        loaded = _loaded(tmp_path / name)
+        loaded = load_folder(tmp_path / name)
         weights = {n: p.detach() for n, p in loaded.named_parameters()}
         assert_trained_as(expected, [Trained(losses, norms, weights)], name)
         moved = copy.deepcopy(models[name])
@@ -92,12 +93,6 @@ def test_trains_as_the_unmodified_model_does(tmp_path: Path) -> None:
         assert load_file(tmp_path / name / "model.safetensors").keys() == theirs.keys()
         assert abs(plain_loss(moved, data[0]).item() - evaluated) < TOLERANCE, name
         assert abs(evaluated - losses[0]) > 1e-3
-
-
-def _loaded(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
 
 def _save_in_vain(rank: int, folder: Path) -> str:
