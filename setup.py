@@ -5,24 +5,32 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+
+
+def read(file: str, name: str) -> str:
+    """Return the string that a line of isp/`file` gives to `name`; the package is not imported."""
+    for line in (ROOT / "isp" / file).read_text().splitlines():
+        if line.startswith(f"{name} = "):
+            return line.split('"')[1]
+    raise RuntimeError(f"isp/{file} has no line that starts with {name}")
+
+
+def transformers() -> str:
+    """Return the requirement for the versions of transformers that isp was run with."""
+    oldest = read("models/versions.py", "OLDEST_TRANSFORMERS")
+    major, minor = read("models/versions.py", "NEWEST_TRANSFORMERS").split(".")
+    return f"transformers>={oldest},<{major}.{int(minor) + 1}"
+
+
 DATA = ["pyarrow", "datasets", "fsspec"]
-HF = ["tokenizers", "transformers>=5", "jinja2"]
+HF = ["tokenizers", transformers(), "jinja2"]
 REPORT = ["matplotlib", "jinja2"]
 TENSORBOARD = ["tensorboard"]
 TRAINER = [*HF, "accelerate"]
 
-
-def read_version() -> str:
-    """`__version__` of isp/__init__.py, read without importing the package."""
-    for line in (ROOT / "isp" / "__init__.py").read_text().splitlines():
-        if line.startswith("__version__"):
-            return line.split('"')[1]
-    raise RuntimeError("isp/__init__.py has no line that starts with __version__")
-
-
 setup(
     name="isp",
-    version=read_version(),
+    version=read("__init__.py", "__version__"),
     description="A runtime and trainer for long-context language models on PyTorch",
     license="Apache-2.0",
     python_requires=">=3.11",

@@ -2,6 +2,7 @@
 
 python tools/check_architectures.py [NAME ...]    # all layouts, packed or not, recomputed or not
 python tools/check_architectures.py --write [NAME ...]    # their rows of isp/models/README.md
+python tools/check_architectures.py --lost [NAME ...]    # rows that this transformers loses
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from architectures import ARCHITECTURES, config_of
+from transformers import __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from isp.models.model import TracedModel
@@ -25,6 +27,7 @@ from isp.models.own_attention import ALIBI_FEATURES
 from isp.models.roles import ParameterRole
 from isp.models.tiny import tiny_model
 from isp.models.trace import AttentionSizes, Kind, ModelTrace
+from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 from isp.parallel import Mode, ParallelConfig
 from isp.parallel.config import SequenceScan
 from isp.run.forked import RankError, run_ranks
@@ -105,6 +108,8 @@ def fact(architecture: str) -> Fact:
     try:
         traced = TracedModel(model)
     except ValueError as error:
+        if architecture in _UNTRIED:  # built by some versions of transformers, and not called
+            return Fact(architecture, name, "", f"not tried: {_UNTRIED[architecture]}")
         reason = _REFUSED.get(architecture) or _in_line(str(error))
         return Fact(architecture, name, "", f"not supported: {reason}")
     kinds, reason = ", ".join(dict.fromkeys(_kinds(traced.trace))), ""
@@ -145,17 +150,52 @@ def _attention(sizes: AttentionSizes) -> str:
 
 def table(names: list[str]) -> str:
     """The text of isp/models/README.md, with the rows of these as they are now."""
-    before = {line.split(" | ")[0]: line for line in README.read_text().splitlines()}
-    new = {*names, *(name for name in ARCHITECTURES if f"| {name}" not in before)}
-    rows = [
-        row(fact(name)) if name in new else before[f"| {name}"] for name in sorted(ARCHITECTURES)
-    ]
-    supported = sum("| supported |" in line for line in rows)
+    before = rows_before()
+    new = {*names, *(ARCHITECTURES.keys() - before.keys())}
+    rows = [row(fact(name)) if name in new else before[name] for name in sorted(ARCHITECTURES)]
+    supported = sum(_SUPPORTED in line for line in rows)
     untried = sum("| not tried: " in line for line in rows)
-    split = sum(line.endswith("| supported | yes |") for line in rows)
+    split = sum(line.endswith(f"{_SUPPORTED} yes |") for line in rows)
     rest = len(rows) - supported - untried
-    head = _HEAD.format(supported=supported, untried=untried, rest=rest, split=split)
-    return "\n".join([head, *rows, ""])
+    versions = {
+        "version": __version__,
+        "oldest": OLDEST_TRANSFORMERS,
+        "newest": NEWEST_TRANSFORMERS,
+    }
+    counts = {"supported": supported, "untried": untried, "rest": rest, "split": split}
+    return "\n".join([_HEAD.format(**versions, **counts), *rows, ""])
+
+
+_SUPPORTED = "| supported |"
+
+
+def rows_before() -> dict[str, str]:
+    """The rows of isp/models/README.md, by architecture."""
+    lines = [line for line in README.read_text().splitlines() if line.startswith("| ")][1:]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+
+
+def version_before() -> str:
+    """The version of transformers with which isp/models/README.md was written."""
+    (found,) = re.findall(r"--write` with\stransformers ([\d.]+[a-z\d])", README.read_text())
+    return str(found)
+
+
+def lost(names: Iterable[str]) -> list[str]:
+    """The rows of isp/models/README.md that are no longer so, as they are now.
+
+    Under another version of transformers than the table's: those that are refused now, since types,
+    plans and reasons differ.
+    """
+    before, found = rows_before(), {name: row(fact(name)) for name in names}
+    changed = [name for name, line in found.items() if line != before[name]]
+    if __version__ != version_before():
+        changed = [
+            name
+            for name in changed
+            if _SUPPORTED in before[name] and "| not supported: " in found[name]
+        ]
+    return [found[name] for name in changed]
 
 
 def row(found: Fact) -> str:
@@ -169,13 +209,19 @@ def row(found: Fact) -> str:
 
 _HEAD = """# Architectures
 
-Written by `python tools/check_architectures.py --write`; a test checks that a sample is up to date.
+Written by `python tools/check_architectures.py --write` with transformers {version}; a test checks
+a sample.
 
 ISP traces a model of transformers and does not know models by name, so this is a list of what was
 tried: the default configuration of each causal model type, shrunk, with a layer of every kind.
 Entries in brackets are further configurations, or the text part of a vision-language model.
 {supported} are supported. {rest} are refused before any process starts; the table says why.
 {untried} have no small model to try.
+
+**Versions.** ISP supports transformers {oldest} to {newest}; any other version gives a warning.
+Every type was traced with each of them. `python tools/check_architectures.py --lost` lists the rows
+that the installed version loses: with 5.24, `llama4` as a vision-language model, because its own
+forward fails there (`llama4_text` works); with 5.17, `aria_text`.
 
 **Supported** means that the loss, every gradient and the weights after a step of AdamW match those
 of the unmodified model within 1e-9 in float64. Every entry was compared with tensor x weight groups
@@ -291,6 +337,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--write", action="store_true", help=f"write {README.name} instead")
+    parser.add_argument("--lost", action="store_true", help="list rows that are no longer so")
     parser.add_argument("--layouts", default="", metavar="LIST", help="as of isp check")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -299,6 +346,10 @@ def main() -> int:
     if args.write:
         README.write_text(table(args.names or [*ARCHITECTURES]))
         return 0
+    if args.lost:
+        lines = lost(args.names or [name for name in rows_before() if name in ARCHITECTURES])
+        print("\n".join(lines) or f"transformers {__version__} loses none")
+        return 1 if lines else 0
     bad = 0
     for name in args.names or ARCHITECTURES:
         line = check(name, args.layouts)

@@ -20,6 +20,7 @@ from isp.models.indexers import chosen_by
 from isp.models.own_attention import check_dropout
 from isp.models.positions import at_positions, give_positions
 from isp.models.router_losses import RouterCoefficients
+from isp.models.versions import warn_of_version
 
 __all__ = ["Host", "HuggingFace", "LogitsOf", "check_row", "host_of"]
 
@@ -111,8 +112,10 @@ class HuggingFace(Host):
                 "gradient checkpointing is on: call model.gradient_checkpointing_disable() and"
                 " set model.checkpoint, the fraction of blocks to recompute"
             )
+        from transformers import __version__
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        warn_of_version(__version__)
         ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
         if hasattr(model, "peft_config"):
             hand_on_factors(model)

@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
-__all__ = ["NEWEST_TRANSFORMERS", "OLDEST_TRANSFORMERS"]
+import logging
+import os
+from functools import cache
+
+import torch.distributed as dist
+
+__all__ = ["NEWEST_TRANSFORMERS", "OLDEST_TRANSFORMERS", "warn_of_version"]
+
+logger = logging.getLogger(__name__)
 
 OLDEST_TRANSFORMERS = "5.17"
 NEWEST_TRANSFORMERS = "5.24"
+
+
+@cache  # once per process, however many models are traced
+def warn_of_version(found: str) -> None:
+    """Warn on rank 0 if `found`, a version of transformers, is not one that was run."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    oldest, newest = _minor(OLDEST_TRANSFORMERS), _minor(NEWEST_TRANSFORMERS)
+    if rank == 0 and not oldest <= _minor(found) <= newest:
+        logger.warning(
+            "transformers %s is not one of the versions that isp was run with, %s to %s: compare"
+            " your model with isp check before a long run",
+            found,
+            OLDEST_TRANSFORMERS,
+            NEWEST_TRANSFORMERS,
+        )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """`5.25.0.dev0` -> (5, 25)."""
+    return tuple(int(number) for number in version.split(".")[:2])
