@@ -95,7 +95,7 @@ class TracedModel:
         self.trace = trace_model(traced, self.host.forward)
         self._check_recomputation()
         leave_alone(model, self.shape, self.trace.unused)
-        probed = check_local(traced, model.buffers(), self.trace, self.host.forward)
+        probed = check_local(self.shape, model.buffers(), self.trace, self.host.forward)
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
                 f"{type(model).__name__} ignores position_ids: positions within each rank's part"

@@ -338,12 +338,12 @@ def test_positions_that_depend_on_the_whole_row_are_refused() -> None:
 def test_rows_in_which_a_models_own_count_of_tokens_matters_are_refused() -> None:
     """Catches a temperature that a model takes from the number of a token among its rank's."""
     kinds = {"no_rope_layers": [1, 1, 0], "num_local_experts": 2}
-    run = isp.parallelize(tiny("llama4_text", floor_scale=40, **kinds), job())
-    run.loss(torch.ones(1, 32, dtype=torch.int64))
+    run = isp.parallelize(tiny("llama4_text", floor_scale=80, **kinds), job())
+    run.loss(torch.ones(1, 72, dtype=torch.int64))
     with pytest.raises(
-        ValueError, match=r"for sequences of 64 tokens: use fewer than 40, or set it to"
+        ValueError, match=r"for sequences of 96 tokens: use fewer than 80, or set it to"
     ):
-        run.loss(torch.ones(1, 64, dtype=torch.int64))
+        run.loss(torch.ones(1, 96, dtype=torch.int64))
     run.train_step.drain()
 
 
