@@ -35,7 +35,7 @@ class ModelConfig:
     hf: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face causal language model, trained unchanged: config.json, and
     safetensors unless the weights should be random. Only checkpoint, checkpoint_*,
-    loss_chunk_tokens, attention_backend and adapter can be combined with it."""
+    loss_chunk_tokens, attention_backend, allow_unchecked and adapter can be combined with it."""
     adapter: AdapterConfig | None = None
     """Adapters on the model of hf: only they are trained; null: the whole model is."""
     init_from: Annotated[str | None, KeyRole.PLACE] = None
@@ -88,6 +88,10 @@ class ModelConfig:
     """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer
     roundings; auto: on CUDA. This applies to ISP's own decoder only. Each layer costs a fraction
     of a millisecond of Python, so false may be faster with few tokens per rank."""
+    allow_unchecked: Annotated[bool, KeyRole.METHOD] = False
+    """Train a model that could not be checked for code that mixes tokens outside of attention, with
+    a warning; false: refuse it. The check runs the model on the CPU with random weights. A
+    model found to mix tokens is always refused."""
     init_std: NotNegative = 0.02
     """Standard deviation of the initial weights; for the output projections of blocks, it is
     divided by sqrt(2 num_layers)."""

@@ -66,11 +66,13 @@ class TracedModel:
         gives_scores: bool = False,
         router_losses: RouterCoefficients = RouterCoefficients(),  # noqa: B008
         earlier_names: Mapping[str, RowsOf] | None = None,
+        allow_unchecked: bool = False,
     ) -> None:
         """`weights`: where those of a `model` on the meta device come from; None: it has weights.
         `gives_scores`: chunks have `scores` with gradients, for which backward reads the head.
         `router_losses`: where one is 0, that of the model's own configuration holds.
         `earlier_names`: what parameters are in checkpoints of earlier versions, by name.
+        `allow_unchecked`: a model that the probe cannot run is taken with a warning.
 
         If not `in_place`, `build` shards a copy of the model each time.
         """
@@ -82,6 +84,7 @@ class TracedModel:
         self.attention_backend = attention_backend
         self.model = model
         self.earlier_names = earlier_names or {}
+        self.allow_unchecked = allow_unchecked
         self._weights = weights
         self._in_place = in_place
         self._rehearsed: set[int] = set()
@@ -95,7 +98,8 @@ class TracedModel:
         self.trace = trace_model(traced, self.host.forward)
         self._check_recomputation()
         leave_alone(model, self.shape, self.trace.unused)
-        probed = check_local(self.shape, model.buffers(), self.trace, self.host.forward)
+        how = self.trace, self.host.forward
+        probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
                 f"{type(model).__name__} ignores position_ids: positions within each rank's part"

@@ -48,6 +48,7 @@ def folder_model(
     *,
     trains: bool = True,
     adapter: AdapterConfig | None = None,
+    allow_unchecked: bool = False,
     **keys: Any,
 ) -> TracedModel:
     """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
@@ -58,12 +59,18 @@ def folder_model(
     In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
     does not hold such a model, or one that is not supported.
     """
-    return _read_and_traced(folder, dtype, trains, adapter).computed(**keys)
+    read = _read_and_traced(folder, dtype, adapter, trains=trains, allow_unchecked=allow_unchecked)
+    return read.computed(**keys)
 
 
 @lru_cache(maxsize=8)
 def _read_and_traced(
-    folder: str, dtype: str, trains: bool, adapter: AdapterConfig | None
+    folder: str,
+    dtype: str,
+    adapter: AdapterConfig | None,
+    *,
+    trains: bool,
+    allow_unchecked: bool,
 ) -> TracedModel:
     try:
         with limited_model(folder):
@@ -76,7 +83,9 @@ def _read_and_traced(
                 weights = AdapterWeights(model, weights, adapter.folder)
             if not trains:
                 model.eval()
-            return TracedModel(model, weights=weights, in_place=False)
+            return TracedModel(
+                model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
+            )
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
     except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device

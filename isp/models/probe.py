@@ -124,10 +124,13 @@ def check_local(
     buffers: Iterable[Tensor],
     trace: ModelTrace,
     forward: Forward,
+    *,
+    allow_unchecked: bool = False,
 ) -> bool:
     """Raise ValueError, naming the module, if tokens are mixed other than by attention.
 
-    Returns whether the model ran on random weights; if it did not, this is not known.
+    Also if the model does not run on random weights, so that this is not known; if
+    `allow_unchecked`, that is a warning, and the result is False.
 
     `shape`: the traced model, on meta, whose calls of attention go where `mix_by` says;
     `buffers`: the model's own, in the order of its. See [Note: Locality].
@@ -141,13 +144,7 @@ def check_local(
             except Exception:
                 whole, order, expected = probe.run_mixed(_FEWER, num_tokens)
         except Exception as error:  # the model's own code, on random weights
-            logger.warning(
-                "%s was not checked for code that mixes tokens outside of attention, because the"
-                " check failed on random weights (isp.check compares layouts on a small model):"
-                " %s",
-                type(model).__name__,
-                next(iter(str(error).splitlines()), type(error).__name__),
-            )
+            _refuse_unchecked(model, error, allow_unchecked)
             return False
         for half in (whole.part(slice(0, None, 2)), whole.part(slice(1, None, 2))):
             found = probe.run_part(half)
@@ -159,6 +156,21 @@ def check_local(
                 }
                 raise ValueError(probe.difference(whole, cases))
     return True
+
+
+def _refuse_unchecked(model: nn.Module, why: Exception, allow_unchecked: bool) -> None:
+    """Raise ValueError for a model that cannot be checked; if that is allowed, warn."""
+    reason = next(iter(str(why).splitlines()), type(why).__name__)
+    said = (
+        f"{type(model).__name__} was not checked for code that mixes tokens outside of attention,"
+        f" because the check failed (it runs the model on the CPU with random weights): {reason}"
+    )
+    if not allow_unchecked:
+        raise ValueError(
+            f"{said}. Let its code run there, or set model.allow_unchecked: true if each token's"
+            f" result depends on others through attention alone"
+        )
+    logger.warning("%s (isp.check compares layouts on a small model)", said)
 
 
 def _num_tokens(shape: nn.Module, trace: ModelTrace) -> int:

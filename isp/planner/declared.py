@@ -44,8 +44,12 @@ __all__ = [
 
 @lru_cache(maxsize=64)
 def bare(model: ModelConfig) -> ModelConfig:
-    """The model, computed as it is by default, so that layouts share its parameters."""
-    return replace(model, **defaults_of(ModelConfig, KeyRole.METHOD))
+    """Return the model, computed as it is by default, so that layouts share its parameters.
+
+    It is allowed what `model` is: else a model that a run takes could not be planned.
+    """
+    default = defaults_of(ModelConfig, KeyRole.METHOD)
+    return replace(model, **{**default, "allow_unchecked": model.allow_unchecked})
 
 
 @lru_cache(maxsize=32)

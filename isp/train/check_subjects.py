@@ -47,7 +47,11 @@ class Subject:
         )
         chunk = min(how.loss_chunk_tokens, _LOSS_CHUNK_TOKENS)
         self._traced = TracedModel(
-            model, recomputation=how.recomputation, in_place=False, loss_chunk_tokens=chunk
+            model,
+            recomputation=how.recomputation,
+            in_place=False,
+            loss_chunk_tokens=chunk,
+            allow_unchecked=how.allow_unchecked,
         )
         self.vocab_size = min(self._traced.vocab_rows, self._traced.vocab_size)
 

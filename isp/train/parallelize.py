@@ -43,10 +43,10 @@ def parallelize(
     called with tokens and positions and calls `isp.attention`. `config` is a configuration or the
     path of its file. Used are `parallel`, `training`, `optimizer`, `comm`, and the keys of `model`
     that say how to compute (`checkpoint`, `checkpoint_offload`, `checkpoint_segment`,
-    `loss_chunk_tokens`, `attention_backend`). The ranks are those that torchrun started. A model
-    on the meta device gets the initial weights that `training.seed` determines; each rank creates
-    its shard only. Frozen weights (`requires_grad=False`) stay frozen. If all are, as in a
-    reference model, `loss` and `log_probs` have no gradients.
+    `loss_chunk_tokens`, `attention_backend`, `allow_unchecked`). The ranks are those that torchrun
+    started. A model on the meta device gets the initial weights that `training.seed` determines;
+    each rank creates its shard only. Frozen weights (`requires_grad=False`) stay frozen. If all
+    are, as in a reference model, `loss` and `log_probs` have no gradients.
 
     `optimizer` replaces the update rule of `config`. It is called with names and this rank's rows
     of the float32 master weights (first a few times with small tensors), and returns an optimizer

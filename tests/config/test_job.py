@@ -132,13 +132,14 @@ def test_ways_to_compute_are_left_out_by_their_role():
         "checkpoint_mlp_activation": True,
         "mlp_tile_tokens": 8192,
     }
-    excluding = {"checkpoint_keeps_attention": True}
-    names = {*others, *excluding}
+    excluding, kept = {"checkpoint_keeps_attention": True}, {"allow_unchecked": True}
+    names = {*others, *excluding, *kept}
     assert names == defaults_of(ModelConfig, KeyRole.METHOD).keys()
     for changed in (others, excluding):
         model = dataclasses.replace(plain, preset="tiny", **changed)
         assert bare(model) == dataclasses.replace(plain, preset="tiny")
         assert _to_read(model) == plain
+    assert bare(dataclasses.replace(plain, **kept)) == dataclasses.replace(plain, **kept)
 
 
 def test_micro_batches_follow_from_a_global_batch(write):

@@ -235,3 +235,28 @@ NEAR: dict[str, Callable[[], nn.Module]] = {
 def test_what_comes_near_to_mixing_is_taken(name: str) -> None:
     """Catches models that are refused, and compute each token alone."""
     TracedModel(NEAR[name]())
+
+
+def _elsewhere(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        raise NotImplementedError("no kernel for the CPU")
+    return x.cumsum(1)
+
+
+UNCHECKED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "another device": (lambda: followed_by(_elsewhere), "no kernel for the CPU"),
+    "not a number": (lambda: followed_by(lambda x: x * math.nan), "its logits are not numbers"),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_a_model_that_cannot_be_checked_is_refused_unless_it_is_allowed(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a model that is taken on trust, and a key that does not allow it."""
+    make, said = UNCHECKED[name]
+    with pytest.raises(ValueError, match=rf"{said}\. .* or set model\.allow_unchecked: true"):
+        TracedModel(make())
+    TracedModel(make(), allow_unchecked=True)
+    assert "was not checked for code that mixes" in caplog.text
+    assert said in caplog.text

@@ -314,19 +314,6 @@ def test_models_that_cannot_be_run_are_refused(name: str) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_model_that_the_probe_cannot_run_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a model for other devices that is refused, or is taken without a word."""
-
-    def elsewhere(x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            raise NotImplementedError("no kernel for the CPU")
-        return x.cumsum(1)
-
-    isp.parallelize(_mixing(elsewhere)(), job())
-    assert "was not checked for code that mixes" in caplog.text
-    assert "no kernel for the CPU" in caplog.text
-
-
 def test_positions_that_depend_on_the_whole_row_are_refused() -> None:
     """Catches ranks that turn their part of a row by other angles than the whole would be."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
