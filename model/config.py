@@ -90,8 +90,8 @@ class ModelConfig:
     of a millisecond of Python, so false may be faster with few tokens per rank."""
     allow_unchecked: Annotated[bool, KeyRole.METHOD] = False
     """Train a model that could not be checked for code that mixes tokens outside of attention, with
-    a warning; false: refuse it. The check runs the model on the CPU with random weights. A
-    model found to mix tokens is always refused."""
+    a warning; false: refuse it. The check runs the model on the CPU with random weights, and
+    compares what it calls at the length of a row. A model found to mix tokens is always refused."""
     init_std: NotNegative = 0.02
     """Standard deviation of the initial weights; for the output projections of blocks, it is
     divided by sqrt(2 num_layers)."""

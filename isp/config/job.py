@@ -146,6 +146,7 @@ class JobConfig:
             return
         model = self.language_model
         model.check_layout(self.parallel, self.row_tokens)
+        model.check_length(self.parallel, self.row_tokens)
         positions = model.learned_positions
         if positions is not None and self.data.seq_len > positions:
             raise ValueError(

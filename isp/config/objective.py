@@ -71,6 +71,7 @@ def second_model(config: JobConfig) -> TracedModel | None:
             f" {teacher.vocab_size} logits of a token"
         )
     teacher.check_layout(config.parallel, config.row_tokens)
+    teacher.check_length(config.parallel, config.row_tokens)
     return teacher.frozen()
 
 

@@ -24,6 +24,7 @@ from isp.models.expert_load import ExpertLoad, experts_of
 from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
+from isp.models.lengths import LengthCheck
 from isp.models.make import leave_alone, on_meta
 from isp.models.mixers import local_of
 from isp.models.model_folder import check_layout, check_model_config
@@ -100,6 +101,7 @@ class TracedModel:
         leave_alone(model, self.shape, self.trace.unused)
         how = self.trace, self.host.forward
         probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
+        self._lengths = LengthCheck(model, self._empty, *how)
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
                 f"{type(model).__name__} ignores position_ids: positions within each rank's part"
@@ -287,6 +289,14 @@ class TracedModel:
         if parallel.tensor.mode.splits_features:
             self._tensor_plan.check_sizes(self.shape, self.trace, parallel.tensor.size)
             self._rehearse(parallel.tensor.size)
+
+    def check_length(self, parallel: ParallelConfig, tokens: int) -> None:
+        """Raise ValueError if its results in rows of so many `tokens` depend on their length.
+
+        A row that is not much longer than one before is not checked.
+        """
+        parts = parallel.tensor.size if parallel.tensor.mode.splits_sequence else 1
+        self._lengths.check(tokens, tokens // parts, allow_unchecked=self.allow_unchecked)
 
     def _check_exchanged(self, size: int) -> None:
         """Raise ValueError if `size` ranks cannot have a part of the logits of all tokens each."""

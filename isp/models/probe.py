@@ -14,11 +14,12 @@ have the same logits, and the gradient of its logits by its own embedding must b
 Where something differs, the same is done step by step, to say what, and in which module.
 
 The model runs as in training, without dropout; as in evaluation where it draws random numbers of
-its own. Not seen are: what begins beyond these tokens; code that depends on the values of weights
-or tokens (random here) and mixes for a few of them alone; code that mixes inside of experts that
-isp knows, in the gradients of weights, or between the rows of a batch, of which there is one here;
-differences below 1e-5 of the largest logit, or 1e-3 of the largest gradient; gradients that do not
-come back to the embedding. `isp.check` compares whole steps, with the model's weights.
+its own. What begins beyond these tokens is found in other ways (`isp.models.lengths`). Not seen
+are: code that depends on the values of weights or tokens (random here) and mixes for a few of them
+alone; code that mixes inside of experts that isp knows, in the gradients of weights, or between the
+rows of a batch, of which there is one here; differences below 1e-5 of the largest logit, or 1e-3 of
+the largest gradient; gradients that do not come back to the embedding. `isp.check` compares whole
+steps, with the model's weights.
 
 [Note: Weights without memory] Weights that are cut are read by linears and by lookups of rows alone
 (`isp.models.reads`), and any other function of a token's features shows as much. So they get no
@@ -52,16 +53,19 @@ from isp.models.roles import ParameterRole, holds_experts
 from isp.models.trace import ModelTrace
 
 __all__ = [
+    "PROBE_TOKENS",
     "Forward",
     "check_local",
     "local_calls",
+    "refuse_unchecked",
+    "same_at_length",
     "without_weights",
 ]
 
 logger = logging.getLogger(__name__)
 
-_TOKENS = 64
-"""Tokens that the probe runs."""
+PROBE_TOKENS = 64
+"""Tokens that the probe runs; of longer rows see `isp.models.lengths`."""
 
 _FEWER = 16
 """Tokens of a model that does not run on so many: some have tables of short sequences."""
@@ -140,11 +144,11 @@ def check_local(
         probe = _Probe(model, forward, calls, trace.called)
         try:
             try:
-                whole, order, expected = probe.run_mixed(_TOKENS, num_tokens)
+                whole, order, expected = probe.run_mixed(PROBE_TOKENS, num_tokens)
             except Exception:
                 whole, order, expected = probe.run_mixed(_FEWER, num_tokens)
         except Exception as error:  # the model's own code, on random weights
-            _refuse_unchecked(model, error, allow_unchecked)
+            refuse_unchecked(model, error, allow_unchecked)
             return False
         for half in (whole.part(slice(0, None, 2)), whole.part(slice(1, None, 2))):
             found = probe.run_part(half)
@@ -158,7 +162,7 @@ def check_local(
     return True
 
 
-def _refuse_unchecked(model: nn.Module, why: Exception, allow_unchecked: bool) -> None:
+def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bool) -> None:
     """Raise ValueError for a model that cannot be checked; if that is allowed, warn."""
     reason = next(iter(str(why).splitlines()), type(why).__name__)
     said = (
@@ -171,6 +175,23 @@ def _refuse_unchecked(model: nn.Module, why: Exception, allow_unchecked: bool) -
             f" result depends on others through attention alone"
         )
     logger.warning("%s (isp.check compares layouts on a small model)", said)
+
+
+def same_at_length(
+    shape: nn.Module, buffers: Iterable[Tensor], trace: ModelTrace, forward: Forward, tokens: int
+) -> bool:
+    """Return whether a few of so many tokens have the logits that they have without the others.
+
+    Arguments as of `check_local`; forward alone is run.
+    """
+    model = without_weights(shape, buffers, trace.roles)
+    whole = _Tokens.all_of(_num_tokens(shape, trace), tokens)
+    with local_calls(model) as calls:
+        probe = _Probe(model, forward, calls, trace.called)
+        few = whole.part(slice(tokens // 128, None, -(-tokens // 32)))
+        if probe.run(few).is_random:
+            _put_in(model, training=False)
+        return not _differ(probe.run(whole), probe.run(few))
 
 
 def _num_tokens(shape: nn.Module, trace: ModelTrace) -> int:

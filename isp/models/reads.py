@@ -16,7 +16,15 @@ from isp.models.indexers import indexer_parameters
 from isp.models.roles import ParameterRole, holds_experts, is_linear
 from isp.tensors import tensors_in
 
-__all__ = ["Reads", "check_reads", "experts_cut", "looked_up", "small_linears_read", "unused"]
+__all__ = [
+    "Reads",
+    "check_reads",
+    "experts_cut",
+    "looked_up",
+    "name_of",
+    "small_linears_read",
+    "unused",
+]
 
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 """What asks a tensor for its size, which differs for a rank's part of it."""
@@ -44,7 +52,7 @@ class Reads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        out, name = func(*args, **(kwargs or {})), _name(func)
+        out, name = func(*args, **(kwargs or {})), name_of(func)
         makes_tensor = bool(tensors_in(out))
         if not makes_tensor and name not in _SIZES:  # its dtype
             return out
@@ -68,8 +76,8 @@ class Reads(TorchFunctionMode):
         return not is_linear(inside) or func in (F.linear, torch.addmm)
 
 
-def _name(func: Any) -> str:
-    """The name of an operation, or of the attribute that is read."""
+def name_of(func: Any) -> str:
+    """Return the name of an operation, or of the attribute that is read."""
     name = getattr(func, "__name__", str(func))
     return str(func.__self__.__name__ if name == "__get__" else name)
 

@@ -36,6 +36,7 @@ __all__ = [
     "ModelTrace",
     "check_not_compiled",
     "check_supported",
+    "own_line",
     "trace_model",
 ]
 
@@ -350,7 +351,7 @@ def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception) -> s
     place = type(model).__name__
     if inside is not None and names.get(id(inside)):
         place = f"{names[id(inside)]} ({type(inside).__name__}) of {place}"
-    code, line, text = _code_of(error), "", ""
+    code, line, text = own_line(traceback.extract_tb(error.__traceback__)), "", ""
     if code is not None:
         line = code.line or ""
         text = f" ({Path(code.filename).name}:{code.lineno}: {line})"
@@ -371,8 +372,7 @@ def _cause(error: Exception, line: str) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _code_of(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost line of the model's own code."""
-    frames = traceback.extract_tb(error.__traceback__)
+def own_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Return the innermost line of the model's own code among `frames`, if there is one."""
     own = (f for f in reversed(frames) if not any(p in Path(f.filename).parents for p in _OUTSIDE))
     return next(own, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Real
 from pathlib import Path
 from typing import Self
@@ -89,7 +89,8 @@ class ParallelRun(OwnLosses):
         """Steps so far, including skipped ones and those before `load`, and their tokens."""
         self._off_device = OffDevice(self.train_step, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
-        self._rows = RowReader(mesh[Axis.TENSOR].size, traced.vocab_rows, traced.vocab_size, device)
+        size, check_length = mesh[Axis.TENSOR].size, partial(traced.check_length, config.parallel)
+        self._rows = RowReader(size, traced.vocab_rows, traced.vocab_size, device, check_length)
         self._asking = Asking(traced, self._rows)
 
     @property

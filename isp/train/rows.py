@@ -5,6 +5,7 @@ B batch, S sequence
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ class RowReader(NamedTuple):
     vocab_size: int
     """Labels that the logits have."""
     device: torch.device
+    check_length: Callable[[int], None]
+    """Called with S; raises ValueError where the model has no right result."""
 
     def read(
         self,
@@ -58,6 +61,7 @@ class RowReader(NamedTuple):
         _check_shapes(input_ids, labels=labels, position_ids=position_ids)
         _check_integers(input_ids=input_ids, labels=labels, position_ids=position_ids)
         input_ids, position_ids = input_ids.long(), position_ids.long()
+        self.check_length(length)
         begins = torch.ones_like(position_ids, dtype=torch.bool)
         begins[:, 1:] = position_ids.diff(dim=1) != 1
         if alone is not None:

@@ -281,3 +281,15 @@ def test_rows_beyond_a_table_of_positions_are_refused(
     config_of(folder, "--data.seq_len=128").check_folder_model()
     with pytest.raises(ValueError, match=r"data\.seq_len=129 is longer .* use at most 128"):
         config_of(folder, "--data.seq_len=129").check_folder_model()
+
+
+def test_rows_at_whose_length_a_model_does_something_else_are_refused(tmp_path: Path) -> None:
+    """Catches a table that grows with a rank's tokens, and is looked up at a row's positions."""
+    sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 1, "attention_heads": 4}
+    off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
+    folder = write_folder(tmp_path / "model", "xglm", weights=False, **sizes, **off)
+    config_of(folder, "--data.seq_len=64").check_folder_model()
+    long, said = "--data.seq_len=256", r"embed_positions .* row of 512 tokens: it calls `arange`"
+    with pytest.raises(ValueError, match=said):
+        config_of(folder, long).check_folder_model()
+    config_of(folder, long, "--model.allow_unchecked").check_folder_model()
