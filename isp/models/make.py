@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 _CONFIG_SECONDS, _CONFIG_BYTES = 60.0, 2**30
 """Limits of reading a config.json: some kinds make a list with an entry for each layer."""
-_MODEL_SECONDS, _MODEL_BYTES = 1200.0, 2**33
-"""Limits of making and tracing a model: its modules, and buffers such as tables of angles."""
+_MODEL_SECONDS, _MODEL_BYTES = 1200.0, 2**35
+"""Limits of making and tracing a model: its modules, buffers such as tables of angles, and what the
+probe's backward keeps (4 GB for 70B parameters). At most half of the machine's memory."""
 
 
 @contextmanager
@@ -113,13 +114,14 @@ def limited_model(folder: str) -> Iterator[None]:
     """Limit what the sizes in a folder's config.json make a model without weights take."""
     # A parameter is allocated, and never touched, before it goes to the meta device. A driver of
     # GPUs that a library starts meanwhile reserves addresses for all of their memory.
-    addresses = max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 2**36)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    addresses = max(physical, 2**36)
     if torch.cuda.is_available():
         addresses = 2**46
     with limited(
         f"the model of {Path(folder) / 'config.json'}",
         seconds=_MODEL_SECONDS,
-        most_bytes=_MODEL_BYTES,
+        most_bytes=min(_MODEL_BYTES, physical // 2),
         address_bytes=addresses,
     ):
         yield
