@@ -242,7 +242,8 @@ class TracedModel:
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
         """`parallel` with the sizes of heads x context that the heads of all layers allow."""
         sizes = self.trace.attentions
-        query = min((s.num_heads for s in sizes), default=1)
+        # Scans exchange tokens over the whole tensor group: without attention any size will do.
+        query = min((s.num_heads for s in sizes), default=parallel.tensor.size)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
     def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:

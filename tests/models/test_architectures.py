@@ -166,6 +166,13 @@ def test_documents_are_kept_apart_where_transformers_lets_them_leak(name: str) -
     assert check.run(Layout(2, 1)).agrees
 
 
+def test_a_model_without_attention_is_split_over_heads_x_context() -> None:
+    """Catches a limit of query heads for a model that has none, and tokens out of order."""
+    layout, cases = Layout(4, 1, context=2), [CheckCase(False, False), CheckCase(True, False)]
+    check = Check(Subject.of_config(tool.config_of("mamba2")), [layout], cases=cases)
+    assert check.run(layout).agrees
+
+
 def _in_16_bits(rank: int, model: nn.Module, ids: Tensor) -> float:
     return isp.parallelize(model, models.job(dtype="bfloat16")).loss(ids).item()
 
