@@ -153,6 +153,7 @@ def check_local(
         for half in (whole.part(slice(0, None, 2)), whole.part(slice(1, None, 2))):
             found = probe.run_part(half)
             if _differ(expected, found) or _gradients_differ(expected, found):
+                probe.check_same_again(whole.changed(num_tokens).part(order), expected)
                 cases = {
                     "changed": [whole.changed(num_tokens)],
                     "permuted": [whole.part(order)],
@@ -499,6 +500,20 @@ class _Probe(NamedTuple):
                 events = [self._events(x, backward=True) for x in (whole, tokens)]
                 return self._mixes(_first_apart(events, tokens.rows), _SEEN_IN_BACKWARD[name])
         return self._mixes("", _SEEN["changed"])
+
+    def check_same_again(self, tokens: _Tokens, before: _Found) -> None:
+        """Raise ValueError, naming buffers, if `tokens` no longer give what they gave `before`."""
+        versions = {id(buffer): buffer._version for buffer in self.model.buffers()}
+        if not _differ(before, self.run(tokens)):
+            return
+        named = self.model.named_buffers()
+        changed = [name for name, buffer in named if versions.get(id(buffer)) != buffer._version]
+        raise ValueError(
+            f"{type(self.model).__name__} gives other outputs when it is called again with the same"
+            f" tokens, as its forward changes {', '.join(changed[:3]) or 'what it has kept'}, but"
+            f" isp calls blocks again to recompute them, and on each rank. Remove what changes it"
+            f" (spectral_norm by torch.nn.utils.parametrize.remove_parametrizations)"
+        )
 
     def _mixes(self, place: str, seen: str) -> str:
         kind = type(self.model.get_submodule(place)).__name__

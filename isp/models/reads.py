@@ -97,16 +97,36 @@ def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
     }
 
 
-def check_reads(reads: dict[str, str], roles: dict[str, ParameterRole]) -> None:
+def check_reads(model: nn.Module, reads: dict[str, str], roles: dict[str, ParameterRole]) -> None:
     """Raise ValueError for a weight that is cut, and read where it is not gathered."""
     for name, by in reads.items():
         if roles[name] is ParameterRole.SHARDED:
+            _check_options(name, model.get_submodule(name.rpartition(".")[0]))
             raise ValueError(
                 f"{name} is read by {by}, but each rank holds only a part of it, and isp gathers"
                 f" it only where its nn.Linear is called or its nn.Embedding looks up ids"
                 f" (F.embedding with the table's own options, or weight[ids]): call the module"
                 f" instead (for a tied head, an nn.Linear with the table's weight)"
             )
+
+
+def _check_options(name: str, table: nn.Module) -> None:
+    """Raise ValueError for an `nn.Embedding` with an option that a rank's part cannot have."""
+    for option, (usual, why) in _OPTIONS.items():
+        if isinstance(table, nn.Embedding) and (given := getattr(table, option)) != usual:
+            raise ValueError(
+                f"{name} is a table with {option}={given}, which is not supported: it {why}, but"
+                f" each rank holds only a part of the table and of the tokens. Use"
+                f" {option}={usual}"
+            )
+
+
+_OPTIONS = {
+    "max_norm": (None, "renormalizes rows in place when they are looked up"),
+    "scale_grad_by_freq": (False, "divides gradients by how often an id occurs in all tokens"),
+    "sparse": (False, "gives sparse gradients"),
+}
+"""Options of `nn.Embedding`: value of tables that are supported, and what any other does."""
 
 
 def unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:

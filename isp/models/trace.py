@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from isp.mixers.call import mix_by
 from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
@@ -134,8 +135,8 @@ class ModelTrace(NamedTuple):
 def check_supported(model: nn.Module) -> None:
     """Raise ValueError for a model whose calls do not go through its classes, before it is copied.
 
-    In a copy, a forward of an instance's own would still call that instance. Scalar parameters
-    and DoRA are refused, too.
+    In a copy, a forward of an instance's own would still call that instance. Scalar parameters,
+    weights that hooks compute, parametrized tables and DoRA are refused, too.
     """
     for name, module in model.named_modules():
         if "forward" in vars(module):
@@ -144,6 +145,7 @@ def check_supported(model: nn.Module) -> None:
                 f" class's: it was parallelised before, or another library has wrapped it. Pass"
                 f" the original model"
             )
+        _check_computed(name, module)
     check_not_compiled(model)
     for name, parameter in model.named_parameters():
         if not parameter.dim():
@@ -154,6 +156,25 @@ def check_supported(model: nn.Module) -> None:
                 f"the adapter {name!r} uses DoRA, which needs the norm of each whole weight, but"
                 f" each rank holds only a part: use use_dora=False (LoRA)"
             )
+
+
+def _check_computed(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a weight that is computed where a shard of it would have to lie."""
+    for local, value in vars(module).items():
+        computed = {f"{local}_orig", f"{local}_g"} & module._parameters.keys()
+        if isinstance(value, Tensor) and (computed or not value.is_leaf):
+            raise ValueError(
+                f"{name}.{local} is no parameter: a hook computes it from others before each"
+                f" forward, as torch.nn.utils.weight_norm, spectral_norm and prune do, but isp"
+                f" shards the weights that modules have. Make it a parameter again by"
+                f" remove_weight_norm, remove_spectral_norm or prune.remove of torch.nn.utils, or"
+                f" use torch.nn.utils.parametrizations.weight_norm"
+            )
+    if isinstance(module, nn.Embedding) and is_parametrized(module, "weight"):
+        raise ValueError(
+            f"{name}.weight is computed by a parametrization, but each rank holds only a part of"
+            f" the table: remove it by torch.nn.utils.parametrize.remove_parametrizations"
+        )
 
 
 def check_not_compiled(model: nn.Module) -> None:
@@ -200,7 +221,7 @@ def trace_model(
     _check_blocks(model, calls, recorder.entered)
     parameters = dict(model.named_parameters())
     roles = roles_of(model, {call.module for call in calls}, whole, reads.foreign)
-    check_reads(reads.foreign, roles)
+    check_reads(model, reads.foreign, roles)
     return ModelTrace(
         calls,
         roles,

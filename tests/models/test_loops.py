@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import isp
 from isp.config import JobConfig
@@ -178,6 +179,17 @@ def test_what_fails_or_is_left_out_changes_nothing() -> None:
     }
     for name, of_ranks in run_each(2, _train, cases).items():
         assert_trained_as(expected, of_ranks, name)
+
+
+def test_weights_that_parametrizations_compute_train_as_alone() -> None:
+    """Catches originals that count as a linear's shards, and their gradients of a rank's tokens."""
+    data, model = _data(2), Own().double()
+    for block, compute in zip(model.blocks, (weight_norm, orthogonal), strict=False):
+        compute(block.get_submodule("q"))
+        compute(block.get_submodule("down"))
+    expected = trained_plainly(model, data)
+    config = job(2, 2, recompute=0.5)
+    assert_trained_as(expected, run_ranks(2, _train, (model, config, data, _nothing)))
 
 
 Write = Callable[[nn.Module], None]

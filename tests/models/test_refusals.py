@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import isp
 from isp.models.model import TracedModel
@@ -68,6 +70,19 @@ def _reading(way: str, padding_idx: int | None = None) -> nn.Module:
     model = Own()
     model.positions = _Reading(64, 32, padding_idx=padding_idx)
     model.positions.way = way
+    return model
+
+
+def _table(**options: Any) -> nn.Module:
+    model = Own()
+    model.tokens = nn.Embedding(*model.tokens.weight.shape, **options)
+    return model
+
+
+def _computed(by: Callable[[nn.Module], object], name: str = "blocks.0.q") -> nn.Module:
+    """A model one of whose weights is computed from others."""
+    model = Own()
+    by(model.get_submodule(name))
     return model
 
 
@@ -242,6 +257,24 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     # plain, both rows of number 0 would take a gradient
     "a padding row": (lambda: _reading("embedding", 0), "positions.weight is read by embedding"),
     "a padding row by index": (lambda: _reading("index", 0), "positions.weight is read by __getit"),
+    "a largest norm": (lambda: _table(max_norm=1.0), "a table with max_norm=1.0, which is not"),
+    "frequencies": (lambda: _table(scale_grad_by_freq=True), "Use scale_grad_by_freq=False"),
+    "sparse gradients": (lambda: _table(sparse=True), "tokens.weight is a table with sparse=True"),
+    "spectral norm": (
+        lambda: _computed(parametrizations.spectral_norm),
+        "as its forward changes blocks.0.q.parametrizations.weight.0._u",
+    ),
+    "a table that is computed": (
+        lambda: _computed(parametrizations.orthogonal, "positions"),
+        "positions.weight is computed by a parametrization",
+    ),
+    **{
+        f"{hook.__name__} by a hook": (
+            partial(_computed, partial(hook, name="weight")),
+            "blocks.0.q.weight is no parameter: a hook computes it",
+        )
+        for hook in (weight_norm, spectral_norm, prune.identity)
+    },
     "scalar": (_Scalar, "scale is a scalar, which cannot be sharded: give it shape [1]"),
     "called twice": (_CalledTwice, "blocks.0 (OwnBlock) is called 2 times in one forward"),
     "large values": (lambda: _with_block(_LargeValues), "values of 8 features and keys of 4"),
