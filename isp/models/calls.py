@@ -21,6 +21,7 @@ __all__ = [
     "Call",
     "ForwardEnd",
     "Kind",
+    "TokenOutput",
     "same_rows",
     "weights_among",
 ]
@@ -174,6 +175,47 @@ class BlockOutput(NamedTuple):
         leaves = tree_flatten(output)[0]
         found = [leaves[leaf].flatten(2) for leaf in self.sizes]
         return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+class TokenOutput(NamedTuple):
+    """The form of what a module gives for its tokens: tensors in a tree, packed as one."""
+
+    spec: TreeSpec
+    sizes: tuple[tuple[int, ...], ...]
+    """Sizes of each tensor after its tokens."""
+    flat: tuple[bool, ...]
+    """Whether each tensor is [B S, E], as the scores of a router are, or [B, S, ..]."""
+
+    @classmethod
+    def of(cls, output: Any, rows: tuple[int, int]) -> TokenOutput | None:
+        """The form of `output`, given for `rows` [B, S]; None if not all of it is of tokens."""
+        leaves, spec = tree_flatten(output)
+        if not leaves or not all(isinstance(x, Tensor) and x.is_floating_point() for x in leaves):
+            return None
+        flat = tuple(x.dim() == 2 for x in leaves)
+        tokens = ([math.prod(rows)] if x.dim() == 2 else [*rows] for x in leaves)
+        if not all([*x.shape[: len(of)]] == of for x, of in zip(leaves, tokens, strict=True)):
+            return None
+        sizes = tuple(
+            tuple(x.shape[1 if one else 2 :]) for x, one in zip(leaves, flat, strict=True)
+        )
+        return cls(spec, sizes, flat) if all(sizes) else None
+
+    def packed(self, output: Any, rows: int) -> Tensor:
+        """Pack what the module gave for B = `rows` as [B, S, E]."""
+        leaves = zip(tree_flatten(output)[0], self.flat, strict=True)
+        parts = [x.unflatten(0, (rows, -1)) if flat else x.flatten(2) for x, flat in leaves]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def unpacked(self, packed: Tensor, dtypes: Sequence[torch.dtype]) -> Any:
+        """Return what the module gives, with tensors of these dtypes, of [B, S, E]."""
+        widths = [math.prod(size) for size in self.sizes]
+        parts = [packed] if len(widths) == 1 else packed.split(widths, -1)
+        leaves = [
+            (x.flatten(0, 1) if flat else x if len(size) == 1 else x.unflatten(-1, size)).to(dtype)
+            for x, flat, size, dtype in zip(parts, self.flat, self.sizes, dtypes, strict=True)
+        ]
+        return tree_unflatten(leaves, self.spec)
 
 
 class ForwardEnd(Exception):

@@ -43,7 +43,7 @@ class CallFollower:
         """`stages`: those that the rank has."""
         self.trace = trace
         self.blocks = BlockRecomputer(recomputation, trace.blocks, stages, layers)
-        self.tiled = trace.by_token if recomputation.mlp_tile_tokens else ()
+        self.tiled = trace.by_token if recomputation.mlp_tile_tokens else {}
         self._tile_tokens = recomputation.mlp_tile_tokens
         self._layers = layers
         self._mixers = TracedMixers(layers, self, local_attention)
@@ -61,12 +61,12 @@ class CallFollower:
                 if not kind.mixes:
                     module = model.get_submodule(name)
                     module.forward = partial(self._keep_call, kind, name, module.forward)
-        for name in self.tiled:
+        for name, output in self.tiled.items():
             calls = tuple(call for call in own if call.module.startswith(f"{name}."))
             if calls:
                 module = model.get_submodule(name)
                 within = dict.fromkeys(holders[c.module] for c in calls if c.module in holders)
-                tiled = TiledModule(module, [*within], self._tile_tokens, self._layers)
+                tiled = TiledModule(module, output, [*within], self._tile_tokens, self._layers)
                 module.forward = partial(self._through_tiles, name, calls, tiled)
         for block in self.trace.blocks:
             module = model.get_submodule(block)
@@ -156,7 +156,7 @@ class CallFollower:
 
     def _through_tiles(
         self, name: str, calls: tuple[Call, ...], tiled: TiledModule, x: Tensor
-    ) -> Tensor:
+    ) -> Any:
         """The forward of a module in tiles of tokens."""
         forward_pass = self.under_way(name)
         forward_pass.skip(name, calls)
@@ -165,7 +165,7 @@ class CallFollower:
         def inside() -> AbstractContextManager[None]:
             return self.passing(ForwardPass(name, calls, masks))
 
-        return forward_pass.keep(Kind.TILED, lambda: tiled(x, inside), x)
+        return tiled.unpacked(forward_pass.keep(Kind.TILED, lambda: tiled(x, inside), x))
 
     def _through_block(
         self,

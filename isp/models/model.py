@@ -141,7 +141,8 @@ class TracedModel:
             raise ValueError(
                 f"model.mlp_tile_tokens={self.recomputation.mlp_tile_tokens}: no module in the"
                 f" blocks of {type(self.model).__name__} can be tiled (it must take one tensor of"
-                f" tokens and contain several linear layers but no attention): use 0"
+                f" tokens, give such tensors, and contain several linear layers or experts but no"
+                f" attention): use 0"
             )
 
     @property

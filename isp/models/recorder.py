@@ -22,6 +22,7 @@ from isp.models.calls import (
     BlockOutput,
     Call,
     Kind,
+    TokenOutput,
     same_rows,
     weights_among,
 )
@@ -69,8 +70,8 @@ class CallRecorder:
         """The modules that run, the innermost last."""
         self.mixing: set[nn.Module] = set()
         """Those in which tokens were mixed."""
-        self.by_token: dict[str, int] = {}
-        """The modules that are given one tensor [B, S, D] and give one, and how often."""
+        self.by_token: dict[str, list[TokenOutput]] = {}
+        """The modules that are given one tensor [B, S, D], and the form of what each call gives."""
         self.linear_outputs = LinearOutputs()
         self.outputs: dict[str, BlockOutput] = {}
 
@@ -200,9 +201,9 @@ class CallRecorder:
         ):
             ahead = Ahead(name, args[0].dim())
             self._calls[number] = self._calls[number]._replace(ahead=ahead)
-        of_tokens = (isinstance(x, Tensor) and x.dim() == 3 for x in (*args, output))
-        if len(args) == 1 and not kwargs and all(of_tokens):
-            self.by_token[name] = self.by_token.get(name, 0) + 1
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() == 3
+        if alone and (given := TokenOutput.of(output, (1, TOKENS))) is not None:
+            self.by_token.setdefault(name, []).append(given)
         if is_linear(module):
             self.linear_outputs.called(name, output)
         if block is not None:

@@ -122,7 +122,7 @@ def with_blocks(
         roles={n: role for n, role in trace.roles.items() if not n.startswith(inside)},
         read_at={n: places - others.keys() for n, places in trace.read_at.items()},
         unused=tuple(n for n in trace.unused if not n.startswith(inside)),
-        by_token=tuple(n for n in trace.by_token if not n.startswith(inside)),
+        by_token={n: of for n, of in trace.by_token.items() if not n.startswith(inside)},
     )
 
 

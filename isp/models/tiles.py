@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from isp.autograd import Function, once_differentiable
 from isp.comm import Purpose, Tag
 from isp.layers.compiled import widened
 from isp.layers.linear import NeedsGrad, needs_grad
 from isp.layers.rank_layers import RankLayers
+from isp.models.calls import TokenOutput
 from isp.models.expert_parts import ExpertGroups
 from isp.models.experts import SwappedExperts
 from isp.models.fused import FusedLinears
@@ -51,12 +53,18 @@ class TiledModule:
     def __init__(
         self,
         module: nn.Module,
+        output: TokenOutput,
         holders: Sequence[Holder],
         tokens: int,
         layers: RankLayers,
     ) -> None:
-        """`tokens`: of all rows of the batch together; a tile has one of each row at least."""
-        self._forward = module.forward
+        """`tokens`: of all rows of the batch together; a tile has one of each row at least.
+
+        `output`: the form of what the module gives; several tensors are one [B, S', E] here.
+        """
+        self._forward, self._output = module.forward, output
+        self._dtypes: tuple[torch.dtype, ...] = ()
+        """Of what the module gives: one packed tensor has the widest."""
         self.tokens, self.layers = tokens, layers
         of_batches = layers.expert.size > 1 and layers.weight.size > layers.tensor.size
         self._shares_experts = of_batches and any(isinstance(h, SwappedExperts) for h in holders)
@@ -95,8 +103,13 @@ class TiledModule:
     def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """Of one tile: [B, T, D] -> [B, T, E]."""
         with inside():
-            y: Tensor = self._forward(x)
-        return y
+            given = self._forward(x)
+        self._dtypes = tuple(leaf.dtype for leaf in tree_leaves(given))
+        return self._output.packed(given, len(x))
+
+    def unpacked(self, y: Tensor) -> Any:
+        """Return what the module gives, of [B, S', E]."""
+        return self._output.unpacked(y, self._dtypes)
 
     def computed(
         self, x: Tensor, tiles: list[slice], inside: Callable[[], AbstractContextManager[None]]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from isp.mixers.call import mix_by
-from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind
+from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind, TokenOutput
 from isp.models.outputs import LinearOutputs
 from isp.models.reads import Reads, check_reads, experts_cut, small_linears_read, unused
 from isp.models.recorder import TOKENS, CallRecorder, list_entries, list_of
@@ -102,7 +102,7 @@ class ModelTrace(NamedTuple):
     """Logits of a token."""
     reads_positions: bool
     """Whether the model reads the positions that it is given."""
-    by_token: tuple[str, ...]
+    by_token: dict[str, TokenOutput]
     """Modules of blocks, the outermost, with several linears or experts and without attention."""
     head: str | None
     """The linear behind all blocks of whose output alone the logits are made, if there is one."""
@@ -277,10 +277,12 @@ def _head(
     return None if is_transposed(model.get_submodule(found)) else found
 
 
-def _by_token(model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder) -> tuple[str, ...]:
+def _by_token(
+    model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder
+) -> dict[str, TokenOutput]:
     """As `ModelTrace.by_token`."""
     blocks = tuple({f"{call.block}." for call in calls if call.block is not None})
-    found: list[str] = []
+    found: dict[str, TokenOutput] = {}
     for name in recorder.called:
         inside_another = name.startswith(tuple(f"{outer}." for outer in found))
         if not name.startswith(blocks) or inside_another:
@@ -288,10 +290,11 @@ def _by_token(model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder)
         inside = [c for c in calls if c.module.startswith(f"{name}.")]
         several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
         once = len({c.module for c in inside}) == len(inside)
-        alone = recorder.by_token.get(name) == 1
-        if several and once and alone and model.get_submodule(name) not in recorder.mixing:
-            found.append(name)
-    return tuple(found)
+        outputs = recorder.by_token.get(name, [])
+        alone = len(outputs) == 1 and model.get_submodule(name) not in recorder.mixing
+        if several and once and alone:
+            found[name] = outputs[0]
+    return found
 
 
 def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:

@@ -29,11 +29,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "tiles, in segments": {**AGAIN, "checkpoint_segment": 2},
 }
 BETWEEN = {**TILES, "checkpoint_norm_outputs": True, "checkpoint_mlp_activation": True}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "llama": ("llama", {}, WAYS),
     "gemma3": ("gemma3_text", {"sliding_window": 8}, {"one piece": {}, "again": AGAIN}),
     "gpt2": ("gpt2", {}, {"one piece": {}, "between": BETWEEN}),
     "experts, mtp": ("qwen3_moe", {}, {"one piece": {}, "tiles": TILES}),
+    "experts and scores": ("gpt_oss", GPT_OSS, {"one piece": {}, "tiles, again": AGAIN}),
     "hybrid": ("qwen3_next", {"num_hidden_layers": 4}, {"one piece": {}, "between": BETWEEN}),
 }
 
@@ -127,4 +129,4 @@ def test_a_model_without_such_a_module_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mlp_tile_tokens=8: no module .* use 0"):
         TracedModel(Own(), recomputation=Recomputation(mlp_tile_tokens=8))
     names = TracedModel(tiny("qwen3_moe")).trace.by_token
-    assert names == tuple(f"model.layers.{n}.mlp" for n in range(3))
+    assert [*names] == [f"model.layers.{n}.mlp" for n in range(3)]
