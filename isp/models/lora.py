@@ -6,7 +6,7 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from isp.foreign.limits import limited
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.drawn import Drawing, drawings
 from isp.models.make import parameters_on_meta
+from isp.models.roles import is_linear
 from isp.models.swap import InitialWeights
 from isp.settings.adapter import AdapterConfig
 from isp.weights.parameter import ShardedParameter
@@ -53,14 +54,26 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
     except ValueError as error:
         if str(error).startswith(pattern):  # beyond the limits
             raise
-        linears = {n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear}
+        linears = {n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)}
         raise ValueError(
             f"{pattern}:"
-            f" {str(error).splitlines()[0]} The model's linear layers:"
-            f" {', '.join(sorted(linears))}"
+            f" {str(error).splitlines()[0]}{_as_meant(adapter.target_modules, linears)} The model's"
+            f" linear layers: {', '.join(sorted(linears))}"
         ) from None
     found.peft_config["default"].base_model_name_or_path = str(Path(base).absolute())
     return found
+
+
+def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
+    """How names of linear layers are written that were not in a list, or a word that was in one."""
+    if isinstance(targets, str) and (names := re.split(r"[\s,]+", targets)) and {*names} <= linears:
+        return (
+            f" A text is a regular expression for whole names, or all-linear: use a list,"
+            f" [{', '.join(names)}], for their last parts."
+        )
+    if targets is not None and [*targets] == ["all-linear"]:
+        return " Use all-linear, without a list."
+    return ""
 
 
 class AdapterWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,8 +35,8 @@ class AdapterConfig:
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of the adapter's input in training."""
     target_modules: str | tuple[str, ...] | None = None
-    """Modules that get an adapter: a list of name suffixes, a regular expression for the whole
-    name, or all-linear; null: PEFT's choice for the model."""
+    """Modules that get an adapter: a list of name suffixes such as [q_proj], a regular expression
+    for the whole name such as .*q_proj, or all-linear; null: PEFT's choice for the model."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Modules that get none, in the same form."""
     target_parameters: tuple[str, ...] | None = None
@@ -55,6 +56,15 @@ class AdapterConfig:
                 "model.adapter.use_dora=true: DoRA needs the norms of whole weights, of which"
                 " each rank holds only a part: use false (LoRA)"
             )
+        for key in ("target_modules", "exclude_modules"):
+            if isinstance(pattern := getattr(self, key), str):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ValueError(
+                        f"model.adapter.{key}={json.dumps(pattern)} is no regular expression"
+                        f" ({error}): escape its special characters, or use a list of name suffixes"
+                    ) from None
 
 
 _NAMES = tuple(name for name in AdapterConfig.__dataclass_fields__ if name != "folder")

@@ -120,6 +120,25 @@ def test_an_adapter_trains_as_in_peft_and_goes_back_and_forth(tmp_path: Path) ->
     assert source.section.adapter == load_config(again).model.adapter
 
 
+def test_modules_are_named_as_in_peft(tmp_path: Path) -> None:
+    """Catches a text that is read as letters, or as a name or a pattern where PEFT does not."""
+    folder = write_folder(tmp_path / "base", "qwen2", weights=False)
+    job, base = write_job(tmp_path, folder), transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for words in (
+        {"target_modules": "all-linear"},
+        {"target_modules": r".*\.(q|down)_proj", "exclude_modules": r".*\.1\..*"},
+        {"target_modules": ["1.mlp.up_proj"]},
+        {"exclude_modules": ["v_proj"]},
+    ):
+        theirs: Any = get_peft_model(
+            base.from_config(config), LoraConfig(task_type="CAUSAL_LM", **words)
+        )
+        given = [f"--model.adapter.{key}={json.dumps(value)}" for key, value in words.items()]
+        ours = load_config(job, given).language_model.model
+        assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+
+
 def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
     """Catches keys that are read as something else, and errors deep in PEFT."""
     job = write_job(tmp_path, write_folder(tmp_path / "base", "qwen3_moe", weights=False))
@@ -128,6 +147,11 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
         "r=0": "model.adapter.r=0 must be at least 1",
         "lora_r=4": "no such key",
         "target_modules=[k]": r'target_modules=\["k"\]: Target .* linear layers: k_proj,',
+        "target_modules=q_proj": r"whole names, or all-linear: use a list, \[q_proj\], for their",
+        "target_modules=q_proj,v_proj": r"use a list, \[q_proj, v_proj\], for",
+        "target_modules=[all-linear]": "Use all-linear, without a list",
+        "target_modules=(q": r'target_modules="\(q" is no regular expression \(missing \)',
+        "exclude_modules=+q": r'exclude_modules="\+q" is no regular expression \(nothing to',
         "target_parameters=[mlp.gate.weight]": "which is not a stack of experts: use",
     }.items():
         with pytest.raises(ValueError, match=why):
