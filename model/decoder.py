@@ -95,6 +95,9 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """SwiGLU of several experts, called as transformers calls its own."""
 
+    # As transformers declares that gate and up are halves of one weight [E, O, I]: two matrices.
+    has_gate, is_concatenated, is_transposed = True, True, False
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size

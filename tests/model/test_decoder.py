@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import isp
+from isp.config import JobConfig
+from isp.settings import MuonConfig
 from isp.settings.json_file import read_json
 from model.decoder import Decoder, Experts
 from model.huggingface import model_values
 from tests.model.decoders import CONFIG, S, config_of, filled
 from tests.model.folders import FAMILIES, make_folder
+from tests.models.models import Rows, Trained, assert_trained_as, job, packed_rows, trained
+from tests.ranks import run_each
 
 POSITIONS = torch.arange(S).expand(2, -1)
 
@@ -35,6 +40,28 @@ def test_it_is_the_family_of_transformers(family: str, tmp_path: Path) -> None:
     for name, parameter in decoder.named_parameters():
         assert _far(parameter.grad, gradients.pop(name)) < 1e-12, name
     assert not gradients
+
+
+def _trained(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Trained:
+    model, config, data = case
+    return trained(isp.parallelize(model, config), data)
+
+
+def test_muon_updates_experts_as_those_of_transformers(tmp_path: Path) -> None:
+    """Catches gate and up of the same weights that are one matrix here and two there."""
+    pytest.importorskip("transformers", minversion="5")
+    data = [packed_rows(4, S, [[S], [5, 19], [S], [S]], seed) for seed in range(2)]
+    config = job(1, 2, name="muon", muon=MuonConfig(lr=2e-2))
+    cases: dict[str, tuple[nn.Module, JobConfig, list[Rows]]] = {}
+    for family in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        theirs = make_folder(family, tmp_path / family).model.train()
+        keys = config_of(model_values(read_json(tmp_path / family / "config.json")))
+        decoder = Decoder(keys).double()
+        decoder.load_state_dict(theirs.state_dict())
+        cases |= {family: (decoder, config, data), f"{family}, theirs": (theirs, config, data)}
+    found = run_each(2, _trained, cases)
+    for family in [name for name in cases if "theirs" not in name]:
+        assert_trained_as(found[f"{family}, theirs"][0], found[family], family)
 
 
 def _far(found: Tensor, expected: Tensor) -> float:
