@@ -109,8 +109,9 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
 
     So many `layers` at least, if the model has them.
 
-    Query heads still share KV heads as they did, if up to 8 of them share one. Without dropout
-    and noise. Of a model with other parts than text, the text part is made small.
+    Query heads still share KV heads as they did, if up to 8 of them share one, and up to 4 KV heads
+    are left, for layouts of 4 ranks. Without dropout and noise. Of a model with other parts than
+    text, the text part is made small.
     """
     text = config.get_text_config(decoder=True)
     for name in config.sub_configs:
@@ -176,7 +177,7 @@ def _narrow(tiny: Any, config: Any) -> None:
     """Set the heads, and what follows from them."""
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
-    shared, kept = min(heads // kv_heads, 8), min(kv_heads, 2 if kv_heads < heads else 4)
+    shared, kept = min(heads // kv_heads, 8), min(kv_heads, 4)
     for name in _QUERY_HEADS:
         _set(tiny, name, shared * kept)
     for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):

@@ -22,7 +22,7 @@ from isp.models import forward_pass, swap
 from isp.models.tiles import TiledModule
 from isp.models.tiny import tiny_config
 from isp.optim import BucketManager
-from isp.parallel import Mode
+from isp.parallel import Mode, ParallelConfig
 from isp.run.forked import RankError, run_ranks
 from isp.settings.recomputation import Recomputation
 from isp.train.check import CASES, TOLERANCE, Check
@@ -257,7 +257,7 @@ def test_layouts_that_cannot_be_are_left_out() -> None:
     keys = keys_from(_DISTRIBUTED, "it")
     subject = Subject.of_config(transformers.AutoConfig.for_model("gemma3_text"), 2, keys.model)
     found, left_out = layouts_of("all", subject, keys.parallel)
-    assert [str(layout) for layout in found] == ["mtp 2"]
+    assert [str(layout) for layout in found] == ["mtp 2", "mtp 4"]
     assert any("is for mtp mode" in reason for reason in left_out)
 
 
@@ -313,6 +313,17 @@ def test_small_models_keep_a_layer_of_each_kind() -> None:
     shared = small("mistral")
     assert shared.num_attention_heads // shared.num_key_value_heads == 4
     assert small("gpt2").resid_pdrop == 0
+
+
+@pytest.mark.parametrize(("kv_heads", "is_checked"), [(8, True), (4, True), (2, False)])
+def test_a_small_model_has_heads_for_the_layouts_of_the_large_one(
+    kv_heads: int, is_checked: bool
+) -> None:
+    """Catches layouts that are left out because the copy has fewer heads than the model."""
+    config = transformers.AutoConfig.for_model("mistral", num_key_value_heads=kv_heads)
+    found, left_out = layouts_of("all", Subject.of_config(config), ParallelConfig())
+    assert {f"{mode} 4" in map(str, found) for mode in ("mtp", "msp", "fsp")} == {is_checked}
+    assert [f"and {kv_heads} KV heads" in text for text in left_out] == [True] * (not is_checked)
 
 
 def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
