@@ -9,9 +9,9 @@ import copy
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from functools import cached_property, partial
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -50,6 +50,7 @@ from isp.settings.recomputation import Recomputation
 __all__ = ["TracedModel"]
 
 logger = logging.getLogger(__name__)
+_Found = TypeVar("_Found")
 
 
 class TracedModel:
@@ -88,9 +89,8 @@ class TracedModel:
         self.allow_unchecked = allow_unchecked
         self._weights = weights
         self._in_place = in_place
-        self._rehearsed: set[int] = set()
-        self._cut: set[int] = set()
-        """The numbers of pipeline stages for which the cut was compared with the whole model."""
+        self._found: dict[Hashable, Any] = {}
+        """What `_once` has found of `shape` and `trace`; copies that have both share it."""
         check_supported(model)
         self.shape = self.host.without_values(on_meta(model))
         """Of the same structure and without memory, connected; not to be changed."""
@@ -121,19 +121,25 @@ class TracedModel:
     def computed(self, **keys: Any) -> TracedModel:
         """The same model with other arguments `keys` of `__init__`; it is not traced again."""
         other = copy.copy(self)
-        vars(other).pop("_tensor_plan", None)
         assert keys.keys() <= vars(other).keys(), keys
         vars(other).update(keys)
+        if {"shape", "trace"} & keys.keys():
+            other._found = {}
         other._check_recomputation()
         return other
 
     def frozen(self) -> TracedModel:
         """The same model, of which no weight is trained."""
-        other = copy.copy(self)
-        other.model, other.shape = copy.deepcopy((self.model, self.shape))
-        other.model.requires_grad_(False)
-        other.shape.requires_grad_(False)
-        return other
+        model, shape = copy.deepcopy((self.model, self.shape))
+        model.requires_grad_(False)
+        shape.requires_grad_(False)
+        return self.computed(model=model, shape=shape)
+
+    def _once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
+        """Return what `find` gives, which depends on `key`, the shape and the trace alone."""
+        if key not in self._found:
+            self._found[key] = find()
+        return cast(_Found, self._found[key])
 
     def _check_recomputation(self) -> None:
         """Raise ValueError for keys that this model has no use for."""
@@ -210,10 +216,10 @@ class TracedModel:
             total += 3 * sizes.num_heads * size * sum(map(sizes.pairs, lengths))
         return total + 3 * sum(call.flops for call in self.trace.calls) * sum(lengths)
 
-    @cached_property
+    @property
     def tied_weight(self) -> str | None:
         """The weight that the first and the last stage both have, by name, if there is one."""
-        return tied_weight(self.shape, self.trace)
+        return self._once("tied weight", partial(tied_weight, self.shape, self.trace))
 
     @property
     def attention_windows(self) -> Windows:
@@ -318,9 +324,8 @@ class TracedModel:
         """Raise ValueError if the model cannot be cut into so many pipeline stages."""
         try:
             stages = stages_of(self.shape, self.trace, num_stages)
-            if num_stages not in self._cut:
-                buffers = self.model.buffers()
-                check_stages(self.shape, buffers, self.trace, self.host.forward, stages)
+            whole = self.shape, self.model.buffers(), self.trace, self.host.forward
+            self._once(("cut", num_stages), partial(check_stages, *whole, stages))
             trains = any(p.requires_grad for p in self.shape.parameters())
             for rank in range(pipeline.size if trains else 0):
                 own = PipelineOrder(pipeline).stages_of(rank)
@@ -333,11 +338,13 @@ class TracedModel:
                 f" into {num_stages} stages: {error}"
                 f"{'; use 1' if num_stages <= len(self.trace.blocks) else ''}"
             ) from None
-        self._cut.add(num_stages)
 
-    @cached_property
+    @property
     def _tensor_plan(self) -> TensorPlan:
         """The cuts of the modes that split features; raises ValueError if it has none."""
+        return self._once("tensor plan", self._make_plan)
+
+    def _make_plan(self) -> TensorPlan:
         try:
             if hasattr(self.model, "peft_config"):
                 raise ValueError("it does not cover adapters")
@@ -347,14 +354,17 @@ class TracedModel:
 
     def _rehearse(self, size: int) -> None:
         """Raise ValueError if the model's code does not run with a rank's share of the features."""
-        if size == 1 or size in self._rehearsed:
+        if size == 1:
             return
-        build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
-        try:
+
+        def share() -> None:
+            build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
             run_with_a_share(build, self.trace, self._tensor_plan, size)
+
+        try:
+            self._once(("share", size, self.recomputation), share)
         except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
             raise self._not_split(error) from None
-        self._rehearsed.add(size)
 
     def _not_split(self, why: Exception) -> ValueError:
         reason = next(iter(str(why).splitlines()), "")

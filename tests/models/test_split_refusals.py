@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import isp
-from isp.parallel import Mode
+from isp.models.model import TracedModel
+from isp.parallel import Mode, ParallelConfig, PipelineConfig
+from isp.settings.recomputation import Recomputation
 from tests.models.models import job, tiny
 from tests.models.own import Own
+from tests.models.test_stages import Plain, UsesFirst
 
 
 def _router() -> nn.Module:
@@ -159,3 +162,29 @@ def test_features_that_cannot_be_split_are_refused(name: str) -> None:
         isp.parallelize(make(), job(size, mode=Mode.MTP))
     assert said in str(raised.value)
     assert not dist.is_initialized()
+
+
+def test_a_check_that_passed_is_not_taken_for_that_of_other_arguments() -> None:
+    """Catches a share that runs whole but not in tiles, and stages of another trace."""
+    model = tiny("llama")
+    plain = type(model.model.layers[1].mlp)
+
+    class _Long(plain):  # type: ignore[valid-type, misc]
+        def forward(self, x: Tensor) -> Any:
+            if x.shape[1] < 3:
+                raise ValueError("a tile is too short")
+            return super().forward(x)
+
+    model.model.layers[1].mlp.__class__ = _Long
+    config, whole = job(2, mode=Mode.MTP), TracedModel(model)
+    whole.check_layout(config.parallel, 16)
+    tiled = whole.computed(recomputation=Recomputation(mlp_tile_tokens=1))
+    with pytest.raises(ValueError, match="a tile is too short"):
+        tiled.check_layout(config.parallel, 16)
+    whole.check_layout(config.parallel, 16)
+
+    stages = ParallelConfig(pipeline=PipelineConfig(size=2))
+    cut, other = TracedModel(Plain()), TracedModel(UsesFirst())
+    cut.check_layout(stages, 16)
+    with pytest.raises(ValueError, match="use more from earlier blocks"):
+        cut.computed(shape=other.shape, trace=other.trace).check_layout(stages, 16)
