@@ -68,20 +68,19 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, empty)
 
 
-def leave_alone(model: nn.Module, shape: nn.Module, unused: Iterable[str]) -> None:
+def leave_alone(shape: nn.Module, unused: Iterable[str]) -> None:
     """Freeze the `unused` parameters, which torch's optimizers would not change either.
 
-    In `model`, and in `shape`, the same without memory.
+    In `shape`, a model without memory. The model itself is frozen where it is built.
     """
-    trained = [name for name in unused if model.get_parameter(name).requires_grad]
+    trained = [name for name in unused if shape.get_parameter(name).requires_grad]
     for name in trained:
-        model.get_parameter(name).requires_grad_(False)
         shape.get_parameter(name).requires_grad_(False)
     if trained:
         logger.warning(
             "%d parameters of %s get no gradient from a forward of tokens and are not trained (%s)",
             len(trained),
-            type(model).__name__,
+            type(shape).__name__,
             ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),
         )
 

@@ -98,7 +98,7 @@ class TracedModel:
         traced = self._empty()  # a forward may leave something in a module
         self.trace = trace_model(traced, self.host.forward)
         self._check_recomputation()
-        leave_alone(model, self.shape, self.trace.unused)
+        leave_alone(self.shape, self.trace.unused)
         how = self.trace, self.host.forward
         probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
         self._lengths = LengthCheck(model, self._empty, *how)
@@ -401,6 +401,8 @@ class TracedModel:
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.host.connect(model)
+            for name in self.trace.unused:
+                model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
         unkept = any(sizes.chunk or sizes.relative for sizes in self.trace.attentions)
         if layers.cache is not None and unkept:

@@ -32,6 +32,7 @@ from isp.weights.parameter import ShardedParameter
 
 __all__ = [
     "begun_by_the_model",
+    "empty_model",
     "folder_model",
     "kept_buffers",
     "parameters_on_meta",
@@ -74,8 +75,7 @@ def _read_and_traced(
 ) -> TracedModel:
     try:
         with limited_model(folder):
-            model = _made(folder, getattr(torch, dtype))
-            weights: InitialWeights = _weights_of(model, Path(folder))
+            model, weights = empty_model(folder, getattr(torch, dtype))
             if trains:
                 _check_dropout(model)
             if adapter is not None:
@@ -94,6 +94,15 @@ def _read_and_traced(
             f"model.hf={folder}: the model's control flow depends on tensor values, so it cannot"
             f" be traced: {first}"
         ) from error
+
+
+def empty_model(folder: str, dtype: torch.dtype) -> tuple[nn.Module, InitialWeights]:
+    """Return the model in `folder` without memory, in training mode, and its weights' source.
+
+    Raises ValueError as `folder_model` does.
+    """
+    model = _made(folder, dtype)
+    return model, _weights_of(model, Path(folder))
 
 
 def saved_again(
@@ -270,10 +279,30 @@ class _Random:
         return iter(())
 
     @torch.no_grad()
+    def check(self) -> None:
+        """Raise ValueError for a parameter that the model's `_init_weights` leaves as it is.
+
+        Weights are made only where their values depend on others, those of one module at a time.
+        """
+        shape: Any = copy.deepcopy(self._shape)
+        for owner, module in shape.named_modules():
+            own = [local for local, _ in module.named_parameters(recurse=False)]
+            drawn = _drawn(shape, owner) if own else {}
+            unknown = [local for local in own if not drawn[local].known]
+            values = _begun(shape, owner, 0) if unknown else {}
+            for local in own:
+                left = values[local].isnan().any() if local in unknown else not drawn[local].calls
+                if left:
+                    raise ValueError(
+                        f"{type(shape).__name__} does not say how to initialize"
+                        f" {f'{owner}.' * bool(owner)}{local}: pass the model with weights"
+                    )
+
+    @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
         """As `InitialWeights`; one module's weights at a time are in memory.
 
-        Raises ValueError for a parameter that the model's `_init_weights` leaves as it is.
+        Raises ValueError as `check` does.
         """
         if not shards:
             return
@@ -300,16 +329,13 @@ class _Random:
                 values = values or _begun(shape, owner, seed)
                 own = layout.shard(values[local])
             if own.isnan().any():
-                raise ValueError(
-                    f"{type(shape).__name__} does not say how to initialize {name}: pass the model"
-                    f" with weights"
-                )
+                self.check()
             item.parameter.copy_(own)
 
 
 def begun_by_the_model(
     model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None
-) -> InitialWeights | None:
+) -> _Random | None:
     """The source of the weights of a model on the meta device; None for one that has weights.
 
     Its buffers get their values, in place. Raises ValueError for a model with only some weights,

@@ -6,6 +6,7 @@ import os
 from dataclasses import field, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,13 +19,14 @@ from isp.data.config import DataConfig
 from isp.models.build import trained_layouts
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
+from isp.models.swap import InitialWeights
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.parallel import Topology
 from isp.settings.section import KeyRole, defaults_of, section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
 from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers
-from isp.train.run import make_world
+from isp.train.run import check_gathered_experts, check_param_groups, make_world
 from model.config import ModelConfig
 
 __all__ = ["ParallelRun", "loop_config", "parallelize"]
@@ -55,51 +57,84 @@ def parallelize(
     """
     if not isinstance(config, JobConfig):
         config = loop_config(config)
-    if config.training.global_batch_size is not None:
-        raise ValueError(
-            f"training.global_batch_size={config.training.global_batch_size} has no effect in"
-            f" isp.parallelize, where the batch is what ranks pass to loss: leave the key out"
-        )
-    given = f"the {type(model).__name__} that isp.parallelize is given"
-    config.model.check_beside(given)
-    if config.model.adapter is not None and not hasattr(model, "peft_config"):
-        raise ValueError(
-            f"model.adapter has no effect on {given}: add the adapter to the model with"
-            f" peft.get_peft_model before, and leave the key out"
-        )
     _check_parameters(model)
-    whole = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
+    weights = begun_by_the_model(model)
+    if weights is not None:
+        weights.check()
+    return _parallelized(model, weights, config, optimizer)
+
+
+def _parallelized(
+    model: nn.Module,
+    weights: InitialWeights | None,
+    config: JobConfig,
+    optimizer: MakeOptimizer | None,
+) -> ParallelRun:
+    """Shard `model`, whose weights are from `weights`, as `parallelize` does.
+
+    What can be refused is, before a process group starts and before the model is changed.
+    """
+    _check_config(config, model)
     least = config.parallel.pipeline.size  # of each call of `loss`, or of `forward_backward`
     config = replace(config, data=replace(config.data, micro_num=least))
-    traced = TracedModel(
-        model,
-        gives_scores=True,
-        weights=begun_by_the_model(model),
-        **how_computed(config.model),
-    )
+    traced = TracedModel(model, gives_scores=True, weights=weights, **how_computed(config.model))
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)
-    if optimizer is None and config.optimizer.is_torchs:
-        layouts = trained_layouts(traced)
-        decayed = {name for name, layout in layouts.items() if layout.decays}
-        optimizer = optimizer_of(config.optimizer, decayed)
-    if optimizer is not None:
-        config.optimizer.check_torchs("isp.parallelize(.., optimizer=..)")
-        dims = {name: p.dim() for name, p in model.named_parameters() if p.requires_grad}
-        check_elementwise(optimizer, dims, world.device)
+    optimizer = _checked_optimizer(traced, config, optimizer, world.device)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    check_gathered_experts(config, topology, traced)
+    trained = sum(p.numel() for p in traced.shape.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
+    given = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
     backend = world.backend if dist.is_initialized() else None
     if backend is None:
-        world.__enter__()
+        world.__enter__()  # until the process ends: a second model uses the same world
     if config.training.deterministic:
         compute_deterministically()
     mesh = Mesh(topology, world.rank, backend=backend)
-    run = ParallelRun(traced, config, mesh, world.device, optimizer)
-    refuse_optimizers(model, whole)
+    try:
+        run = ParallelRun(traced, config, mesh, world.device, optimizer)
+    except Exception as error:  # such as too little memory
+        if any(parameter not in given for parameter in model.parameters()):
+            _spoil(model)
+            error.add_note(
+                f"isp.parallelize had begun to shard the {type(model).__name__}, so some of its"
+                f" weights are shards now: build it again before you call isp.parallelize again"
+            )
+        raise
+    refuse_optimizers(model, given)
     refuse_data_parallel(model)
     return run
+
+
+def _checked_optimizer(
+    traced: TracedModel, config: JobConfig, given: MakeOptimizer | None, device: torch.device
+) -> MakeOptimizer | None:
+    """Return what makes torch's optimizer: the `given` one, or that of `config`; None: none does.
+
+    Raises ValueError for one that looks at more than single elements, and for parameter groups that
+    do not fit the model.
+    """
+    if given is None and not config.optimizer.is_torchs:
+        check_param_groups(config, traced)
+        return None
+    if given is None:
+        layouts = trained_layouts(traced)
+        given = optimizer_of(config.optimizer, {n for n, x in layouts.items() if x.decays})
+        assert given is not None
+    config.optimizer.check_torchs("isp.parallelize(.., optimizer=..)")
+    dims = {name: p.dim() for name, p in traced.shape.named_parameters() if p.requires_grad}
+    check_elementwise(given, dims, device)
+    return given
+
+
+def _spoil(model: nn.Module) -> None:
+    """Let each use of a model raise, of which some weights are shards; `parallelize` refuses it."""
+
+    def forward(*_: object, **__: object) -> None:
+        raise RuntimeError(f"isp.parallelize failed while it sharded this {type(model).__name__}")
+
+    model.forward = forward
 
 
 def loop_config(file: str | Path) -> JobConfig:
@@ -140,6 +175,22 @@ class _LoopConfig(JobConfig):
 
     def _check_run(self) -> None:
         """Check nothing: `parallelize` checks the layout against the trace of the model."""
+
+
+def _check_config(config: JobConfig, model: nn.Module) -> None:
+    """Raise ValueError for keys that have no effect on a model and a loop of the caller's."""
+    if config.training.global_batch_size is not None:
+        raise ValueError(
+            f"training.global_batch_size={config.training.global_batch_size} has no effect in"
+            f" isp.parallelize, where the batch is what ranks pass to loss: leave the key out"
+        )
+    given = f"the {type(model).__name__} that isp.parallelize is given"
+    config.model.check_beside(given)
+    if config.model.adapter is not None and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"model.adapter has no effect on {given}: add the adapter to the model with"
+            f" peft.get_peft_model before, and leave the key out"
+        )
 
 
 def _check_parameters(model: nn.Module) -> None:

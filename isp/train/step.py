@@ -113,8 +113,7 @@ class TrainStep:
         weights_may_change: bool = False,
         objective: TokenLoss | None = None,
     ) -> None:
-        trains = any(p.requires_grad for p in built.model.model.parameters())
-        if mesh[Axis.PIPELINE].size > 1 and trains and not built.trained:
+        if mesh[Axis.PIPELINE].size > 1 and built.model.trained_names and not built.trained:
             raise ValueError(
                 "this rank has no trainable weights: train some in each pipeline stage, or use"
                 " parallel.pipeline.size=1"

@@ -120,7 +120,7 @@ class Trainer:
             mesh.topology, hostnames, factor=warn.slow_rank_factor, steps=warn.slow_rank_steps
         )
         traced = config.language_model
-        trained = sum(p.numel() for p in traced.model.parameters() if p.requires_grad)
+        trained = sum(p.numel() for p in traced.shape.parameters() if p.requires_grad)
         logger.info(
             "model       %s parameters%s, %s, on %s",
             f"{traced.num_parameters:,}",

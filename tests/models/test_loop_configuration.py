@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import isp
+from isp.config import JobConfig
+from isp.models.make import parameters_on_meta
+from isp.parallel import Mode
+from isp.settings import ParamGroupConfig
 from isp.train import host_memory
 from isp.train.asked import TokenScores
 from isp.train.host_memory import check_memory_of_states
 from tests.models.models import TOLERANCE, VOCAB, Rows, job, plain_loss, tiny
 from tests.models.own import Own
-from tests.ranks import run_each
+from tests.ranks import run_each, run_programs
 
 
 def test_a_file_needs_no_other_sections(tmp_path: Path) -> None:
@@ -135,3 +140,73 @@ def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
         isp.parallelize(Own(), config)
     assert not dist.is_initialized()
     check_memory_of_states(config, config.topology(1), 1, num_trained=0)
+
+
+def _of_experts() -> JobConfig:
+    config = job(1, 2)
+    expert = replace(config.parallel.expert, max_gathered_bytes=1)
+    return replace(config, parallel=replace(config.parallel, expert=expert))
+
+
+def _group(**keys: Any) -> dict[str, Any]:
+    return {"param_groups": (ParamGroupConfig(**keys),)}
+
+
+def _unread() -> nn.Module:
+    model = Own()
+    model.tower = nn.Linear(4, 4)
+    return model
+
+
+def _on_meta() -> nn.Module:
+    with parameters_on_meta():
+        return Own()
+
+
+LATE: dict[str, tuple[Callable[[], nn.Module], JobConfig, str]] = {
+    "a group of nothing": (Own, job(1, 2, **_group(pattern="nowhere")), "nowhere"),
+    "a split": (
+        Own,
+        job(1, 2, name="muon", **_group(pattern="up", rule="muon", split=(7,))),
+        "split",
+    ),
+    "experts": (lambda: tiny("qwen3_moe"), _of_experts(), "max_gathered_bytes=1"),
+    "a weight that no token reads": (_unread, job(2, mode=Mode.MTP), "tensor-parallel plan"),
+    "not begun": (_on_meta, job(1, 2), "does not say how to initialize temperature"),
+}
+
+
+def _refused(rank: int, case: tuple[Callable[[], nn.Module], JobConfig, str]) -> None:
+    make, config, said = case
+    model = make()
+    before = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        isp.parallelize(model, config)
+    assert not dist.is_initialized()
+    after = {name: (p, p.requires_grad) for name, p in model.named_parameters()}
+    assert all(after[name][0] is p and after[name][1] == of for name, (p, of) in before.items())
+    if said != LATE["not begun"][2]:
+        assert isp.parallelize(model, job(1, 2)).loss(torch.ones(1, 16, dtype=torch.int64)) > 0
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_refusals_leave_the_world_and_the_model_as_they_were(name: str) -> None:
+    """Catches a process group that a refusal leaves behind, and a model that is sharded by then."""
+    run_programs(2, _refused, LATE[name])
+
+
+def test_a_model_that_is_half_sharded_is_not_taken_again() -> None:
+    """Catches shards that a second call takes for whole weights, after a failure midway."""
+
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        if sum(p.numel() for _, p in named) > 9000:
+            raise MemoryError("too large")
+        return torch.optim.SGD([p for _, p in named])
+
+    model = Own()
+    with pytest.raises(MemoryError, match="too large") as raised:
+        isp.parallelize(model, job(), optimizer=make)
+    assert "build it again before you call isp.parallelize again" in raised.value.__notes__[0]
+    with pytest.raises(ValueError, match="has a forward that is not its class"):
+        isp.parallelize(model, job())
+    isp.parallelize(Own(), job()).loss(torch.ones(1, 16, dtype=torch.int64))
