@@ -20,17 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+from transformers import get_scheduler
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-import isp
-from isp.models.make import without_implementations
 from isp.parallel import Axis
 from isp.train.parallel_run import ParallelRun
-from isp.train.parallelize import loop_config
+from isp.train.parallelize import loop_config, parallelize_folder
 
 __all__ = ["ISPEngine", "ISPEngineConfig"]
 
@@ -78,21 +76,15 @@ class ISPEngine(BaseEngine):
             )
         config = replace(config, training=replace(config.training, max_norm=rule.clip_grad))
         folder = self.model_config.local_path or self.model_config.path
-        dtype = getattr(torch, config.training.dtype)
-        config_of_model = without_implementations(
-            AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        )
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config_of_model, dtype=dtype, trust_remote_code=False
-        )
-        model.requires_grad_(not given.forward_only)
 
         def adamw(named: Any) -> torch.optim.Optimizer:
             own = [parameter for _, parameter in named]
             return torch.optim.AdamW(own, rule.lr, rule.betas, weight_decay=rule.weight_decay)
 
         trains = not given.forward_only
-        self.run = isp.parallelize(model, config, optimizer=adamw if trains else None)
+        self.run = parallelize_folder(
+            folder, config, trains=trains, optimizer=adamw if trains else None
+        )
         self._scheduler: Any = None
         if self.run.optimizer is not None:
             steps, warmup = rule.total_training_steps, rule.lr_warmup_steps

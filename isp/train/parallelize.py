@@ -17,8 +17,9 @@ from isp.config import JobConfig, load_config
 from isp.config.models import how_computed
 from isp.data.config import DataConfig
 from isp.models.build import trained_layouts
+from isp.models.make import limited_model
 from isp.models.model import TracedModel
-from isp.models.pretrained import begun_by_the_model
+from isp.models.pretrained import begun_by_the_model, empty_model
 from isp.models.swap import InitialWeights
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.parallel import Topology
@@ -29,7 +30,7 @@ from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers
 from isp.train.run import check_gathered_experts, check_param_groups, make_world
 from model.config import ModelConfig
 
-__all__ = ["ParallelRun", "loop_config", "parallelize"]
+__all__ = ["ParallelRun", "loop_config", "parallelize", "parallelize_folder"]
 
 
 def parallelize(
@@ -61,6 +62,25 @@ def parallelize(
     weights = begun_by_the_model(model)
     if weights is not None:
         weights.check()
+    return _parallelized(model, weights, config, optimizer)
+
+
+def parallelize_folder(
+    folder: str, config: JobConfig, *, trains: bool, optimizer: MakeOptimizer | None = None
+) -> ParallelRun:
+    """Shard the model in a folder of transformers; each rank reads its shards of the files only.
+
+    `trains`: false for a model whose weights are frozen. Else as `parallelize`. Raises ValueError
+    for a folder without weights in safetensors.
+    """
+    if not any(Path(folder).glob("*.safetensors*")):
+        raise ValueError(
+            f"{folder} has no *.safetensors: pass a folder that save_pretrained of transformers has"
+            f" written"
+        )
+    with limited_model(folder):
+        model, weights = empty_model(folder, getattr(torch, config.training.dtype))
+    model.requires_grad_(trains)
     return _parallelized(model, weights, config, optimizer)
 
 
