@@ -14,6 +14,7 @@ laptops and in containers it often has no address.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +132,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     from isp.comm import RENDEZVOUS_FILE, use_loopback
 
     rendezvous_handler_registry.register(_ONE_MACHINE, _one_machine)
-    folders = tempfile.TemporaryDirectory(prefix="isp-ranks-", ignore_cleanup_errors=True)
-    with StopRequest(keep_handlers=True), folders as error_files:
+    with StopRequest(keep_handlers=True), _private_folder() as error_files:
         folder = Path(error_files)  # of mode 0700
         os.environ[RENDEZVOUS_FILE] = str(folder / "rendezvous")
         use_loopback()
@@ -152,6 +153,25 @@ def launch(nproc: int, command: Sequence[str]) -> int:
             return 128 + int(stop.sigval)
         stopped_by = max(_signals(folder), default=0)
     return 128 + stopped_by if stopped_by else 0
+
+
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a folder of this user alone whose files can be locked, as the ranks' meeting needs.
+
+    Raises ValueError if there is none: some network file systems have no locks.
+    """
+    for parent in (None, "/dev/shm", "/tmp"):
+        with suppress(OSError):
+            made = tempfile.TemporaryDirectory(
+                prefix="isp-ranks-", dir=parent, ignore_cleanup_errors=True
+            )
+            with open(Path(made.name) / "lock", "w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return made
+    raise ValueError(
+        f"TMPDIR={tempfile.gettempdir()}: files there cannot be locked, by which the ranks of this"
+        f" machine meet: set TMPDIR to a folder on a local disk"
+    )
 
 
 def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
