@@ -36,6 +36,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_LOCK = ".lock"
+"""File by which a run locks the folder that it saves to."""
+
 _PUBLISHED = re.compile(r"step_(\d+)")
 _LEFT_OVER = re.compile(r"step_(\d+)\.(tmp|old|deleted)")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -175,13 +178,18 @@ def describe_contents(path: Path) -> str:
 
 
 @contextmanager
-def folder_lock(folder: Path, *, waits: bool = False) -> Iterator[None]:
+def folder_lock(folder: Path, name: str = _LOCK, *, waits: bool = False) -> Iterator[None]:
     """Keep other runs out of `folder`, which exists, until this is left or the process ends.
+
+    The lock is the file `name`.
 
     If another run holds it, raises ValueError with its process, or waits. On a file system without
     locks nothing is kept out.
     """
-    descriptor = open_to_write(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        descriptor = open_to_write(folder / name, os.O_RDWR | os.O_CREAT)
+    except PermissionError:  # another user's, which can be locked all the same
+        descriptor = open_to_write(folder / name, os.O_RDONLY)
     try:
         _lock(descriptor, folder, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(OSError):  # a full disk is reported by what needs the room
@@ -195,7 +203,7 @@ def folder_lock(folder: Path, *, waits: bool = False) -> Iterator[None]:
 def check_unlocked(folder: Path) -> None:
     """Raise ValueError if a run holds the lock of `folder`; makes nothing."""
     try:
-        file = open_regular(folder / ".lock", follow=False)
+        file = open_regular(folder / _LOCK, follow=False)
     except FileNotFoundError:
         return
     with file:  # a shared lock: two starts may look at once

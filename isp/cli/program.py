@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from isp import __version__
@@ -168,7 +169,8 @@ def _train(args: argparse.Namespace) -> int:
         if code:
             from isp.train.resume import reopen_finished
 
-            reopen_finished(config.job)
+            with suppress(OSError, ValueError):  # of a folder that is gone: `code` says more
+                reopen_finished(config.job)
         return code
     from isp.train import main as train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["launch_id", "launcher", "process_name", "was_restarted"]
+__all__ = ["launch_id", "launcher", "on_one_machine", "process_name", "was_restarted"]
 
 
 def launch_id() -> str:
@@ -19,6 +19,11 @@ def was_restarted() -> bool:
     On several machines it counts only the failures of its own ranks, so False says nothing there.
     """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def on_one_machine() -> bool:
+    """Return whether torchrun started ranks on this machine alone."""
+    return os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def launcher() -> str:

@@ -56,7 +56,13 @@ from isp.run.folder import (
     run_name,
     try_writing,
 )
-from isp.run.launcher import launch_id, launcher, process_name, was_restarted
+from isp.run.launcher import (
+    launch_id,
+    launcher,
+    on_one_machine,
+    process_name,
+    was_restarted,
+)
 from isp.settings import CheckpointConfig, JobSection
 from isp.settings.section import KeyRole
 from isp.train.begin_from import check_folder
@@ -180,7 +186,8 @@ def _starting(job: JobSection) -> Iterator[None]:
     with ExitStack() as held:
         with explained(f"job.dump_folder={job.dump_folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(folder_lock(folder, waits=True))
+            # Not the name of a checkpoint folder's lock: checkpoint.folder may be this folder.
+            held.enter_context(folder_lock(folder, ".start.lock", waits=True))
         yield
 
 
@@ -327,8 +334,10 @@ def _interrupted(config: JobConfig) -> tuple[RunFolder, float] | None:
         launch = run.launch()
         if launch is None or launch.id != launch_id():
             continue
-        # Launches may share a name ("none"), so the count is taken to mean the newest run only.
-        if (own and launch.launcher == own) or (was_restarted() and number == 0):
+        # Launches may share a name ("none"), so the count is taken to mean the newest run only. One
+        # process may launch several times: on one machine the count tells a restart from that.
+        is_same = own and launch.launcher == own and (was_restarted() or not on_one_machine())
+        if is_same or (was_restarted() and number == 0):
             return run, launch.at
     return None
 
@@ -427,7 +436,9 @@ def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
     has_form = isinstance(places, list) and len(places) == parts and all(map(is_place, places))
     why = "" if has_form else "it was saved without one"
     # A place is a count of files and documents in the order of the seed: elsewhere it is any place.
-    for key, there, here in differences(saved_config(info) or {}, to_plain(config)):
+    # A URL with another signature names the same data.
+    saved = redacted_values(saved_config(info) or {})
+    for key, there, here in differences(saved, to_plain(config, redact=True)):
         is_source = key.startswith("data.source") and not key.endswith(_SHARES)
         if key in ("data.text_key", "training.seed") or is_source:
             why = why or f"{key}: {there} there, {here} now"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from isp.checkpoint.choice import newest_at
-from isp.config import load_config
+from isp.config import load_config, to_plain
 from isp.data import stream
 from isp.data.mixture import MixedDataset
 from isp.data.sources import check_sources, open_datasets
@@ -175,6 +175,19 @@ def test_a_place_of_another_form_is_none(streamed: tuple[Path, list[str]], place
     assert stream_place(info, config) == info.manifest.shared["stream"]
     with pytest.raises(ValueError, match=r"no place .* \(it was saved without one\)"):
         stream_place(other, config)
+
+
+def test_a_place_holds_under_another_signature(streamed: tuple[Path, list[str]]) -> None:
+    """Catches a source read again from its beginning since its URL was signed anew, or is kept
+    without its credentials.
+    """
+    job, _ = streamed
+    info, alone = newest_at(run_folders(job)[0]), ["--data.streaming", "--data.source"]
+    urls = [f"https://me:word@a.org/x.jsonl?X-Amz-Signature={number}" for number in range(2)]
+    first, second = (load_config(job, [*alone, url]) for url in urls)
+    shared = {"config": to_plain(first, redact=True), "stream": [0] * 5}
+    kept = replace(info, manifest=info.manifest.model_copy(update={"shared": shared}))
+    assert stream_place(kept, first) == stream_place(kept, second) == [0] * 5
 
 
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:

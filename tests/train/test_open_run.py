@@ -131,6 +131,10 @@ def test_no_restart_begins_another_run(
     _launch(monkeypatch, "train", restarts)
     again = _open(config)
     assert again == run._replace(resumes=True, note="")
+    if not restarts and "false" in words:  # one process that launches twice, on one machine
+        monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+        assert _open(config).folder != run.folder
+        monkeypatch.delenv("GROUP_WORLD_SIZE")
     if not restarts and "--checkpoint.load_step" not in words:
         monkeypatch.setattr(resume, "launcher", lambda: "another torchrun with the same --rdzv-id")
         assert _open(config).folder != run.folder
@@ -342,27 +346,25 @@ def test_a_dump_folder_that_cannot_be_made_is_refused_before_ranks(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("folder", ["both", "out/job"])
 def test_a_new_folder_is_held_from_the_beginning(
-    load: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: str, load: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches two runs begun at once in a folder, or of a job, that was there for neither when it
-    looked.
+    looked, and a run that keeps itself out where it saves to the folder of its job.
     """
-    looked, folders = [], [tmp_path / "both", tmp_path / "out" / "job"]
+    looked, locks = [], [(tmp_path / folder, ".lock"), (tmp_path / "out" / "job", ".start.lock")]
 
     def named() -> str:
-        for folder in folders:
-            with (
-                pytest.raises(ValueError, match="another run is saving to"),
-                folder_lock(folder),
-            ):
+        for lock in locks:
+            with pytest.raises(ValueError, match="another run is saving to"), folder_lock(*lock):
                 pass
-            looked.append(folder)
+            looked.append(lock)
         return run_name()
 
     monkeypatch.setattr(resume, "run_name", named)
-    _open(load("--checkpoint.folder", str(tmp_path / "both")))
-    assert looked == folders
+    _open(load("--checkpoint.folder", str(tmp_path / folder)))
+    assert looked == locks
 
 
 def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
