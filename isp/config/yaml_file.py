@@ -65,7 +65,10 @@ def read_yaml(path: str | Path) -> YamlFile:
     a mapping, or that gives a key twice.
     """
     try:
-        text = read_limited(path, _MOST_BYTES).decode()
+        # What a shell gives a command by <(..) is the user's own pipe.
+        is_own = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+        data = Path(path).read_bytes() if is_own else read_limited(path, _MOST_BYTES)
+        text = data.decode()
     except OSError as error:
         raise ValueError(f"{path}: cannot read it: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -142,7 +142,8 @@ def _address_space(most_bytes: int) -> Iterator[None]:
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        if size:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager
@@ -162,7 +163,8 @@ def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        if before is not None:  # None: a handler that is not Python's
+            signal.signal(signal.SIGALRM, before)
         if due:
             left = max(1e-3, due - (time.monotonic() - begin))
             signal.setitimer(signal.ITIMER_REAL, left, interval)

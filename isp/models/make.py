@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _CONFIG_SECONDS, _CONFIG_BYTES = 60.0, 2**30
 """Limits of reading a config.json: some kinds make a list with an entry for each layer."""
+_GPU_ADDRESSES = 2**46
+"""Addresses that a driver of GPUs may reserve, if a library starts it meanwhile."""
 _MODEL_SECONDS, _MODEL_BYTES = 1200.0, 2**35
 """Limits of making and tracing a model: its modules, buffers such as tables of angles, and what the
 probe's backward keeps (4 GB for 70B parameters). At most half of the machine's memory."""
@@ -102,7 +104,8 @@ def folder_config(folder: str | Path) -> Any:
 
     check_regular_files(folder)
     what = str(Path(folder) / "config.json")
-    with limited(what, seconds=_CONFIG_SECONDS, most_bytes=_CONFIG_BYTES):
+    addresses = _GPU_ADDRESSES if torch.cuda.is_available() else None
+    with limited(what, seconds=_CONFIG_SECONDS, most_bytes=_CONFIG_BYTES, address_bytes=addresses):
         # Without trust_remote_code transformers asks at the terminal, on every rank.
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return without_implementations(config)
@@ -111,12 +114,11 @@ def folder_config(folder: str | Path) -> Any:
 @contextmanager
 def limited_model(folder: str) -> Iterator[None]:
     """Limit what the sizes in a folder's config.json make a model without weights take."""
-    # A parameter is allocated, and never touched, before it goes to the meta device. A driver of
-    # GPUs that a library starts meanwhile reserves addresses for all of their memory.
+    # A parameter is allocated, and never touched, before it goes to the meta device.
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     addresses = max(physical, 2**36)
     if torch.cuda.is_available():
-        addresses = 2**46
+        addresses = _GPU_ADDRESSES
     with limited(
         f"the model of {Path(folder) / 'config.json'}",
         seconds=_MODEL_SECONDS,
