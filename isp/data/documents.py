@@ -200,8 +200,10 @@ def _without_null(value: Any) -> Any:
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON ({error}): correct or remove the line") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply: correct or remove it") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}: each line must be an object")
     return record

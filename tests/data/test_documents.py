@@ -88,10 +88,9 @@ def test_python_stdlib_is_the_library_alone() -> None:
         ("{}", "has no key 'text', only none"),
         ('{"text": 3}', "holds int under 'text'"),
         ('{"text": null}', "(null: text) has no key 'text', only none"),
-        ('{"text": "x", "y": ' + "[" * 900 + "]" * 900 + "}", "is nested too deeply"),
         ('{"text": "\\ud800"}', "not Unicode"),
         (b'{"text": "\xff"}', "is not JSON"),
-        ('{"text": ' + "[" * 100_000, "is not JSON (maximum recursion depth exceeded"),
+        ('{"text": ' + "[" * 100_000, "is nested too deeply"),
     ],
 )
 def test_bad_jsonl_line(tmp_path: Path, line: str | bytes, message: str) -> None:
