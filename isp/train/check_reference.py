@@ -113,7 +113,6 @@ def make_reference(
     plain = subject.plain()
     parameters = dict(plain.named_parameters())  # shared ones once
     start = {name: p.detach().clone() for name, p in parameters.items()}
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
     valid = int((rows.labels != IGNORED).sum())
     outputs = Outputs()
     total = torch.zeros((), dtype=torch.float64)
@@ -130,6 +129,12 @@ def make_reference(
                 (loss / valid).backward()
                 total += loss.detach() / valid
                 end += length
+    # A weight that the layouts leave out must have no gradient, and one that has is compared.
+    trained = {
+        name: p
+        for name, p in parameters.items()
+        if p.requires_grad and (name in layouts or p.grad is not None)
+    }
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in trained.items()
