@@ -229,7 +229,7 @@ def _written(chat: Conversation, given: Sequence[Mapping[str, Any]]) -> Conversa
     """Return a conversation that the template writes as a whole; ValueError if it does not.
 
     `given`: its messages, with arguments as text where they were given so. Some templates
-    (DeepSeek's) join texts, and cannot write objects.
+    (DeepSeek's) add texts by `+`, which fails with objects.
     """
     if not any("tool_calls" in m or m["role"] == "system" for m in chat.messages):
         return chat

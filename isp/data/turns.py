@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 from isp.data.documents import JsonLine
 from isp.data.rendering import REASONING, Named
 
-__all__ = ["Beside", "read_beside", "read_talk", "read_turns", "unnamed_keys", "with_system"]
+__all__ = [
+    "Arguments",
+    "Beside",
+    "read_beside",
+    "read_talk",
+    "read_turns",
+    "unnamed_keys",
+    "with_system",
+]
 
 _ROLES = ("system", "user", "assistant", "tool")
 _ASSISTANT = ("gpt", "chatgpt", "bing", "bard", "model")
@@ -49,6 +57,23 @@ _REFUSED = {
 
 _SYSTEM = ("system_prompt", "system_message")
 """Other names of `system`."""
+
+
+class Arguments(dict[str, Any]):
+    """Arguments of a tool call as an object, which is printed as the JSON text that it was.
+
+    A template may take its items, or write it as it is: both as with the form that it expects.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:  # in a call that is printed as a whole
+        return repr(self._text)
 
 
 class Beside(NamedTuple):
@@ -239,7 +264,7 @@ def _read_call(call: dict[str, Any], where: str, parses: bool) -> dict[str, Any]
     arguments = _from_json(text, where, "arguments") if text.strip() else {}
     if not isinstance(arguments, dict):
         raise ValueError(f"{where} has a tool call whose 'arguments' are not a JSON object: {text}")
-    return {**call, "arguments": arguments} if parses else call
+    return {**call, "arguments": Arguments(arguments, text)} if parses else call
 
 
 def _from_json(text: Any, where: str, key: str) -> Any:

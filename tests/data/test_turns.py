@@ -164,9 +164,31 @@ def test_a_template_keeps_the_names_and_forms_that_it_has(tmp_path: Path) -> Non
     talk = {"messages": [TURNS[0], {"role": "bot", "content": "R"}, TURNS[1]]}
     path = write_lines(tmp_path / "a.jsonl", [talk])
     assert shown(chat_folder(tmp_path / "own", own), path) == [written(USER, ("bot", "R"), ANSWER)]
-    path = write_lines(tmp_path / "b.jsonl", [call('{"a":1}', content="")])
-    assert shown(chat_folder(tmp_path / "joins", JOINS), path) == [
-        written(USER, ("assistant", '<call>add {"a":1}'))
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("{{- ' ' + ARGUMENTS }}", '{"a":"é"}'),
+        ("{{- ' ' ~ ARGUMENTS }}", '{"a":"é"}'),
+        ("{{- ' ' }}{{ ARGUMENTS }}", '{"a":"é"}'),
+        ("{{- ' ' }}{{ ARGUMENTS | string | trim }}", '{"a":"é"}'),
+        ("{{- ' ' }}{{ c.function }}", "{'name': 'add', 'arguments': '{\"a\":\"é\"}'}"),
+        ("{{- ' ' ~ ARGUMENTS | tojson }}", '{"a": "é"}'),
+        ("{{- ' ' ~ (ARGUMENTS is mapping) ~ ARGUMENTS.a ~ ARGUMENTS['a'] }}", "Trueéé"),
+        ("{{- ' ' ~ ARGUMENTS | dictsort ~ ARGUMENTS | length }}", "[('a', 'é')]1"),
+    ],
+)
+def test_arguments_that_are_json_text_are_written_in_either_form(
+    tmp_path: Path, expression: str, text: str
+) -> None:
+    """Catches arguments that a template cannot write, or writes as Python writes a dict."""
+    template = JOINS.replace(
+        "{{- ' ' + c.function.arguments }}", expression.replace("ARGUMENTS", "c.function.arguments")
+    )
+    path = write_lines(tmp_path / "b.jsonl", [call('{"a":"é"}', content="")])
+    assert shown(chat_folder(tmp_path / "joins", template), path) == [
+        written(USER, ("assistant", f"<call>add {text}"))
     ]
 
 
