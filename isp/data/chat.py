@@ -4,9 +4,10 @@ Tokens are found by the characters they stand for, since transformers' own mask 
 the first of the tokens of a character that ends a block.
 """
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from isp.data.config import BYTE_TOKENIZER, TrainOn
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.rendering import Rendered, TemplateFailure, named_in
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
-from isp.data.turns import read_turns, unnamed_keys
+from isp.data.turns import Arguments, read_turns, unnamed_keys
 from isp.foreign.files import check_regular_files, read_limited
 from isp.settings.packages import require
 
@@ -241,30 +242,66 @@ def _written(chat: Conversation, given: Sequence[Mapping[str, Any]]) -> Conversa
             text = chat.render().text
         except TemplateFailure:
             raise failure from None
-    # Names that are found nowhere else: a list of tools has those of their calls, too.
-    marked, names = list[Mapping[str, Any]](), dict[str, str]()
-    for number, message in enumerate(chat.messages, start=1):
-        content, calls = message.get("content"), message.get("tool_calls", [])
-        if message["role"] == "system" and isinstance(content, str) and content.strip() not in text:
-            name = f"isp_system_{number}"
-            names[name], message = f"message {number} (system)", {**message, "content": name}
-        for i, call in enumerate(calls):
-            name = f"isp_call_{number}_{i}"
-            names[name] = f"message {number}: tool call {i + 1}"
-            of_call = {**call.get("function", call), "name": name}
-            call = {**call, "function": of_call} if "function" in call else of_call
-            message = {**message, "tool_calls": [*calls[:i], call, *calls[i + 1 :]]}
-            calls = message["tool_calls"]
-        marked.append(message)
-    if not names:
-        return chat
-    text = chat._replace(messages=marked).render().text
-    if lost := next((what for name, what in names.items() if name not in text), None):
+    lost = _lost(chat, text, _with_name)
+    if any("tool call" in what for what in lost):
+        # Some templates (Kimi K2's) write the id in place of the name. A template that refuses
+        # another id or other arguments has not been seen to write the call.
+        with suppress(TemplateFailure):
+            found = _lost(chat, text, _with_id_and_arguments)
+            lost = [what for what in lost if what in found]
+    if lost:
         raise ValueError(
-            f"{lost} is not in what the chat template writes: name another template with"
+            f"{lost[0]} is not in what the chat template writes: name another template with"
             " data.chat_template (--chat-template)"
         )
     return chat
+
+
+def _lost(
+    chat: Conversation, text: str, with_mark: Callable[[dict[str, Any], str], dict[str, Any]]
+) -> list[str]:
+    """Return which system messages, and tool calls `with_mark`, the template does not write.
+
+    Marks are found nowhere else: a list of tools has the names of their calls, and results have
+    their ids.
+    """
+    marked, marks = list[Mapping[str, Any]](), dict[str, str]()
+    for number, message in enumerate(chat.messages, start=1):
+        content, calls = message.get("content"), list[dict[str, Any]]()
+        if message["role"] == "system" and isinstance(content, str) and content.strip() not in text:
+            mark = f"isp{len(marks):06}"
+            marks[mark], message = f"message {number} (system)", {**message, "content": mark}
+        for i, call in enumerate(message.get("tool_calls", [])):
+            mark = f"isp{len(marks):06}"  # nine letters and digits, as Mistral's ids
+            marks[mark] = f"message {number}: tool call {i + 1}"
+            calls.append(with_mark(call, mark))
+        marked.append({**message, "tool_calls": calls} if calls else message)
+    if not marks:
+        return []
+    text = chat._replace(messages=marked).render().text
+    return [what for mark, what in marks.items() if mark not in text]
+
+
+def _with_name(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": {**call["function"], "name": mark}}
+    return {**call, "name": mark}
+
+
+def _with_id_and_arguments(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    if isinstance(function := call.get("function"), dict):
+        call = {**call, "function": _with_id_and_arguments(function, mark)}
+    if "id" in call:
+        call = {**call, "id": mark}
+    if "arguments" not in call:
+        return call
+    given = call["arguments"]
+    values = json.loads(given or "{}") if isinstance(given, str) else given
+    if not isinstance(values, dict):
+        return call
+    values = {key: mark if isinstance(x, str) else x for key, x in values.items()} | {mark: mark}
+    text = json.dumps(values)
+    return {**call, "arguments": text if isinstance(given, str) else Arguments(values, text)}
 
 
 def _without_weights(chat: Conversation) -> Rendered:

@@ -263,6 +263,18 @@ def test_what_is_not_known_is_refused_with_row_and_key(
     ("row", "template", "fault"),
     [
         (call({"a": 1}, content=""), CHATML, "message 2: tool call 1 is not in what"),
+        (  # the result of a call has its id, too
+            {
+                "messages": [
+                    *call('{"a": "x"}')["messages"],
+                    {"role": "tool", "tool_call_id": "1", "content": ""},
+                ]
+            },
+            TEMPLATE.replace("m.tool_calls or []", "[]").replace(
+                "m.content or ''", "m.content or m.tool_call_id or ''"
+            ),
+            "message 2: tool call 1 is not in what",
+        ),
         (
             {"messages": [{"role": "system", "content": "S"}, *TURNS]},
             TEMPLATE.replace("for m in messages", "for m in messages if m.role != 'system'"),
@@ -277,6 +289,29 @@ def test_what_a_template_does_not_write_is_refused(
     folder = chat_folder(tmp_path / "model", template)
     with pytest.raises(ValueError, match=f"a.jsonl, line 1: {fault}"):
         shown(folder, write_lines(tmp_path / "a.jsonl", [row]))
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ("c['id'] ~ ' ' ~ c.function.arguments", 'functions.add:0 {"a":"x"}'),
+        ("c['id']", "functions.add:0"),
+        ("c.function.arguments", '{"a":"x"}'),
+        ("c.function.arguments | tojson", '{"a": "x"}'),
+        ("c.function.arguments.a", "x"),
+        ("'' + c.function.arguments", '{"a":"x"}'),
+    ],
+)
+def test_a_call_may_be_written_without_its_name(tmp_path: Path, part: str, text: str) -> None:
+    """Catches the refusal of a template that writes the id of a call, which has its name in it."""
+    template = JOINS.replace("+ c.function.name", "").replace("' ' + c.function.arguments", part)
+    row = call('{"a":"x"}', content="")
+    row["messages"][1]["tool_calls"][0]["id"] = "functions.add:0"
+    row["messages"].append({"role": "tool", "tool_call_id": "functions.add:0", "content": "R"})
+    path = write_lines(tmp_path / "a.jsonl", [row])
+    assert shown(chat_folder(tmp_path / "model", template), path) == [
+        written(USER, ("assistant", f"<call>{text}"), ("tool", "R"))
+    ]
 
 
 def test_keys_that_are_not_used_are_listed_once(tmp_path: Path) -> None:
