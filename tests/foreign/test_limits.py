@@ -211,6 +211,28 @@ def test_a_tokenizer_is_tried_before_it_is_used(
     HFTokenizer(_tokenizer(tmp_path))  # a file that has changed is tried again
 
 
+NO_UNKNOWN: dict[str, dict[str, object]] = {
+    "WordLevel": {"vocab": {"</s>": 0, "a": 1}, "unk_token": "[UNK]"},
+    "WordPiece": {
+        "vocab": {"</s>": 0, "a": 1},
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+    },
+    "Unigram": {"vocab": [["</s>", 0.0], ["a", -1.0]], "unk_id": None},
+}
+
+
+@pytest.mark.parametrize("kind", NO_UNKNOWN)
+def test_a_tokenizer_without_a_token_for_what_is_unknown(tmp_path: Path, kind: str) -> None:
+    """Catches a trial that asks of a tokenizer more than the texts that it is made for."""
+    pytest.importorskip("tokenizers")
+    keys = ("single_word", "lstrip", "rstrip", "normalized")
+    end = {"id": 0, "content": "</s>", "special": True, **dict.fromkeys(keys, False)}
+    file = _tokenizer(tmp_path, model={"type": kind, **NO_UNKNOWN[kind]}, added_tokens=[end])
+    assert HFTokenizer(file).encode("a a").tolist() == [1, 1]
+
+
 SIZES = {
     "layers": ("llama", {"num_hidden_layers": 10**9}),
     "a list of layers": ("qwen3", {"num_hidden_layers": 10**9}),
