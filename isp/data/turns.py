@@ -106,17 +106,27 @@ def read_beside(line: JsonLine) -> Beside:
     """
     record = line.record
     for key, instead in _REFUSED.items():
-        if key in record and record[key] not in ("", []):  # as a row without images has them
+        if key in record and _filled(record[key]) is not None:
             raise ValueError(f"{line.where} has {key!r}, which is not read: {instead}")
-    tools = record.get("tools") or None  # [] and "": of a row without tools
-    with suppress(ValueError):
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-    return Beside(tools, record.get("chat_template_kwargs"))
+    return Beside(_filled(record.get("tools")) or None, record.get("chat_template_kwargs"))
+
+
+def _filled(value: Any) -> Any:
+    """Return what a row has, parsed if it is JSON text; None for what is empty.
+
+    Rows without tools, functions or images have "", [], "[]" or [null] there.
+    """
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    is_null = isinstance(value, list) and all(x is None for x in value)
+    return None if is_null or value in ("", {}) else value
 
 
 def with_system(messages: Any, line: JsonLine) -> Any:
     """Return `messages` after the `system` of their row, if it has one, and they do not begin so.
 
+    An empty system message at their beginning is replaced.
     Raises ValueError for another system message, and for a name of it that is not read.
     """
     first = messages[0] if isinstance(messages, list) and messages else None
@@ -131,13 +141,14 @@ def with_system(messages: Any, line: JsonLine) -> Any:
             raise ValueError(f"{line.where} has a {key!r} that is not text")
         if key != "system":
             raise ValueError(f"{line.where} has {key!r}, which is not read: name it 'system'")
-        if is_system:
+        if is_system and own not in (None, ""):
             raise ValueError(
                 f"{line.where} has a 'system', and its messages begin with another system message:"
                 " leave one of them out"
             )
         if isinstance(messages, list):
-            messages, own = [{"role": "system", "content": text}, *messages], text
+            rest = messages[1:] if is_system else messages
+            messages, own = [{"role": "system", "content": text}, *rest], text
     return messages
 
 

@@ -92,6 +92,14 @@ def call(arguments: Any, **keys: Any) -> dict[str, Any]:
             written(("system", "S"), USER, ANSWER),
         ),
         ({"system_prompt": "", "messages": TURNS, "images": []}, written(USER, ANSWER)),
+        *(
+            ({"messages": TURNS, "tools": x, "functions": x, "images": x}, written(USER, ANSWER))
+            for x in ("[]", "", [], [None], "null")
+        ),
+        *(
+            ({"system": "S", "conversations": [own, *GPT]}, written(("system", "S"), USER, ANSWER))
+            for own in ({"from": "system", "value": ""}, {"role": "system", "content": None})
+        ),
         # Weights.
         (
             {"conversations": [*GPT, GPT[0], {**GPT[1], "weight": 0}]},
@@ -203,6 +211,7 @@ def test_arguments_that_are_json_text_are_written_in_either_form(
         ({"system_prompt": "S", "messages": TURNS}, "'system_prompt', which is not read: name it"),
         ({"messages": TURNS, "conversations": GPT}, "has 'messages' and 'conversations'"),
         ({"messages": TURNS, "functions": [{"name": "f"}]}, "'functions', .*: write 'tools'"),
+        ({"messages": TURNS, "functions": '[{"name": "f"}]'}, "'functions', .*: write 'tools'"),
         ({"messages": TURNS, "images": ["a.png"]}, "'images', which is not read: only text"),
         ({"messages": TURNS, "weight": 0}, "'weight', which is not read: rows have no weight"),
         ({"messages": TURNS, "assistant_masks": [0]}, "'assistant_masks', which is not read"),
