@@ -31,10 +31,15 @@ _ASSISTANT = ("gpt", "chatgpt", "bing", "bard", "model")
 _TOOL = ("observation", "function_response", "tool_response", "function", "ipython")
 _OF_DIALECTS = {
     "human": "user",
+    "developer": "system",  # as OpenAI names it now
     **dict.fromkeys(_ASSISTANT, "assistant"),
     **dict.fromkeys(_TOOL, "tool"),
 }
-"""Other names of roles; a template that compares a role with such a name gets it as it is."""
+"""Other names of roles; a template that compares a role with such a name gets it as it is.
+
+Not an assistant's, if the template knows `assistant`: Gemma's compares with `model`, which it has
+named so itself.
+"""
 
 _RENAMED = {"from": "role", "value": "content"}
 """ShareGPT's names of keys."""
@@ -131,7 +136,7 @@ def with_system(messages: Any, line: JsonLine) -> Any:
     """
     first = messages[0] if isinstance(messages, list) and messages else None
     first = first if isinstance(first, dict) else {}
-    is_system = first.get("role", first.get("from")) == "system"
+    is_system = first.get("role", first.get("from")) in ("system", "developer")
     own = first.get("content", first.get("value")) if is_system else None
     for key in ("system", *_SYSTEM):
         text = line.record.get(key, "")
@@ -192,7 +197,7 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
         called = _from_json(turn.get("content"), where, "content")
         calls = called if isinstance(called, list) else [called]
         turn |= {"role": "assistant", "content": "", "tool_calls": [*map(_as_call, calls)]}
-    elif role not in named.roles:
+    elif role not in named.roles or (role in _ASSISTANT and "assistant" in named.roles):
         turn["role"] = _OF_DIALECTS.get(role, role)
         if turn["role"] not in _ROLES:
             raise ValueError(

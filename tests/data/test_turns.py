@@ -110,6 +110,10 @@ def call(arguments: Any, **keys: Any) -> dict[str, Any]:
             written(USER, ANSWER),
         ),
         # Roles.
+        (
+            {"messages": [{"role": "developer", "content": "S"}, *TURNS]},
+            written(("system", "S"), USER, ANSWER),
+        ),
         *(
             ({"conversations": [GPT[0], {"from": role, "value": "A"}]}, written(USER, ANSWER))
             for role in ("chatgpt", "bing", "bard", "model", "assistant")
@@ -166,12 +170,29 @@ def test_both_answers_of_a_pair_begin_with_the_system_message(tmp_path: Path) ->
     assert shown(folder, write_lines(tmp_path / "a.jsonl", [row])) == expected
 
 
-def test_a_template_keeps_the_names_and_forms_that_it_has(tmp_path: Path) -> None:
-    """Catches a role of the template's own that is renamed, and arguments that it cannot write."""
-    own = TEMPLATE.replace("m.content or ''", "m.content or ('?' if m['role'] in ['bot'] else '')")
-    talk = {"messages": [TURNS[0], {"role": "bot", "content": "R"}, TURNS[1]]}
+def test_a_template_keeps_the_roles_that_it_has(tmp_path: Path) -> None:
+    """Catches a role of the template's own that is renamed."""
+    own = TEMPLATE.replace(
+        "m.content or ''", "m.content or ('?' if m['role'] in ['bot', 'developer'] else '')"
+    )
+    talk = {"messages": [{"role": role, "content": "R"} for role in ("developer", "bot")] + TURNS}
     path = write_lines(tmp_path / "a.jsonl", [talk])
-    assert shown(chat_folder(tmp_path / "own", own), path) == [written(USER, ("bot", "R"), ANSWER)]
+    assert shown(chat_folder(tmp_path / "own", own), path) == [
+        written(("developer", "R"), ("bot", "R"), USER, ANSWER)
+    ]
+
+
+def test_a_template_that_renames_the_assistant_itself(tmp_path: Path) -> None:
+    """Catches turns of the role `model` without loss, since a template compares with that, too."""
+    renames = TEMPLATE.replace(
+        "{{- '<|im_start|>' + m.role",
+        "{%- set role = 'model' if m.role == 'assistant' else m.role %}"
+        "{{- '<|im_start|>' + ('assistant' if role == 'model' else role)",
+    )
+    path = write_lines(
+        tmp_path / "a.jsonl", [{"messages": [TURNS[0], {**TURNS[1], "role": "model"}]}]
+    )
+    assert shown(chat_folder(tmp_path / "model", renames), path) == [written(USER, ANSWER)]
 
 
 @pytest.mark.parametrize(
@@ -205,6 +226,10 @@ def test_arguments_that_are_json_text_are_written_in_either_form(
     [
         (
             {"system": "S", "messages": [{"role": "system", "content": "T"}, *TURNS]},
+            "has a 'system', and its messages begin with another system message",
+        ),
+        (
+            {"system": "S", "messages": [{"role": "developer", "content": "T"}, *TURNS]},
             "has a 'system', and its messages begin with another system message",
         ),
         ({"system": ["S"], "messages": TURNS}, "has a 'system' that is not text"),
