@@ -193,6 +193,7 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
     if not isinstance(role, str):
         raise ValueError(f"{where} has no 'role' that is text")
     where = f"{where} ({role})"
+    _check_calls(turn, where, named)
     if role == "function_call" and role not in named.roles:
         called = _from_json(turn.get("content"), where, "content")
         calls = called if isinstance(called, list) else [called]
@@ -206,7 +207,8 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
                 " (data.chat_template)"
             )
     if "function_call" in turn and "function_call" not in named.words:  # OpenAI's older key
-        turn["tool_calls"] = [_as_call(turn.pop("function_call"))]
+        called = turn.pop("function_call")
+        turn |= {} if _filled(called) is None else {"tool_calls": [_as_call(called)]}
     if "tool_calls" in turn:
         turn["tool_calls"] = _read_calls(turn["tool_calls"], where, parses)
         if not turn["tool_calls"]:  # templates ask whether there is the key
@@ -218,6 +220,19 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
     if not isinstance(content, str | list) and "tool_calls" not in turn:
         raise ValueError(f"{where} has no 'content' that is text")
     return turn
+
+
+def _check_calls(turn: dict[str, Any], where: str, named: Named) -> None:
+    """Check that tool calls stand in one place, which becomes `tool_calls`."""
+    keys = [key for key in ("tool_calls", "function_call") if _filled(turn.get(key)) is not None]
+    if "function_call" in named.words:  # the template reads both
+        keys = [key for key in keys if key != "function_call"]
+    if turn["role"] == "function_call" and "function_call" not in named.roles:
+        keys.append("content")
+    if len(keys) > 1:
+        raise ValueError(
+            f"{where} has tool calls in {keys[0]!r} and in {keys[1]!r}: leave one of them out"
+        )
 
 
 def _check_weight(turn: dict[str, Any], where: str) -> None:
@@ -279,7 +294,9 @@ def _read_call(call: dict[str, Any], where: str, parses: bool) -> dict[str, Any]
         return call
     arguments = _from_json(text, where, "arguments") if text.strip() else {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"{where} has a tool call whose 'arguments' are not a JSON object: {text}")
+        raise ValueError(
+            f"{where} has a tool call whose 'arguments' are not a JSON object: {text!r:.200}"
+        )
     return {**call, "arguments": Arguments(arguments, text)} if parses else call
 
 

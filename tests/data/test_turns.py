@@ -146,6 +146,16 @@ def call(arguments: Any, **keys: Any) -> dict[str, Any]:
             written(USER, CALL),
         ),
         ({"messages": [TURNS[0], {**TURNS[1], "tool_calls": []}]}, written(USER, ANSWER)),
+        (
+            {
+                "messages": [
+                    TURNS[0],
+                    {"role": "assistant", "function_call": CALLED, "tool_calls": []},
+                    {**TURNS[1], "function_call": {}},
+                ]
+            },
+            written(USER, CALL, ANSWER),
+        ),
         ({"messages": TURNS, "tools": ""}, written(USER, ANSWER)),
         ({"messages": TURNS, "tools": '[{"name": "f"}]'}, "<tools>f" + written(USER, ANSWER)),
         # Answers.
@@ -264,7 +274,22 @@ def test_arguments_that_are_json_text_are_written_in_either_form(
             "a part of its content of the type 'image': only text",
         ),
         (call('{"a": '), r"message 2 \(assistant\) has 'arguments' that are not JSON .*'{\"a\": '"),
-        (call("[1]"), "a tool call whose 'arguments' are not a JSON object: \\[1\\]"),
+        (call("[1]"), "a tool call whose 'arguments' are not a JSON object: '\\[1\\]'"),
+        (call(json.dumps(["x" * 999])), "are not a JSON object: '.{,199}$"),
+        (call('{"a": ' + "x" * 999), "'arguments' that are not JSON .*: '.{,199}$"),
+        (
+            {"messages": [{**TURNS[1], "tool_calls": [CALLED], "function_call": CALLED}]},
+            r"message 1 \(assistant\) has tool calls in 'tool_calls' and in 'function_call'",
+        ),
+        (
+            {
+                "conversations": [
+                    GPT[0],
+                    {"from": "function_call", "value": json.dumps(CALLED), "tool_calls": [CALLED]},
+                ]
+            },
+            r"message 2 \(function_call\) has tool calls in 'tool_calls' and in 'content'",
+        ),
         ({"messages": [{**TURNS[1], "tool_calls": ["f"]}]}, "'tool_calls' that are not a list of"),
         (
             {"conversations": [GPT[0], {"from": "function_call", "value": "add(1)"}]},
