@@ -234,8 +234,8 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         ends=frozenset([own.eos_id]) | _ends(base, described),
         trained_length=described.get("max_position_embeddings", described.get("n_positions")),
         checkpoint=None,
-        data={"tokenizer": file, "add_bos": tokenizer is None},
-        adds_special_tokens=tokenizer is None,
+        data={"tokenizer": file, "add_bos": True},
+        adds_special_tokens=True,
     )
 
 
