@@ -36,6 +36,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -142,13 +143,18 @@ def check_local(
     model, num_tokens = without_weights(shape, buffers, trace.roles), _num_tokens(shape, trace)
     with local_calls(model, gradients=True) as calls:
         probe = _Probe(model, forward, calls, trace.called)
-        try:
+        why: Exception | None = None
+        # In evaluation, too: attention with dropout, say, is refused in training alone.
+        for number, training in product((PROBE_TOKENS, _FEWER), (True, False)):
+            _put_in(model, training=training)
             try:
-                whole, order, expected = probe.run_mixed(PROBE_TOKENS, num_tokens)
-            except Exception:
-                whole, order, expected = probe.run_mixed(_FEWER, num_tokens)
-        except Exception as error:  # the model's own code, on random weights
-            refuse_unchecked(model, error, allow_unchecked)
+                whole, order, expected = probe.run_mixed(number, num_tokens)
+                break
+            except Exception as error:  # the model's own code, on random weights
+                why = why or error
+        else:
+            assert why is not None
+            refuse_unchecked(model, why, allow_unchecked)
             return False
         for half in (whole.part(slice(0, None, 2)), whole.part(slice(1, None, 2))):
             found = probe.run_part(half)
