@@ -5,9 +5,9 @@ and save; it ends the other ranks when one fails. A second stop signal ends it a
 ends, or is killed, its ranks end too.
 
 [Note: One machine] torchrun's `--standalone` listens on all interfaces, without a password, and
-unpickles what it reads there: whoever reaches the port runs code. Here torchrun keeps its store in
-this process, the ranks find each other through a file in a folder that only this user can open, and
-their sockets are bound to the loopback interface. The machine's own name is never resolved: on
+unpickles what it reads there: anyone who reaches the port runs code. Here torchrun keeps its store
+in this process, the ranks find each other through a file in a folder that only this user can open,
+and their sockets are bound to the loopback interface. The machine's own name is never resolved: on
 laptops and in containers it often has no address.
 """
 

@@ -191,7 +191,7 @@ class SourceReader:
     def _kinds(self, form: Format) -> tuple[bool, bool]:
         """Tell whether there are messages, and whether there are texts, by first examples.
 
-        Of pairs of `form`, which are tokenised, there are neither.
+        Pairs of `form` are token ids already and have neither.
         """
         if form is Format.TEXT:
             return False, not all(map(indexed_prefix, self.items))
@@ -212,7 +212,7 @@ class SourceReader:
 
     @property
     def begin(self) -> str:
-        """What texts begin with, in words; "" where the tokenizer begins them with nothing."""
+        """Say with which token texts begin; "" if the tokenizer adds none."""
         if not self.takes_bos:
             return ""
         token = self._tokenizer.decode(np.array(self._tokenizer.bos), special=True)
@@ -226,7 +226,7 @@ class SourceReader:
 
     @property
     def note(self) -> str:
-        """What a summary of the source ends with."""
+        """Return the end of the summary of the source."""
         return "".join(f"; {words}" for words in (self.begin, self.unused) if words)
 
     def open(self) -> ExampleStore:

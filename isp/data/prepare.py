@@ -43,7 +43,7 @@ class PrepareSummary(NamedTuple):
     num_dropped: int = 0
     """Examples left out because no token of them has one."""
     note: str = ""
-    """What texts begin with, and which keys of rows are not used, in words."""
+    """Words on the token that begins texts, and on keys of rows without effect."""
     tokenizer: str = BYTE_TOKENIZER
     """Name of the tokenizer, as `data.tokenizer` takes it."""
     vocab_size: int = 0

@@ -82,7 +82,7 @@ class Arguments(dict[str, Any]):
 
 
 class Beside(NamedTuple):
-    """What a chat template sees besides messages."""
+    """Variables of a chat template besides the messages."""
 
     tools: Any
     variables: Any

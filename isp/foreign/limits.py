@@ -207,7 +207,7 @@ def _run_as_child(check: Callable[[], object], write: int, seconds: float, most_
 
 
 def _read_until_end(pipe: int, seconds: float) -> str | None:
-    """What the child writes until it ends; None if it takes more than `seconds`."""
+    """Return the output of the child; None if it takes more than `seconds`."""
     found, end = b"", time.monotonic() + seconds
     while True:
         ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))

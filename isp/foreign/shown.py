@@ -44,7 +44,7 @@ _OBEYED = re.compile(
     r"\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, width
     r"\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"  # lines, half characters, tags
 )
-"""What changes how other text is shown; joiners stay, which scripts and emoji need."""
+"""Characters that change how other text is shown; joiners stay: scripts and emoji need them."""
 
 
 def redacted(text: str) -> str:
