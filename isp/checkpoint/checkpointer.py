@@ -106,6 +106,19 @@ class Checkpointer:
         if self._uploads is not None:
             self._uploads.wait(None if kind is None else _LAST_SECONDS)
 
+    @property
+    def upload_fault(self) -> str | None:
+        """The failure of the last copy to `upload_to`, in words; on the first rank alone."""
+        return None if self._uploads is None else self._uploads.fault
+
+    def upload_again(self, info: CheckpointInfo) -> None:
+        """Copy a checkpoint to `upload_to` in the background, unless it or a later one is there.
+
+        For the run that resumes from it: the run that saved it may have failed to copy it.
+        """
+        if self._uploads is not None:
+            self._uploads.put(info.path, only_newer=True)
+
     # -- saving ------------------------------------------------------------------------------
 
     def save(

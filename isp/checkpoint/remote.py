@@ -78,16 +78,23 @@ class Uploads:
     Of those that are published during a copy, the newest is next. A failure is logged.
     """
 
+    fault: str | None = None
+    """The failure of the last copy, in words; None if it succeeded or is still in flight."""
+
     def __init__(self, url: str, keep: int) -> None:
         self._url, self._keep = url, keep
         self._thread: Thread | None = None
         self._current: Path | None = None
         self._next: Path | None = None
 
-    def put(self, folder: Path) -> None:
-        """Copy the checkpoint `folder`, after the one that is being copied."""
+    def put(self, folder: Path, *, only_newer: bool = False) -> None:
+        """Copy the checkpoint `folder`, after the one that is being copied.
+
+        `only_newer`: unless there is a copy of the same or a later step.
+        """
         self._next = folder
-        self._thread = Thread(target=self._copy, args=(folder, self._thread), daemon=True)
+        arguments = (folder, self._thread, only_newer)
+        self._thread = Thread(target=self._copy, args=arguments, daemon=True)
         self._thread.start()
 
     def unfinished(self) -> list[Path]:
@@ -103,7 +110,7 @@ class Uploads:
                 logger.info("waiting until %s is copied to %s", self._next, self._url)
             self._thread.join(timeout_seconds)
 
-    def _copy(self, folder: Path, before: Thread | None) -> None:
+    def _copy(self, folder: Path, before: Thread | None, only_newer: bool) -> None:
         if before is not None:
             before.join()
         if folder != self._next:
@@ -111,9 +118,14 @@ class Uploads:
                 "%s is not copied to %s: the one before took too long", folder, self._url
             )
             return
-        self._current = folder
+        self._current, self.fault = folder, None
         try:
-            RemoteCheckpoints(self._url).upload(folder, keep=self._keep)
+            remote = RemoteCheckpoints(self._url)
+            newest = max(remote.steps(), default=-1) if only_newer else -1
+            if newest < int(folder.name.removeprefix("step_")):
+                remote.upload(folder, keep=self._keep)
         except Exception as error:  # of any file system and its network
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
             where = f"checkpoint.upload_to={self._url}"
-            logger.error("%s could not be copied to %s: %s", folder, where, error)
+            self.fault = f"{folder} could not be copied to {where} ({why})"
+            logger.error("%s", self.fault)

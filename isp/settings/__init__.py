@@ -289,7 +289,8 @@ class CheckpointConfig:
     upload_to: Annotated[Text, AfterValidator(_url)] | None = None
     """URL to which every complete checkpoint is copied, s3://bucket/run or another that fsspec
     opens; needs `folder`. Training does not wait: if several checkpoints complete during a copy,
-    only the newest of them is copied next. A run with an empty `folder`, as on a new machine,
+    only the newest of them is copied next. A finished run whose last copy fails exits with an
+    error; the same command copies it again. A run with an empty `folder`, as on a new machine,
     resumes from the copies, and has `comm.init_timeout_seconds` to fetch them. `keep_latest_k`
     applies to the copies, too."""
     initial_load_path: Folder | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from isp.checkpoint.agreement import exchange
+from isp.checkpoint.agreement import CheckpointError, exchange
 from isp.comm import Mesh, RollCall, World
 from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
@@ -57,7 +57,7 @@ def main(config: JobConfig) -> signal.Signals | None:
 
     The signal to this rank that stopped the run, which is saved, before its end; else None.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
-    right.
+    right, and CheckpointError, at the end, if the last checkpoint is not in `checkpoint.upload_to`.
     """
     begin = time.monotonic()
     world = make_world(config)
@@ -130,6 +130,12 @@ def main(config: JobConfig) -> signal.Signals | None:
         # Until here nothing is lost, and a signal may end a rank that waits for others.
         with stop, roll_call:
             finished = trainer.run()
+    # Here all contexts have ended well: this rank does not leave others in a collective.
+    if finished and (fault := trainer.checkpointer.upload_fault) is not None:
+        raise CheckpointError(
+            f"training has finished, but {fault}: the same command copies it again, and trains no"
+            " step"
+        )
     return None if finished else stop.received
 
 

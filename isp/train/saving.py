@@ -74,7 +74,9 @@ class RunCheckpoints:
         if start.resumes:
             own = self.checkpointer.choose(checkpoint.load_step, launch=start.launched_at)
         if own is not None:
-            return self._go_on_from(own)
+            progress = self._go_on_from(own)
+            self.checkpointer.upload_again(own)
+            return progress
         if checkpoint.initial_load_path is not None:
             initial = self.checkpointer.choose_initial(Path(checkpoint.initial_load_path))
             if not checkpoint.initial_load_model_only:
