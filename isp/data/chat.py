@@ -86,7 +86,7 @@ class ChatTemplate:
                 spans = [(0, len(text))]
             else:
                 text, spans, left_out = chat.spans()
-        encoding = self._tokenizer.encode_with_offsets(text)
+            encoding = self._tokenizer.encode_with_offsets(text)
         trained = _covered(encoding, spans) & ~_covered(encoding, left_out)
         labels = np.where(trained, encoding.tokens, IGNORE_INDEX)
         return Example(encoding.tokens, labels.astype(np.int32))
@@ -115,7 +115,7 @@ class ChatTemplate:
                         " 'messages'"
                     )
             text = chat.render().text
-        return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text)
 
     def unnamed(
         self, messages: Messages, *, tools: Tools = None, variables: Variables = None

@@ -108,16 +108,17 @@ class HFTokenizer:
         self.bos = self._find_bos()
 
     def encode(self, text: str) -> TokenArray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        """Raises ValueError where the tokenizer has no token for a part of `text`."""
+        return np.array(self._encoded(text).ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of `text`, with what the tokenizer itself puts around a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        ids: list[int] = self._encoded(text, add_special_tokens=True).ids
         return ids
 
     def encode_with_offsets(self, text: str) -> Encoding:
         """As `encode`, with the place of each token in `text`."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._encoded(text)
         tokens = np.array(encoding.ids, dtype=np.int32)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         return Encoding(tokens, starts, ends)
@@ -143,8 +144,21 @@ class HFTokenizer:
 
     def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
         ids = np.asarray(tokens).tolist()
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=not special)
+        try:
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=not special)
+        except Exception as error:  # as of `encode`
+            raise ValueError(f"data.tokenizer={self.file} cannot decode tokens: {error}") from None
         return text
+
+    def _encoded(self, text: str, *, add_special_tokens: bool = False) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # The package raises bare Exception, as for an unknown word.
+            start = repr(text[:60]) + "..." * (len(text) > 60)
+            raise ValueError(
+                f"data.tokenizer={self.file} cannot encode the text that begins with {start}:"
+                f" {error}: use a tokenizer with a token for all that the text contains"
+            ) from None
 
     def _find_bos(self) -> tuple[int, ...]:
         """Return the ids that the post-processor puts before a text.
@@ -153,7 +167,8 @@ class HFTokenizer:
         tokenizer.json.
         """
         # Its name is a text of one token in any vocabulary; others may have no token of "a".
-        found = self._tokenizer.encode(self._tokenizer.id_to_token(self.eos_id))
+        name = self._tokenizer.id_to_token(self.eos_id)
+        found = self._encoded(name, add_special_tokens=True)
         of_text = 0 if 0 not in found.sequence_ids else found.sequence_ids.index(0)
         return tuple(found.ids[:of_text])
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 
 from isp.config import load_config
@@ -225,12 +226,20 @@ NO_UNKNOWN: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("kind", NO_UNKNOWN)
 def test_a_tokenizer_without_a_token_for_what_is_unknown(tmp_path: Path, kind: str) -> None:
-    """Catches a trial that asks of a tokenizer more than the texts that it is made for."""
+    """Catches a trial that asks of a tokenizer more than the texts that it is made for, and a
+    traceback for a text that it is not made for.
+    """
     pytest.importorskip("tokenizers")
     keys = ("single_word", "lstrip", "rstrip", "normalized")
     end = {"id": 0, "content": "</s>", "special": True, **dict.fromkeys(keys, False)}
     file = _tokenizer(tmp_path, model={"type": kind, **NO_UNKNOWN[kind]}, added_tokens=[end])
-    assert HFTokenizer(file).encode("a a").tolist() == [1, 1]
+    tokenizer = HFTokenizer(file)
+    assert tokenizer.encode("a a").tolist() == [1, 1]
+    for encode in (tokenizer.encode, tokenizer.encode_prompt, tokenizer.encode_with_offsets):
+        with pytest.raises(ValueError, match=r"^data\.tokenizer=.* begins with 'b': .*: use a"):
+            encode("b")
+    with pytest.raises(ValueError, match=r"^data\.tokenizer=.* cannot decode tokens: "):
+        tokenizer.decode(np.array([-1]))
 
 
 SIZES = {
