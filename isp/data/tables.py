@@ -56,17 +56,23 @@ def saved_files(folder: Path) -> list[Path] | None:
 def read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     """Each row of a file, and its bytes in memory, as of its batch's mean.
 
-    Raises ValueError if the file is damaged, or pyarrow is not installed.
+    Raises ValueError if the file is damaged or has a value that Python cannot represent, or pyarrow
+    is not installed.
     """
     require(f"data.source={path}", "pyarrow", extra="data")
-    import pyarrow as pa
-
+    place = str(path)
     try:
         for batch in _batches(path):
             num_bytes = batch.nbytes // max(1, batch.num_rows)
-            yield from ((row, num_bytes) for row in batch.to_pylist())
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+            names, columns = batch.schema.names, []
+            for name, column in zip(names, batch.columns, strict=True):
+                place = f"{path}, column {name!r},"
+                columns.append(column.to_pylist())
+            place = str(path)
+            for values in zip(*columns, strict=True):
+                yield dict(zip(names, values, strict=True)), num_bytes
+    except Exception as error:  # also of values that Python lacks, such as a date in the year 10000
+        raise ValueError(f"{place} cannot be read: {error}") from error
 
 
 def _batches(path: Path) -> Iterator[Any]:

@@ -106,14 +106,19 @@ def test_saved_folders_that_are_not_one_table(tmp_path: Path) -> None:
 
 
 def test_rows_without_text(tmp_path: Path) -> None:
-    """Catches a key called missing that is null, and a traceback for bytes that are no text."""
+    """Catches a key called missing that is null, and a traceback for bytes that are no text, or for
+    values that Python cannot represent.
+    """
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
     no_text = pa.array([b"\xff"], pa.binary()).view(pa.string())
     for column, fault in (
         (["a", None], r"a.parquet, row 2 \(null: text\) has no key 'text', only 'id': set data"),
-        (no_text, "a.parquet cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        (no_text, "a.parquet, column 'text', cannot be read: 'utf-8' codec can't decode"),
+        (pa.array([2**62], pa.timestamp("us")), "column 'text', cannot be read: date value out of"),
+        (pa.array([2**62], pa.duration("s")), "column 'text', cannot be read: Python int too"),
+        (pa.array([2**31 - 1], pa.date32()), "column 'text', cannot be read: days=2147483647"),
     ):
         table = pa.table({"text": column, "id": list(range(len(column)))})
         pq.write_table(table, tmp_path / "a.parquet")
