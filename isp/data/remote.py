@@ -32,8 +32,6 @@ def _local(item: str, key: str) -> list[str]:
     require(f"{key}={item}", "datasets" if hub else "fsspec", extra="data")
     try:
         return _of_hub(hub[1], hub[2] or "train") if hub else _copied(item)
-    except ValueError:
-        raise
     except Exception as error:  # of any file system and its network: reported in a line
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(

@@ -86,7 +86,7 @@ Folder = Annotated[Text, AfterValidator(_folder)]
 
 
 def _url(url: str) -> str:
-    if "://" not in url:
+    if "://" not in url[1:]:  # fsspec takes an empty scheme for that of files
         raise ValueError("must be a URL, such as s3://bucket/run; checkpoint.folder names a folder")
     from fsspec import get_filesystem_class
 

@@ -101,6 +101,7 @@ BF16, EXACT = "--training.dtype=bfloat16", "--training.deterministic=true"
         (["--lr_scheduler.decay_ratio", "1.5"], "lr_scheduler.decay_ratio=1.5 must be at most 1"),
         (["--checkpoint.folder", "s3://b/c"], 'checkpoint.folder="s3://b/c" must be a folder, not'),
         (["--checkpoint.upload_to", "zz://b/c"], "cannot be opened: Protocol not known: zz"),
+        (["--checkpoint.upload_to", "://b/c"], 'upload_to="://b/c" must be a URL, such as s3:'),
         (["--job.name", "é" * 128], "no slash, at most 255 bytes"),
         (["--checkpoint.load_step", "-1"], "checkpoint.load_step=-1 must be at least 0"),
         (["--optimizer.muon.qk_clip", "1"], "muon.qk_clip: clipping of query and key weights is"),
