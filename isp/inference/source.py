@@ -261,7 +261,13 @@ def _ends(path: Path, described: Mapping[str, Any]) -> frozenset[int]:
     of_text = path / "generation_config.json"
     found = read_json(of_text).get("eos_token_id") if of_text.is_file() else None
     found = described.get("eos_token_id") if found is None else found
-    return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if odd := [end for end in ends if not isinstance(end, int)]:
+        raise ValueError(
+            f"{path} has the eos_token_id {odd[0]!r:.40}, which is no token: correct it in"
+            f" {CONFIG_FILE} or {of_text.name}"
+        )
+    return frozenset(ends)
 
 
 def _to_read(model: ModelConfig) -> ModelConfig:

@@ -4,6 +4,7 @@ of other heads than those that decode, tokens of another rank's prompt."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,13 @@ def test_prompts_begin_as_the_texts_of_a_run(
         assert of_run.encode("") == begin
     folder = models["gemma3_text"][0]  # has no tokenizer of its own
     assert open_source(folder, tokenizer=str(file)).encode("the cat") == [4, 1, 2]
+
+
+def test_an_end_that_is_no_token_is_refused(
+    models: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """Catches a traceback for a folder whose generation would end at what is no token."""
+    folder = shutil.copytree(models["gemma3_text"][0], tmp_path / "folder")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0, [1]]}')
+    with pytest.raises(ValueError, match=r"has the eos_token_id \[1\], which is no token: correct"):
+        open_source(folder, tokenizer="bytes")
