@@ -23,6 +23,7 @@ from isp.checkpoint.agreement import CheckpointError
 from isp.checkpoint.plain import from_json, to_json
 from isp.foreign import files
 from isp.parallel import Topology
+from isp.settings.section import CountOrZero
 
 __all__ = [
     "MANIFEST",
@@ -54,8 +55,9 @@ def _is_beside(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_is_beside)]
-Count = Annotated[int, Field(ge=0)]
-Size = Annotated[int, Field(ge=1)]
+_INT64 = 2**63 - 1
+Count = Annotated[int, Field(ge=0, le=_INT64)]
+Size = Annotated[int, Field(ge=1, le=_INT64)]
 
 
 class FileRecord(NamedTuple):
@@ -88,11 +90,11 @@ class Manifest(BaseModel):
 
     model_config = _STRICT
 
-    step: Count
+    step: CountOrZero
     """Steps done when it was saved."""
     tokens: Count
     """Tokens consumed until then."""
-    num_updates: Annotated[int, Field(ge=-1)]
+    num_updates: Annotated[int, Field(ge=-1, le=2**31 - 1)]
     """Updates made by the optimizer: the steps without the skipped ones; -1: it was not saved."""
     topology: SavedTopology
     """Sizes and mode of the run that saved it."""

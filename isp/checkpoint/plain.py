@@ -18,14 +18,25 @@ Plain: TypeAlias = (
 """A value kept beside the tensors of a model; lists, tuples and dicts (by numbers, too) of such."""
 
 
+_MOST_LEVELS = 100
+"""Limit of lists and dicts in each other: code that copies or compares a value recurses into it."""
+
+
 def to_json(value: Plain) -> str:
-    """`value` as text. Raises TypeError, naming the place, for what is not plain."""
-    return json.dumps(_encode(value, "the value"), sort_keys=True, separators=(",", ":"))
+    """`value` as text. Raises TypeError, naming the place, for what is not plain.
+
+    Raises ValueError for lists and dicts that are nested too deeply.
+    """
+    encoded = _encode(value, "the value")
+    _check_levels(encoded)
+    return json.dumps(encoded, sort_keys=True, separators=(",", ":"))
 
 
 def from_json(text: str) -> Any:
     """The input of `to_json`; tensors are on CPU.  Raises ValueError for any other text."""
-    return json.loads(text, object_hook=_decode)
+    value = json.loads(text, object_hook=_decode)
+    _check_levels(value)
+    return value
 
 
 def to_tensor(value: Plain) -> Tensor:
@@ -36,6 +47,16 @@ def to_tensor(value: Plain) -> Tensor:
 def from_tensor(data: Tensor) -> Any:
     """The input of `to_tensor`."""
     return from_json(data.numpy().tobytes().decode())
+
+
+def _check_levels(value: Any) -> None:
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        nested = (x for x in level if isinstance(x, dict | list | tuple))
+        level = [x for y in nested for x in (y.values() if isinstance(y, dict) else y)]
+        if not level:
+            return
+    raise ValueError(f"lists and dicts are nested in more than {_MOST_LEVELS} levels")
 
 
 def _encode(value: Plain, place: str) -> Any:

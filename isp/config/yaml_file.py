@@ -21,6 +21,8 @@ _MOST_BYTES = 2**20
 """Limit of a file: Python's parser reads about 0.3 MB a second."""
 _MOST_CHARACTERS = 2**24
 """Limit of all values with those that aliases repeat, which no file without aliases reaches."""
+_MOST_LEVELS = 100
+"""Limit of lists and mappings in each other: pydantic reads JSON of up to 200."""
 
 
 class YamlFile(NamedTuple):
@@ -99,20 +101,25 @@ def parse_value(text: str) -> Any:
         raise ValueError(f"{text[:40]!r}... is nested too deeply") from error
 
 
-def _expanded_size(node: Node, known: dict[int, float]) -> float:
+def _expanded_size(node: Node, known: dict[int, float], most_levels: int = _MOST_LEVELS) -> float:
     """Count the characters of `node`, as often as aliases repeat them; infinite for a circle.
 
     `known`: the sizes of nodes that have been counted, or are being counted, by their id.
+    Raises RecursionError for nodes in more than `most_levels` levels.
     """
+    if most_levels < 0:
+        raise RecursionError
     if id(node) not in known:
         known[id(node)] = math.inf
         size: float = 16  # also of an empty list, which takes memory, too
         if isinstance(node, ScalarNode):
             size += len(node.value)
         elif isinstance(node, SequenceNode):
-            size += sum(_expanded_size(part, known) for part in node.value)
+            size += sum(_expanded_size(part, known, most_levels - 1) for part in node.value)
         elif isinstance(node, MappingNode):
-            size += sum(_expanded_size(part, known) for pair in node.value for part in pair)
+            size += sum(
+                _expanded_size(part, known, most_levels - 1) for pair in node.value for part in pair
+            )
         known[id(node)] = size
     return known[id(node)]
 

@@ -180,6 +180,10 @@ def _add_file(path: Path, name: str, num_bytes: int = 0) -> None:
     _change(path, files={**{k: list(v) for k, v in files.items()}, name: record})
 
 
+def _nested(levels: int) -> object:
+    return {"a": _nested(levels - 1)} if levels else 1
+
+
 def _add_link(path: Path) -> None:
     (path / "link").symlink_to("/dev/zero")
     _add_file(path, "link")
@@ -220,6 +224,10 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other values": (lambda path: _change(path, shared=[1]), "shared: Input should be"),
     "odd time": (lambda path: _change(path, saved_at=1e300), "saved_at: Input should be less"),
     "a list": (lambda path: _change(path, format=[]), "has format []"),
+    "endless step": (lambda path: _change(path, step=2**70), "step: Input should be less than"),
+    "endless updates": (lambda path: _change(path, num_updates=2**70), "num_updates: Input should"),
+    "endless tokens": (lambda path: _change(path, tokens=2**70), "tokens: Input should be less"),
+    "deep values": (lambda path: _change(path, shared={"a": _nested(600)}), "in more than 100"),
 }
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from isp.checkpoint.plain import from_json, from_tensor, to_json, to_tensor
+from isp.checkpoint.plain import Plain, from_json, from_tensor, to_json, to_tensor
 
 
 def test_values_come_back_as_they_were() -> None:
@@ -33,6 +33,16 @@ def test_tensors_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, ..
     back = from_json(to_json([tensor]))[0]
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(back, tensor)
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    """Catches a value that is saved, and then ends the run that resumes from it."""
+    value: Plain = 1
+    for _ in range(99):
+        value = [value]
+    assert from_json(to_json(value)) == value
+    with pytest.raises(ValueError, match="nested in more than 100 levels"):
+        to_json([value])
 
 
 @pytest.mark.parametrize("value", [{"a": [object()]}, {(1,): 2}, {1, 2}])

@@ -266,6 +266,7 @@ ENDLESS = {
     "circle of keys": ("a: &a\n  b: *a", "an alias stands inside of what it repeats"),
     "too long": ("a: 1\n" + "#" * 2**20, "has more than 1,048,576 bytes"),
     "too deep": ("a: " + "[" * 5000, "nested too deeply"),
+    "too deep for pydantic": ("a: " + "[" * 250 + "]" * 250, "nested too deeply"),
 }
 
 
