@@ -153,7 +153,10 @@ class WeightFiles:
             return safe_open(self.folder / file, framework="pt")
         except FileNotFoundError:
             raise ValueError(f"{self.folder / file} is missing, but {_INDEX} names it") from None
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            why = error.strerror or error
+            raise ValueError(f"{self.folder / file} cannot be read: {why}") from None
+        except SafetensorError as error:
             raise self._damaged(file, error) from None
 
     def _damaged(self, file: str, error: Exception) -> ValueError:

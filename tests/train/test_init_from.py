@@ -246,6 +246,11 @@ def _cut_short(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def _replaced_by_a_folder(folder: Path) -> None:
+    (file := folder / "model.safetensors").unlink()
+    file.mkdir()
+
+
 def _changed(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
     def act(folder: Path) -> None:
         found = _tensors(folder)
@@ -268,6 +273,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "no folder": (shutil.rmtree, "is not a folder"),
     "cut short": (_cut_short, "model.safetensors is damaged or cut short"),
+    "unreadable": (_replaced_by_a_folder, "model.safetensors cannot be read: Is a directory"),
     "missing": (_changed(lambda found: found.pop(NORM)), f"missing: {NORM}"),
     "family": (_described(model_type="gemma"), "use model.hf, which trains other"),
     "bias": (_described(attention_bias=True), "has attention_bias=true"),
