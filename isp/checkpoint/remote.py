@@ -50,14 +50,19 @@ class RemoteCheckpoints:
     def fill(self, folder: CheckpointFolder, load_step: int | None = None) -> list[int]:
         """Copy the checkpoint of `load_step`, or the newest, into `folder`, and publish it there.
 
-        If it turns out to be damaged, the one before it is copied, too. Returns the copied steps.
+        If it turns out to be damaged, or a file of it cannot be read, the one before it is copied,
+        too. Returns the copied steps.
         """
         copied = []
         for step in [step for step in self.steps() if load_step in (None, step)]:
             folder.begin(step)
             for path in self._system.ls(self._at(step), detail=False):
                 copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
-                self._system.get_file(path, str(copy))
+                try:
+                    self._system.get_file(path, str(copy))
+                except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+                    # Left out of the copy, which counts as damaged; a network that fails ends all.
+                    logger.warning("%s cannot be copied: %s", path, error)
             folder.publish(step)
             copied.append(step)
             if not fault_of(folder.published(step), contents=True):
@@ -68,7 +73,7 @@ class RemoteCheckpoints:
         return f"{self._root}/step_{step}"
 
     def _delete(self, step: int) -> None:
-        self._system.rm_file(f"{self._at(step)}/{MANIFEST}")
+        self._system.rm(f"{self._at(step)}/{MANIFEST}", recursive=True)  # may be a folder by fault
         self._system.rm(self._at(step), recursive=True)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from isp.checkpoint.folder import CheckpointFolder
-from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, SavedTopology
+from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, SavedTopology, fault_of
+from isp.checkpoint.remote import RemoteCheckpoints
 from tests.toolkit import topology
 
 
@@ -142,3 +144,29 @@ def test_what_is_half_deleted_is_no_checkpoint(folder: CheckpointFolder) -> None
     assert folder.steps() == []
     folder.begin(20)
     assert [path.name for path in folder.leftovers()] == ["step_20.tmp"]
+
+
+PLACED: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a folder for the manifest": (MANIFEST, Path.mkdir),
+    "a folder for weights": ("data", Path.mkdir),
+    "weights that cannot be read": ("data", lambda path: path.symlink_to("/nowhere")),
+}
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_a_store_with_a_damaged_checkpoint(
+    folder: CheckpointFolder, tmp_path: Path, kind: str
+) -> None:
+    """Catches an older good copy that is not tried, and a damaged one that cannot be replaced."""
+    store, (name, place) = RemoteCheckpoints(f"file://{tmp_path}/store"), PLACED[kind]
+    for step in (10, 20):
+        _publish(folder, step)
+        store.upload(folder.published(step), keep=0)
+    (path := tmp_path / "store/step_20" / name).unlink()
+    place(path)
+    copies = CheckpointFolder(tmp_path / "copies")
+    assert store.fill(copies) == [20, 10]
+    assert [bool(fault_of(copies.published(step))) for step in (20, 10)] == [True, False]
+    store.upload(folder.published(20), keep=1)
+    assert store.steps() == [20]
+    assert not fault_of(tmp_path / "store/step_20", contents=True)
