@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from isp.models.make import made, parameters_on_meta, sees, take_out_tower
 
-__all__ = ["as_wide", "kept_in_float64", "tiny_config", "tiny_model"]
+__all__ = ["as_wide", "fewer_heads", "kept_in_float64", "tiny_config", "tiny_model"]
 
 _HEAD = 8
 
@@ -110,8 +111,8 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
     So many `layers` at least, if the model has them.
 
     Query heads still share KV heads as they did, if up to 8 of them share one, and up to 4 KV heads
-    are left, for layouts of 4 ranks. Without dropout and noise. Of a model with other parts than
-    text, the text part is made small.
+    are left, which divide by 2 and by 4 if those of the model do. Without dropout and noise. Of
+    a model with other parts than text, the text part is made small.
     """
     text = config.get_text_config(decoder=True)
     for name in config.sub_configs:
@@ -173,11 +174,16 @@ _QUERY_HEADS = (
 )
 
 
+def fewer_heads(heads: int) -> int:
+    """Return the most heads, up to 4, that divide by 2 and by 4 if `heads` do."""
+    return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
+
+
 def _narrow(tiny: Any, config: Any) -> None:
     """Set the heads, and what follows from them."""
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
-    shared, kept = min(heads // kv_heads, 8), min(kv_heads, 4)
+    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)
     for name in _QUERY_HEADS:
         _set(tiny, name, shared * kept)
     for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isp.models.folder import read_json
 from isp.models.make import folder_config
 from isp.models.model import TracedModel
-from isp.models.tiny import kept_in_float64, tiny_model
+from isp.models.tiny import fewer_heads, kept_in_float64, tiny_model
 from isp.settings.packages import require
 from isp.settings.recomputation import Recomputation
 from model.config import ModelConfig
@@ -72,7 +72,7 @@ class Subject:
     @classmethod
     def of_decoder(cls, config: ModelConfig, layers: int = 2) -> Subject:
         """A small decoder with the options of `config`, computed as its keys say."""
-        kv_heads = 4
+        kv_heads = fewer_heads(config.kv_heads)  # else a layout that a run refuses is checked
         small = replace(
             config,
             preset=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from isp.settings.counts import counted
 from isp.train.check import TOLERANCE, Check, Differences, Verdict
 
 __all__ = ["HEAD", "heading", "line", "summary"]
@@ -48,10 +49,12 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     """What differs, and in how many layouts."""
     different = [verdict for verdict in verdicts if not verdict.agrees]
     if not different:
-        return f"all {len(verdicts)} layouts agree with the plain model within {TOLERANCE:g}"
+        agree = f"all {len(verdicts)} layouts agree" if len(verdicts) > 1 else "the layout agrees"
+        return f"{agree} with the plain model within {TOLERANCE:g}"
     parts = [f"\n{_explanation(verdict)}\n" for verdict in different]
-    count = f"{len(different)} of {len(verdicts)}"
-    return "".join([*parts, f"\n{count} layouts differ by more than {TOLERANCE:g}"])
+    count = f"{len(different)} of {counted(len(verdicts), 'layout')}"
+    differ = "differs" if len(different) == 1 else "differ"
+    return "".join([*parts, f"\n{count} {differ} by more than {TOLERANCE:g}"])
 
 
 def _explanation(verdict: Verdict) -> str:

@@ -30,6 +30,7 @@ from isp.train.check_layouts import Layout, layouts_of
 from isp.train.check_model import _subject_of, keys_from
 from isp.train.check_subjects import Subject
 from isp.weights.plan import PlanCursor
+from model.config import ModelConfig
 from tests.models.own import Own
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -134,7 +135,7 @@ def test_a_window_that_is_ignored(
     said = capsys.readouterr().out
     assert "DIFFERS" in _rows(said)["isp 2x1"]
     assert "first in the forward, the output of model.layers.0.self_attn.o_proj" in said
-    assert "1 of 1 layouts differ" in said
+    assert "1 of 1 layout differs" in said
 
 
 def test_packing_that_is_lost(
@@ -315,15 +316,21 @@ def test_small_models_keep_a_layer_of_each_kind() -> None:
     assert small("gpt2").resid_pdrop == 0
 
 
-@pytest.mark.parametrize(("kv_heads", "is_checked"), [(8, True), (4, True), (2, False)])
+@pytest.mark.parametrize(("kv_heads", "is_checked"), [(8, True), (4, True), (6, False), (2, False)])
+@pytest.mark.parametrize("is_decoder", [False, True])
 def test_a_small_model_has_heads_for_the_layouts_of_the_large_one(
-    kv_heads: int, is_checked: bool
+    kv_heads: int, is_checked: bool, is_decoder: bool
 ) -> None:
-    """Catches layouts that are left out because the copy has fewer heads than the model."""
-    config = transformers.AutoConfig.for_model("mistral", num_key_value_heads=kv_heads)
-    found, left_out = layouts_of("all", Subject.of_config(config), ParallelConfig())
+    """Catches layouts that a run refuses, and any left out because the copy has fewer heads."""
+    heads = {"num_attention_heads": 24, "num_key_value_heads": kv_heads}
+    subject = (
+        Subject.of_decoder(ModelConfig(num_heads=24, num_kv_heads=kv_heads, head_dim=8))
+        if is_decoder
+        else Subject.of_config(transformers.AutoConfig.for_model("mistral", head_dim=8, **heads))
+    )
+    found, left_out = layouts_of("all", subject, ParallelConfig())
     assert {f"{mode} 4" in map(str, found) for mode in ("mtp", "msp", "fsp")} == {is_checked}
-    assert [f"and {kv_heads} KV heads" in text for text in left_out] == [True] * (not is_checked)
+    assert ["and 2 KV heads" in text for text in left_out] == [True] * (not is_checked)
 
 
 def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
@@ -354,7 +361,7 @@ def test_a_module_of_ones_own() -> None:
     assert [str(verdict.layout) for verdict in found.verdicts] == ["isp 2x1", "isp 2x2"]
     assert type(model) is Own
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
-    with pytest.raises(RuntimeError, match=r"(?s)isp 2x1 .*DIFFERS.*1 of 1 layouts differ"):
+    with pytest.raises(RuntimeError, match=r"(?s)isp 2x1 .*DIFFERS.*1 of 1 layout differs"):
         isp.check(_Ranked(), "2x1")
 
 
