@@ -30,6 +30,8 @@ class Datasets(NamedTuple):
     tokenizer: Tokenizer
     train: Dataset
     valid: Dataset | None
+    has_chats: bool
+    """Whether `train` has conversations that a chat template renders."""
 
 
 def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
@@ -52,6 +54,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
         tokenizer,
         _mixture(train, config.parts, seed, config, tokenizer),
         _mixture(valid, config.valid_parts, None, config, tokenizer) if valid else None,
+        any(reader.has_chats for reader in readers[:count]),
     )
 
 

@@ -381,16 +381,20 @@ class Trainer:
             what = f"ending the run in {folder.path}"
             attempt_first(self.mesh.host, what, lambda: folder.write_finished(step))
             logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
-            logger.info("generate text: %s", _how_to_generate(self.start.checkpoints))
+            logger.info(
+                "generate text: %s",
+                _how_to_generate(self.start.checkpoints, chats=self.data.has_chats),
+            )
 
 
-def _how_to_generate(checkpoints: Path) -> str:
-    """The line to type for text from the newest checkpoint."""
+def _how_to_generate(checkpoints: Path, *, chats: bool) -> str:
+    """Return the line to type for text from the newest checkpoint, an answer if `chats`."""
     isp = "isp" if shutil.which("isp") else f"{os.path.relpath(sys.executable)} -m isp"
     folder = checkpoints.parent if checkpoints.name == "checkpoint" else checkpoints
     here = Path.cwd()
     folder = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    return f'{isp} generate {folder} --prompt "The " --temperature 0.8'
+    prompt = '--chat --prompt "Hello"' if chats else '--prompt "The "'
+    return f"{isp} generate {folder} {prompt} --temperature 0.8"
 
 
 def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss:

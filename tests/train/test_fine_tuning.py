@@ -54,6 +54,7 @@ def test_a_run_goes_on_inside_an_epoch_in_another_layout(job: Path) -> None:
     assert "talks.jsonl without held-out documents: " in log, "how much is trained is told"
     assert "tokens trained, those in [[ ]]: <|im_start|>user\\nwhywhy" in log
     assert "<|im_start|>assistant\\n[[so " in log, "an example is shown"
+    assert '--chat --prompt "Hello"' in log, "what is typed next is a message, as in training"
     assert "longer than data.seq_len=128 truncated, 0 without a trained token dropped" in log
     train = open_datasets(load_config(job).data, seed=0).train
     assert isinstance(train, ExampleDataset)
