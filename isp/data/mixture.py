@@ -69,7 +69,9 @@ class MixedDataset:
     def summary(self) -> str:
         """A line for each source, below one another in the log."""
         total = sum(part.weight for part in self.parts)
-        return f"\n{'':12}".join(f"{p.weight / total:.1%} {p.dataset.summary}" for p in self.parts)
+        return f"\n{'':12}".join(
+            f"wanted {p.weight / total:.1%}, {p.dataset.summary}" for p in self.parts
+        )
 
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0."""

@@ -100,7 +100,7 @@ def main(config: JobConfig) -> signal.Signals | None:
             if isinstance(datasets.train, MixedDataset):
                 of_run = config.sequences(topology) * config.training.steps
                 shares = datasets.train.shares(of_run)
-                logger.info("%-11s %s", "mixture", shares)
+                logger.info("%-11s in this run: %s", "mixture", shares)
             if isinstance(datasets.train, ExampleDataset):
                 logger.info("%-11s %s", "example", datasets.train.shown(datasets.tokenizer))
         if warning := beyond_positions(config.model, config.data.seq_len):

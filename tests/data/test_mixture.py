@@ -43,6 +43,8 @@ def test_every_stretch_has_the_shares_and_every_sample_its_turn(tmp_path: Path) 
     assert counts[1] == 25
     assert counts[0] / (counts[0] + counts[2]) == pytest.approx(0.75, abs=0.01)
     name = str(pair).lstrip("/")
+    wanted = [line.split()[:2] for line in train.summary.splitlines()]
+    assert wanted == [["wanted", f"{share}%,"] for share in ("60.0", "20.0", "20.0")]
     assert f"{name} {25 / 3000:.2%} of tokens (2.50 epochs)" in train.shares(3000)
     first = [chr(train.sample(i).tokens[0]) for i in range(50)]
     assert first == ["abc"[train.place(i)[0]] for i in range(50)]
