@@ -17,7 +17,7 @@ from isp.config.faults import describe_faults, place
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
 from isp.config.objective import check_logits, check_objective, second_model
-from isp.config.yaml_file import KeyPath, parse_value, read_yaml
+from isp.config.yaml_file import KeyPath, read_yaml
 from isp.data.config import DataConfig
 from isp.foreign.shown import check_complete, redacted_values
 from isp.models.model_folder import check_layout, check_model_folder, with_sizes
@@ -380,9 +380,7 @@ def _override(
     for path, text in _split_overrides(overrides):
         if text is None and keys.needs_value(path):
             raise ValueError(f"--{'.'.join(path)} has no value: it takes {keys.type_of(path)}")
-        value = True if text is None else parse_value(text)
-        if text is not None and keys.takes_text(path) and not isinstance(value, list | None):
-            value = value if isinstance(value, str) else text  # --job.name 2024 is text
+        value = True if text is None else keys.typed(path, text)
         section = values
         for end, name in enumerate(path[:-1], start=1):
             if section.get(name) is None:

@@ -11,12 +11,13 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from isp.config.yaml_file import KeyPath
+from isp.config.yaml_file import KeyPath, parse_value
 from isp.settings.section import KeyRole, absent_values, role_of
 
 __all__ = ["KeyTable", "differences", "docs_of", "general"]
@@ -82,9 +83,21 @@ class KeyTable:
                 values.update({**absent_values(section), **values})
         return filled
 
-    def takes_text(self, path: KeyPath) -> bool:
-        """Whether `path` is a key whose value may be plain text."""
-        return str in _members(self.hints.get(path))
+    def typed(self, path: KeyPath, text: str) -> Any:
+        """Return the value of the key `path` for which a command line has `text`.
+
+        A key that may be text has it as typed, but for null and a list, if it may be those.
+        Raises ValueError for another key if `text` is not YAML.
+        """
+        members = _members(self.hints.get(path))
+        if str not in members:
+            return parse_value(text)
+        if text in ("", "null") and type(None) in members:
+            return None
+        if text.startswith("[") and any(typing.get_origin(x) in (list, tuple) for x in members):
+            with suppress(ValueError):  # `[ab].txt` is a glob
+                return parse_value(text)
+        return text
 
     def as_whole(self, path: KeyPath, value: Any) -> Any:
         """`value`, a whole number if it is one as `1e3` is, and the key takes no others."""

@@ -46,18 +46,24 @@ def test_overrides_win_over_the_file(write):
     assert (config.optimizer.lr, config.training.max_norm) == (1e-3, 0.5)
 
 
-@pytest.mark.parametrize("text", ["2024", "true", "1e-4", "a: b", "-1"])
-def test_an_override_of_a_text_key_is_text(write, text):
-    """Catches `--job.name 2024` refused because it looks like a number."""
-    assert load_config(write(MINIMAL), ["--job.name", text]).job.name == text
+@pytest.mark.parametrize(
+    "text", ["2024", "yes", "1e-4", "a: b", "-1", "run #1", "null", "[a]", "'a'", "@a"]
+)
+def test_an_override_of_a_text_key_is_as_typed(write, text):
+    """Catches `--job.name 2024` refused as a number, and a name cut by what YAML makes of it."""
+    words = ["--job.name", text, "--data.source", f"[ab].txt {text}"]
+    config = load_config(write(MINIMAL), words)
+    assert (config.job.name, config.data.source) == (text, f"[ab].txt {text}")
 
 
 def test_overrides_reach_lists_null_and_optional_sections(write):
     """Catches override values that are not parsed as YAML."""
     words = ["--data.source", "[a.txt, b.txt]", "--checkpoint.load_step", "null"]
+    words += ["--job.log_folder", "null", "--data.eos_token="]
     words += ["--model.rope_scaling.type", "linear", "--model.rope_scaling.factor", "2.0"]
     config = load_config(write(f"{MINIMAL}checkpoint: {{load_step: 3}}\n"), words)
     assert config.data.source == ["a.txt", "b.txt"]
+    assert (config.job.log_folder, config.data.eos_token) == (None, None)
     assert config.checkpoint.load_step is None
     assert config.model.rope_scaling is not None
     assert config.model.rope_scaling.factor == 2.0
