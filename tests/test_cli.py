@@ -85,22 +85,26 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(job, capsys, command, words,
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "fault"),
     [
-        [],
-        ["train"],
-        ["topology"],
-        ["data"],
-        ["topology", "--world", "4", "--tenser", "2"],
-        ["topology", "--world", "9" * 5000],
+        ([], ""),
+        (["train"], ""),
+        (["topology"], ""),
+        (["data"], ""),
+        (["topology", "--world", "4", "--tenser", "2"], "did you mean --tensor?"),
+        (["generate", "FOLDER", "--promt=hi"], "--promt: no such option; did you mean --prompt?"),
+        (["topology", "--world", "4", "--colour", "2"], "unrecognized arguments: --colour 2"),
+        (["topology", "--world", "9" * 5000], ""),
     ],
 )
-def test_a_wrong_command_line_is_a_usage_error(words, capsys):
+def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):
     """Catches an incomplete command line that does something, or a mistyped option ignored."""
     with pytest.raises(SystemExit) as exited:
         main(words)
     assert exited.value.code == 2
-    assert "usage: isp" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "usage: isp" in said
+    assert fault in said
 
 
 def test_train_checks_sizes_before_it_starts_ranks(job, capsys, monkeypatch):

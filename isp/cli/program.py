@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp import __version__
 from isp.cli.check_command import add_options as add_check
@@ -36,6 +36,21 @@ _OVERRIDES_HELP = (
     "Every key of the file can be given as --section.key value, after CONFIG; "
     "`isp config CONFIG` prints them all, `isp config --help-keys [SECTION]` explains them."
 )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the option that was meant, before argparse names all that are missing."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+        # The words of a command are the command's.
+        names = [w[2:].partition("=")[0] for w in args if w.startswith("--")]
+        for name in () if self._subparsers else (name for name in names if name not in known):
+            from isp.settings.suggestion import nearest
+
+            if near := nearest(name, known):
+                self.error(f"--{name}: no such option; did you mean --{near[0]}?")
+        return super().parse_known_args(args, namespace)
 
 
 class _Words(NamedTuple):
@@ -90,7 +105,7 @@ def _parse(words: _Words) -> argparse.Namespace:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="isp",
         description="Train long-context language models on many ranks.",
         allow_abbrev=False,

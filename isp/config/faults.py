@@ -20,6 +20,9 @@ _QK_CLIP = (
 _REFUSED = dict.fromkeys(("qk_clip", "clip_qk", "qk_clip_alpha", "qk_clip_threshold"), _QK_CLIP)
 """Keys of others, by their last part, and what to do without them."""
 
+_MOST_SHOWN = 60
+"""Characters of a value that a fault repeats."""
+
 
 def describe_faults(
     errors: Sequence[ErrorDetails], origins: Mapping[KeyPath, str], keys: KeyTable
@@ -61,9 +64,10 @@ def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
         case "missing":
             return [f"{key} is missing: it has no default"]
         case "dataclass_type":
+            shown = given if len(given) <= _MOST_SHOWN else f"{given[:_MOST_SHOWN]}..."
             return [
-                f"{key}={given} must be a section with keys"
-                f" {', '.join(keys.sections[general(path)])}"
+                f"{key}={shown} must be a section: set keys in it, such as"
+                f" {key}.{keys.example_in(path)}"
             ]
         case "enum" | "literal_error":
             return [f"{key}={given} must be {error['ctx']['expected']}"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import difflib
 import inspect
 import json
 import textwrap
@@ -19,6 +18,7 @@ from typing import Any
 
 from isp.config.yaml_file import KeyPath, parse_value
 from isp.settings.section import KeyRole, absent_values, role_of
+from isp.settings.suggestion import suggest
 
 __all__ = ["KeyTable", "differences", "docs_of", "general"]
 
@@ -139,20 +139,20 @@ class KeyTable:
             lines += textwrap.wrap(meaning, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
         return "\n".join(lines)
 
+    def example_in(self, path: KeyPath) -> str:
+        """Return the name of a key in the section `path`, as seen from the section."""
+        begin = found = general(path)
+        while found == begin or found not in self.hints:  # a section in it
+            found = (*found, self.sections[found][0])
+        return ".".join(found[len(begin) :])
+
     def suggest(self, path: KeyPath) -> str:
         """`; did you mean ...?` for an unknown `path`, or the keys that its section has."""
         *section, name = path
-        siblings = self.sections[general(tuple(section))]
-        near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
-        if not near:
-            paths = (*self.hints, *self.sections)
-            every = [".".join(p) for p in paths if p and _ENTRY not in p]
-            near = [key for key in every if key.split(".")[-1] == name]
-            near = near or difflib.get_close_matches(".".join(path), every, n=1, cutoff=0.8)
-            near = near or difflib.get_close_matches(name, siblings, n=1)
-        if near:
-            return f"; did you mean {' or '.join(repr(key) for key in near)}?"
-        return f"; {'.'.join(section) or 'the configuration'} has {', '.join(siblings)}"
+        known = self.sections[general(tuple(section))]
+        paths = (*self.hints, *self.sections)
+        every = [".".join(p) for p in paths if p and _ENTRY not in p]
+        return suggest(name, known, section=".".join(section), paths=every)
 
 
 def docs_of(section: type) -> dict[str, str]:

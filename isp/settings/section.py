@@ -14,6 +14,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from isp.settings.suggestion import suggest
+
 __all__ = [
     "Absent",
     "Count",
@@ -159,7 +161,13 @@ def _describe(errors: Sequence[ErrorDetails], key: str, made: type) -> list[str]
         if error["loc"]:
             name = str(error["loc"][0])
             path = f"{key}.{name}".removeprefix(".")
-            lines.setdefault(path, describe_value(path, error, defaults.get(name, MISSING)))
+            if error["type"] == "unexpected_keyword_argument":
+                fault = f"{path}: no such key{suggest(name, tuple(defaults), section=key)}"
+            elif error["type"] == "missing":
+                fault = f"{path} is missing: it has no default"
+            else:
+                fault = describe_value(path, error, defaults.get(name, MISSING))
+            lines.setdefault(path, fault)
         else:  # of several keys, by __post_init__
             lines[""] = str(error["ctx"]["error"])
     return list(lines.values())

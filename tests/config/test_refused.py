@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.keys import KeyTable
 from isp.config.yaml_file import read_yaml
-from isp.settings import OptimizerConfig, TrainingConfig
+from isp.settings import MetricsConfig, OptimizerConfig, TrainingConfig
 from isp.train.run import make_world
 from tests.config.test_job import MINIMAL, faults_of
 
@@ -88,7 +89,10 @@ BF16, EXACT = "--training.dtype=bfloat16", "--training.deterministic=true"
         (["--training.steps", "ten"], 'training.steps="ten" must be a whole number'),
         (["--optimizer.lr", "true"], "optimizer.lr=true must be a number"),
         (["--training.deterministic", "1"], "training.deterministic=1 must be true or false"),
-        (["--parallel.tensor", "2"], "parallel.tensor=2 must be a section with keys size, mode"),
+        (["--parallel.tensor", "2"], "parallel.tensor=2 must be a section: set keys in it"),
+        (["--parallel", "2"], "in it, such as parallel.tensor.size"),
+        (["--model", "x" * 99], f'model="{"x" * 59}... must be a section: set keys in it, such as'),
+        (["--model.zz", "2"], "`isp config --help-keys model` lists the keys of model"),
         (["--data.source", "[1]"], "data.source must be text or a list of texts"),
         (["--optimizer.lr", "[1"], "'[1' is not a YAML value"),
         (["--optimizer.lr", "nan"], 'optimizer.lr="nan" must be a number'),
@@ -289,3 +293,18 @@ def test_aliases_that_repeat_little_are_read(tmp_path: Path) -> None:
     file.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: [*a, *a]")
     values = read_yaml(file).values
     assert values == {"a": {"x": 1}, "b": {"x": 1, "y": 2}, "c": [{"x": 1}, {"x": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "fault"),
+    [
+        (TrainingConfig, "step", "training.step: no such key; did you mean 'steps'?"),
+        (MetricsConfig, "nothing_like_it", "no such key; metrics has log_freq"),
+        (JobConfig, "trainng", "trainng: no such key; did you mean 'training'?"),
+        (JobConfig, "trainng", "data is missing: it has no default"),
+    ],
+)
+def test_an_unknown_key_of_a_section_in_python_is_answered_as_in_a_file(kind, name, fault):
+    """Catches `Unexpected keyword argument`, which names no key that was meant."""
+    with pytest.raises(ValueError, match=re.escape(fault)):
+        kind(**{name: 1})
