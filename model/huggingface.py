@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.settings.hub import download_hint
 from isp.settings.json_file import read_json
 from isp.settings.section import KeyRole, defaults_of
 from model.config import ModelConfig
@@ -98,6 +99,7 @@ def with_init_from(section: Mapping[str, Any]) -> dict[str, Any]:
     if not folder.is_dir():
         raise ValueError(
             f"model.init_from={folder} is not a folder: name the folder of a model's weights"
+            f"{download_hint(folder)}"
         )
     try:
         found = model_values(read_json(folder / CONFIG_FILE))

@@ -95,6 +95,8 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(job, capsys, command, words,
         (["generate", "FOLDER", "--promt=hi"], "--promt: no such option; did you mean --prompt?"),
         (["topology", "--world", "4", "--colour", "2"], "unrecognized arguments: --colour 2"),
         (["topology", "--world", "9" * 5000], ""),
+        (["config", "FILE", "training.steps=2 "], "a key is given as --training.steps=2"),
+        (["generate", "FOLDER", "--prompt", "hi", "++data.seq_len=2"], "as --data.seq_len=2"),
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):
@@ -105,6 +107,23 @@ def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):
     said = capsys.readouterr().err
     assert "usage: isp" in said
     assert fault in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config", "JOB", "--model.preset=null", "--model.hf=them/it"],
+        ["config", "JOB", "--model.preset=null", "--model.init_from=them/it"],
+        ["train", "JOB", "--nproc=1", "--data.tokenizer=them/it"],
+        ["generate", "them/it", "--prompt=hi"],
+        ["check", "them/it"],
+        ["checkpoint", "import", "them/it", "--into=new"],
+    ],
+)
+def test_a_name_of_the_hub_is_answered_with_how_to_download_it(words, job, capsys):
+    """Catches a refusal that leaves the user to find out how a model becomes a folder."""
+    assert main([job if word == "JOB" else word for word in words]) == 2
+    assert "by `hf download them/it --local-dir it`" in capsys.readouterr().err
 
 
 def test_train_checks_sizes_before_it_starts_ranks(job, capsys, monkeypatch):

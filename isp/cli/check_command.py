@@ -70,6 +70,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
 
     from isp.config import load_config
     from isp.settings import TrainingConfig
+    from isp.settings.hub import download_hint
     from isp.train.check import Check
     from isp.train.check_layouts import layouts_of, most_stages
     from isp.train.check_model import keys_from
@@ -80,7 +81,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     path, training = Path(args.config), TrainingConfig()
     folder: Path | None = path
     keys: CheckKeys | JobConfig
-    if path.is_dir():
+    if path.is_dir() or download_hint(path):  # refused as a folder that is not here
         keys = keys_from(args.overrides, str(path))
     else:
         keys = load_config(path, args.overrides)

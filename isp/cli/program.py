@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,9 @@ _OVERRIDES_HELP = (
     "Every key of the file can be given as --section.key value, after CONFIG; "
     "`isp config CONFIG` prints them all, `isp config --help-keys [SECTION]` explains them."
 )
+
+_ASSIGNED = re.compile(r"\+{0,2}(\w[\w.]*=.*)", re.DOTALL)
+"""A key as Hydra has it on a command line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,6 +102,8 @@ def _split(words: Sequence[str]) -> _Words:
 def _parse(words: _Words) -> argparse.Namespace:
     parser = _build_parser()
     args, rest = parser.parse_known_args(words.options)
+    if rest and args.takes_overrides and (found := _ASSIGNED.fullmatch(rest[0])):
+        parser.error(f"{rest[0]}: a key is given as --{found[1]}")
     if rest and not (args.takes_overrides and rest[0].startswith("--")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = [*words.overrides, *rest]  # `--lr 1` is a key too: an unknown one

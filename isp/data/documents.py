@@ -120,7 +120,8 @@ def _files_of_item(item: str, key: str) -> list[Path]:
         raise FileNotFoundError(f"{key}={item} matches no file (seen from {os.getcwd()})")
     raise FileNotFoundError(
         f"{key}={item} does not exist (seen from {os.getcwd()}): give a file, a folder, a glob, "
-        f"the prefix of a .bin/.idx pair, or {PYTHON_STDLIB}"
+        f"the prefix of a .bin/.idx pair, {PYTHON_STDLIB}, or hf://OWNER/NAME for a dataset of the"
+        f" Hugging Face hub"
     )
 
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from isp.data.config import BYTE_TOKENIZER
 from isp.data.tokenizer_check import check_tokenizer
+from isp.settings.hub import download_hint
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 
@@ -216,7 +217,7 @@ def _tokenizer_file(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(
             f"data.tokenizer={path} does not exist: use {BYTE_TOKENIZER}, or the path of a "
-            "tokenizer.json or of a folder that holds one"
+            f"tokenizer.json or of a folder that holds one{download_hint(path)}"
         )
     if not path.is_dir() and not path.is_file():
         raise ValueError(f"data.tokenizer={path} is a pipe or a device, not a regular file")

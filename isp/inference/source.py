@@ -26,6 +26,7 @@ from isp.models.model import TracedModel
 from isp.parallel import Axis, ParallelConfig
 from isp.settings import DTYPES, CheckpointConfig
 from isp.settings.adapter import ADAPTER_FILE, with_adapter
+from isp.settings.hub import download_hint
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of
@@ -169,7 +170,10 @@ def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None =
     `dtype`, `tokenizer`: others than its own. Raises ValueError, in a line, for what is none.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist: name a run, a checkpoint, or a folder of a model")
+        raise ValueError(
+            f"{path} does not exist: name a run, a checkpoint, or a folder of a model"
+            f"{download_hint(path)}"
+        )
     if any((path / name).is_file() for name in (CONFIG_FILE, ADAPTER_FILE)):
         source = _of_folder(path, dtype, tokenizer)
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isp.foreign.files import LARGE_FILE_BYTES, SMALL_FILE_BYTES, read_limited
+from isp.settings.hub import download_hint
 
 __all__ = ["parse_json", "read_json"]
 
@@ -20,7 +21,9 @@ def read_json(path: Path, *, large: bool = False) -> dict[str, Any]:
         data = read_limited(path, LARGE_FILE_BYTES if large else SMALL_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         folder = path.parent
-        lack = f"has no {path.name}: is it a model's folder?" if folder.is_dir() else "is no folder"
+        lack = f"is no folder{download_hint(folder)}"
+        if folder.is_dir():
+            lack = f"has no {path.name}: is it a model's folder?"
         raise ValueError(f"{folder} {lack}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
