@@ -24,6 +24,7 @@ _EXIT_SECONDS = 60.0
 
 def run() -> NoReturn:
     """Run the command line of this process, and end the process."""
+    _open_closed()
     try:
         code = main()
     except SystemExit as stop:  # argparse's
@@ -39,6 +40,22 @@ def run() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _open_closed() -> None:
+    """Open the null device for each standard stream that the shell has closed (`>&-`).
+
+    Else Python has None for it, and a file opened later gets its number, and with it what ranks and
+    libraries print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)  # for ranks
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w"))
 
 
 def _leave_late(code: int) -> None:

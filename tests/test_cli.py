@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -361,6 +363,27 @@ def test_python_without_the_packages_learns_how_to_get_them(words: list[str]) ->
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: ISP needs the package pydantic, which {sys.executable} does")
     assert "pip install -e ." in line
+
+
+def test_closed_streams_do_not_end_a_command(job: str) -> None:
+    """Catches a traceback and exit code 1 of a command, or a run, that is started with `>&-`."""
+    command = shlex.join([sys.executable, "-m", "isp", "config", job])
+    assert subprocess.run(["sh", "-c", f"{command} <&- >&- 2>&-"], cwd=ROOT).returncode == 0
+
+
+def test_a_reader_of_notes_that_has_gone_ends_nothing(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run that ends because the pipe of its stderr is closed, as by `2>&1 | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    pipe = os.fdopen(write, "w")
+    monkeypatch.setattr(sys, "stderr", pipe)
+    codes = [main(["config", job, f"--optimizer.muon.lr={rate}"]) for rate in ("0.1", "-1")]
+    monkeypatch.undo()
+    with suppress(BrokenPipeError):  # what is left in its buffer
+        pipe.close()
+    assert codes == [0, 2], "a note, and an error"
 
 
 def test_ctrl_c_is_named(job: str, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext, suppress
 
 from isp.foreign.shown import printable, shown
 
@@ -15,10 +16,12 @@ def say(
     """Print `text` to stdout, or to stderr if it is no result; at once.
 
     Without what a terminal obeys, and without credentials unless a model has `generated` it.
+    Raises BrokenPipeError if the reader of stdout has gone; without one of stderr, work goes on.
     """
-    print(
-        printable(str(text)) if generated else shown(text),
-        end=end,
-        file=sys.stderr if error else sys.stdout,
-        flush=True,
-    )
+    with suppress(BrokenPipeError) if error else nullcontext():
+        print(
+            printable(str(text)) if generated else shown(text),
+            end=end,
+            file=sys.stderr if error else sys.stdout,
+            flush=True,
+        )
