@@ -51,7 +51,7 @@ def _run_layouts(args: argparse.Namespace) -> int:
         say(f"\ntrain with it:\n  {command}", error=args.json)
         if args.write is not None:
             best = load_config(args.config, [*args.overrides, *words])
-            Path(args.write).write_text(to_yaml(best), encoding="utf-8")
+            Path(args.write).write_text(to_yaml(best, of_decoder=False), encoding="utf-8")
             say(f"{args.write}: its configuration", error=True)
     if args.html is not None:
         from isp.report.layouts import layouts_page

@@ -255,7 +255,7 @@ def _config(args: argparse.Namespace) -> int:
     from isp.config import load_config, to_yaml
 
     config = load_config(args.config, args.overrides)
-    say(to_yaml(config), end="")
+    say(to_yaml(config, of_decoder=False), end="")
     _note_unused(config)
     return 0
 

@@ -20,7 +20,7 @@ from isp.config.objective import check_logits, check_objective, second_model
 from isp.config.yaml_file import KeyPath, read_yaml
 from isp.data.config import DataConfig
 from isp.foreign.shown import check_complete, redacted_values
-from isp.models.model_folder import check_layout, check_model_folder, with_sizes
+from isp.models.model_folder import check_layout, check_model_folder, folder_sizes, with_sizes
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
 from isp.parallel.topology import Topology
@@ -315,12 +315,17 @@ def to_plain(config: JobConfig, *, redact: bool = False) -> dict[str, Any]:
     return redacted_values(plain) if redact else plain
 
 
-def to_yaml(config: JobConfig, *, redact: bool = False) -> str:
+def to_yaml(config: JobConfig, *, redact: bool = False, of_decoder: bool = True) -> str:
     """Return `config` with every default spelled out, as `to_plain`.
 
+    Not `of_decoder`: beside `model.hf` without the keys that describe the decoder of `model/`.
     Loading it gives an equal configuration unless `redact` has left out credentials.
     """
     plain = to_plain(config, redact=redact)
+    if config.model.hf is not None and not of_decoder:
+        kept = {"hf", "adapter", *folder_sizes(config.model.hf)}
+        for key in defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE).keys() - kept:
+            del plain["model"][key]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 

@@ -11,7 +11,14 @@ from isp.parallel.config import ParallelConfig
 from isp.settings.adapter import with_adapter
 from isp.settings.json_file import read_json
 
-__all__ = ["check_layout", "check_model_config", "check_model_folder", "of_text", "with_sizes"]
+__all__ = [
+    "check_layout",
+    "check_model_config",
+    "check_model_folder",
+    "folder_sizes",
+    "of_text",
+    "with_sizes",
+]
 
 _NAMES = {
     "vocab_size": ("vocab_size",),
@@ -36,15 +43,7 @@ def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
     """
     section = with_adapter(section)
     folder = section["hf"]
-    config = _read_config(folder)
-    if "vocab_size" not in config:  # as of Gemma 3 on the hub: the default of its type
-        config = {**_defaults_of_type(folder), **config}
-    found = {
-        key: config[name]
-        for key, names in _NAMES.items()
-        for name in names
-        if type(config.get(name)) is int
-    }
+    found = folder_sizes(folder)
     known = {**decided, **found, "hf": folder}
     faults = [
         f"model.{key}={json.dumps(value)} is given beside model.hf={folder}, whose config.json"
@@ -55,6 +54,22 @@ def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
     if faults:
         raise ValueError("\n".join(faults))
     return {**found, **section}
+
+
+def folder_sizes(folder: str) -> dict[str, int]:
+    """Return the keys of a `model` section that the config.json in a folder has.
+
+    Raises ValueError for a folder without one.
+    """
+    config = _read_config(folder)
+    if "vocab_size" not in config:  # as of Gemma 3 on the hub: the default of its type
+        config = {**_defaults_of_type(folder), **config}
+    return {
+        key: config[name]
+        for key, names in _NAMES.items()
+        for name in names
+        if type(config.get(name)) is int
+    }
 
 
 def check_model_folder(folder: str, parallel: ParallelConfig) -> None:

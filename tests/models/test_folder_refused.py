@@ -51,14 +51,17 @@ def change_weights(folder: Path, **tensors: torch.Tensor | None) -> None:
     save_file(found, folder / WEIGHTS)
 
 
-def test_sizes_come_from_the_folder_and_are_printed_in_full(folder: Path) -> None:
+@pytest.mark.parametrize("of_decoder", [True, False])
+def test_sizes_come_from_the_folder_and_are_printed(folder: Path, of_decoder: bool) -> None:
     """Catches sizes of the defaults, and a printed configuration that is refused when read."""
     config = config_of(folder)
     model = config.model
     assert (model.vocab_size, model.hidden_size, model.num_layers) == (272, 32, 2)
     assert (model.num_heads, model.kv_heads, model.head_size) == (4, 2, 8)
     again = folder.parent / "again.yaml"
-    again.write_text(to_yaml(config))
+    again.write_text(to_yaml(config, of_decoder=of_decoder))
+    assert ("rope_theta" in again.read_text()) == of_decoder, "which is not the folder's"
+    assert "vocab_size: 272" in again.read_text()
     assert load_config(again) == config
 
 
