@@ -276,7 +276,7 @@ def test_a_fault_of_ours_keeps_its_traceback(job, capsys, monkeypatch, fault):
 def test_a_full_disk_is_one_message(job, capsys, monkeypatch):
     """Catches a full disk that ends in a traceback."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("isp.config.to_yaml", fail)
