@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from isp.foreign.files import check_regular_files
 from isp.foreign.limits import limited
 
 __all__ = [
+    "copied",
     "folder_config",
     "leave_alone",
     "limited_model",
@@ -67,7 +69,20 @@ def on_meta(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         value = torch.empty_like(parameter, device="meta")
         empty[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, empty)
+    return copied(model, empty)
+
+
+def copied(model: nn.Module, instead: dict[int, Any]) -> nn.Module:
+    """Copy a model, with the values of `instead` in place of the objects with these ids.
+
+    As `copy.deepcopy`, two to four times as fast: it is slow for the empty dicts of hooks, of which
+    each module has a dozen.
+    """
+    for module in model.modules():
+        for value in vars(module).values():
+            if type(value) in (dict, OrderedDict) and not value:
+                instead.setdefault(id(value), type(value)())
+    return copy.deepcopy(model, instead)
 
 
 def leave_alone(shape: nn.Module, unused: Iterable[str]) -> None:

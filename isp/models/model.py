@@ -25,7 +25,7 @@ from isp.models.follow import CallFollower
 from isp.models.holders import WeightHolders
 from isp.models.hosts import HuggingFace, check_row, host_of
 from isp.models.lengths import LengthCheck
-from isp.models.make import leave_alone, on_meta
+from isp.models.make import copied, leave_alone, on_meta
 from isp.models.mixers import local_of
 from isp.models.model_folder import check_layout, check_model_config
 from isp.models.probe import check_local
@@ -116,7 +116,7 @@ class TracedModel:
 
     def _empty(self) -> nn.Module:
         """A copy of `shape` whose parameters may be replaced by shards."""
-        return copy.deepcopy(self.shape, {id(p): p for p in self.shape.parameters()})
+        return copied(self.shape, {id(p): p for p in self.shape.parameters()})
 
     def computed(self, **keys: Any) -> TracedModel:
         """The same model with other arguments `keys` of `__init__`; it is not traced again."""

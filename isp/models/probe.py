@@ -30,7 +30,6 @@ S sequence, H heads, K KV heads, d and e sizes of heads, V vocabulary, N tokens 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +48,7 @@ from isp.attention.call import AttentionOptions
 from isp.mixers.call import mix_by
 from isp.mixers.choice import Indexer
 from isp.mixers.recurrence import Inputs, Recurrence
+from isp.models.make import copied
 from isp.models.recorder import replaced_forward
 from isp.models.roles import ParameterRole, holds_experts
 from isp.models.trace import ModelTrace
@@ -227,7 +227,7 @@ def without_weights(
     for own, buffer in zip(shape.buffers(), buffers, strict=True):
         value = _counted(buffer, random) if buffer.is_meta else _wide(buffer.cpu().clone())
         values[id(own)] = value
-    model = copy.deepcopy(shape, values)
+    model = copied(shape, values)
     _put_in(model, training=training)
     return model
 

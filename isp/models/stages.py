@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.models.calls import BlockOutput, ForwardEnd
+from isp.models.make import copied
 from isp.models.probe import Forward, local_calls, without_weights
 from isp.models.roles import ParameterRole
 from isp.models.trace import BEHIND, ModelTrace
@@ -117,7 +118,7 @@ def with_blocks(
         vars(instead).update(_modules={}, _parameters={}, _buffers={})
         instead.forward = _handing_on(form)
     inside = tuple(f"{name}." for name in others)
-    return copy.deepcopy(shape, empty), trace._replace(
+    return copied(shape, empty), trace._replace(
         calls=tuple(call for call in trace.calls if call.block not in others),
         roles={n: role for n, role in trace.roles.items() if not n.startswith(inside)},
         read_at={n: places - others.keys() for n, places in trace.read_at.items()},
