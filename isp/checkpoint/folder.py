@@ -178,20 +178,27 @@ def describe_contents(path: Path) -> str:
 
 
 @contextmanager
-def folder_lock(folder: Path, name: str = _LOCK, *, waits: bool = False) -> Iterator[None]:
+def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iterator[None]:
     """Keep other runs out of `folder`, which exists, until this is left or the process ends.
 
     The lock is the file `name`.
 
-    If another run holds it, raises ValueError with its process, or waits. On a file system without
-    locks nothing is kept out.
+    If another run holds it, raises ValueError with its process, or waits, if it `waits_for` what
+    this says, and logs that. On a file system without locks nothing is kept out.
     """
     try:
         descriptor = open_to_write(folder / name, os.O_RDWR | os.O_CREAT)
     except PermissionError:  # another user's, which can be locked all the same
         descriptor = open_to_write(folder / name, os.O_RDONLY)
     try:
-        _lock(descriptor, folder, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            _lock(descriptor, folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ValueError:
+            if not waits_for:
+                raise
+            place, holder = folder / name, _holder(descriptor)
+            logger.warning("waiting for %s (%s), which holds %s", waits_for, holder, place)
+            _lock(descriptor, folder, fcntl.LOCK_EX)
         with suppress(OSError):  # a full disk is reported by what needs the room
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -210,14 +217,18 @@ def check_unlocked(folder: Path) -> None:
         _lock(file.fileno(), folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
+def _holder(descriptor: int) -> str:
+    """Return the process that has written itself into a lock."""
+    return os.pread(descriptor, 200, 0).decode(errors="replace") or "which says no more"
+
+
 def _lock(descriptor: int, folder: Path, operation: int) -> None:
     try:
         fcntl.flock(descriptor, operation)
     except BlockingIOError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "which says no more"
         raise ValueError(
-            f"another run is saving to {folder} ({holder}): wait until it has ended, or use"
-            f" another job.name or checkpoint.folder"
+            f"another run is saving to {folder} ({_holder(descriptor)}): wait until it has ended,"
+            f" or use another job.name or checkpoint.folder"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

@@ -85,6 +85,7 @@ _CONFIG = "config"
 _SHARES = (".weight", ".name")
 """Ends of the keys of a mixture that do not change the order in which a source is read."""
 _SEQUENCES = "sequences_per_step"
+_OTHER_START = "another start of this job, which may be copying from checkpoint.upload_to"
 STREAM = "stream"
 """Key of a checkpoint's shared values: where its next step begins in a stream of data."""
 
@@ -187,7 +188,7 @@ def _starting(job: JobSection) -> Iterator[None]:
         with explained(f"job.dump_folder={job.dump_folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             # Not the name of a checkpoint folder's lock: checkpoint.folder may be this folder.
-            held.enter_context(folder_lock(folder, ".start.lock", waits=True))
+            held.enter_context(folder_lock(folder, ".start.lock", waits_for=_OTHER_START))
         yield
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import reduce
 from multiprocessing.synchronize import Event
@@ -365,6 +367,20 @@ def test_a_new_folder_is_held_from_the_beginning(
     monkeypatch.setattr(resume, "run_name", named)
     _open(load("--checkpoint.folder", str(tmp_path / folder)))
     assert looked == locks
+
+
+def test_a_start_says_that_it_waits_for_another(
+    config: JobConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a start that seems to hang while another one of its job copies a checkpoint."""
+    (tmp_path / "out" / "job").mkdir(parents=True, exist_ok=True)
+    with ExitStack() as other:
+        other.enter_context(folder_lock(tmp_path / "out" / "job", ".start.lock"))
+        caplog.handler.addFilter(lambda _: other.close() is None)  # it ends once this one waits
+        _open(config)
+    (said,) = caplog.messages
+    assert "another start of this job, which may be copying from checkpoint.upload_to" in said
+    assert f"(process {os.getpid()} on " in said
 
 
 def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
