@@ -16,6 +16,7 @@ from isp.config import load_config, to_plain
 from isp.config.keys import differences
 from isp.planner import load_fabric, search
 from isp.planner.experts import with_spread_experts
+from tests.ranks import run_programs
 from tests.train.jobs import run_folders, run_forked, write_job
 
 Choose = Callable[..., list[str]]
@@ -72,6 +73,23 @@ def test_a_run_keeps_its_layout_until_the_ranks_are_others(
     run_forked(job, *alone, num_ranks=1)
     assert run_folders(job) == [run]
     assert load_config(run / "config.yaml").parallel.tensor.size == 1
+
+
+def test_rank_0_chooses_for_all(job: Path) -> None:
+    """Catches ranks that choose by files of their own machine, and then wait for each other."""
+    small = replace(load_fabric("cpu").device, memory_gib=1e-5)
+    (job.parent / "tiny.yaml").write_text(replace(load_fabric("cpu"), device=small).to_yaml())
+    fabrics = ["cpu", str(job.parent / "tiny.yaml")]
+
+    def train(rank: int, fabrics: list[str]) -> int:
+        auto = ["--parallel=auto", "--fabric", fabrics[rank], "--training.steps=1"]
+        return main(["train", str(job), *auto])
+
+    assert run_programs(2, train, fabrics) == [0, 0]
+    (run,) = run_folders(job)
+    (best, *_) = search(load_config(job), 2, load_fabric("cpu")).fitting
+    assert load_config(run / "config.yaml").parallel == best.config.parallel
+    assert run_programs(2, train, fabrics[1:] * 2) == [2, 2], "the fault of rank 0, on all"
 
 
 def test_what_is_given_by_hand_is_kept(choose: Choose, job: Path) -> None:

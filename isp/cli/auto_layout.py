@@ -1,7 +1,7 @@
 """`isp train --parallel auto`: trains in the layout that `isp layouts` ranks first.
 
-Under torchrun every rank chooses by itself: a search is a pure function of the configuration, the
-machine and the number of ranks.
+Under torchrun rank 0 chooses for all: what it reads, such as the file of a fabric, the checkpoint
+of a restarted run and the memory of the machine, may differ on other machines.
 """
 
 from __future__ import annotations

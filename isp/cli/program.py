@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp import __version__
@@ -158,15 +159,19 @@ def _train(args: argparse.Namespace) -> int:
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import load_config
 
-    config, chosen = load_config(args.config, args.overrides), list[str]()
+    config, store = load_config(args.config, args.overrides), None
     if args.fabric is not None and args.parallel is None:
         raise ValueError(f"--fabric {args.fabric} is for --parallel auto: give both, or neither")
     least = 1 if args.parallel else config.parallel.least_ranks
     ranks = world_size(args.nproc, least=least)
     if args.parallel:
         from isp.cli.auto_layout import LAYOUT_OPTIONS, choose_layout
+        from isp.comm import decided_by_rank_0
 
-        chosen = choose_layout(config, ranks, args.overrides, args.fabric)
+        chosen, store = decided_by_rank_0(
+            partial(choose_layout, config, ranks, args.overrides, args.fabric),
+            config.comm.init_timeout_seconds,
+        )
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
@@ -195,7 +200,7 @@ def _train(args: argparse.Namespace) -> int:
         return code
     from isp.train import main as train
 
-    return report_end(train(config))
+    return report_end(train(config, store=store))
 
 
 def _note_unused(config: JobConfig) -> None:

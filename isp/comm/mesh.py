@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -22,7 +25,7 @@ from isp.comm.log import CommLog
 from isp.comm.pending import Link
 from isp.parallel.topology import Axis, Topology
 
-__all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "use_loopback"]
+__all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "decided_by_rank_0", "use_loopback"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,8 @@ class World:
     expands_segments: bool = True
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
     size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+    store: Store | None = None
+    """Where the ranks have met before, as in `decided_by_rank_0`; None: they meet on entering."""
 
     @property
     def backend(self) -> str:
@@ -83,7 +88,7 @@ class World:
                 os.environ.setdefault(_TOLD_OF_SENDS, "false")
             dist.init_process_group(
                 self.backend,
-                store=_meeting_place(timeout),
+                store=self.store or _meeting_place(timeout),
                 rank=self.rank,
                 world_size=self.size,
                 timeout=timeout,
@@ -95,6 +100,35 @@ class World:
         # After an error the others may be gone: leaving politely could hang, exiting does not.
         if kind is None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def decided_by_rank_0(
+    decide: Callable[[], list[str]], timeout_seconds: float
+) -> tuple[list[str], Store | None]:
+    """Return on all ranks what `decide` gives on rank 0, and the store for the world to meet in.
+
+    For what depends on a machine's own files, before the world starts. Raises the ValueError or
+    OSError of rank 0 on all ranks, as a ValueError on the others.
+    """
+    rank, size = (int(os.environ.get(name, "1")) for name in ("RANK", "WORLD_SIZE"))
+    if size == 1:
+        return decide(), None
+    store, key = _meeting_place(timedelta(seconds=timeout_seconds)), "isp/decided_by_rank_0"
+    if rank == 0:
+        try:
+            decided = decide()
+        except (ValueError, OSError) as error:
+            store.set(key, json.dumps([None, str(error)]))
+            with suppress(dist.DistStoreError):  # the store may end with this process
+                store.wait([f"{key}/{other}" for other in range(1, size)], _CONNECT)
+            raise
+        store.set(key, json.dumps([decided, ""]))
+        return decided, store
+    decided, fault = json.loads(store.get(key))
+    store.set(f"{key}/{rank}", "")
+    if fault:
+        raise ValueError(fault)
+    return decided, store
 
 
 def _meeting_place(timeout: timedelta) -> Store:

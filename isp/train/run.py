@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from isp.checkpoint.agreement import CheckpointError, exchange
 from isp.comm import Mesh, RollCall, World
@@ -52,15 +53,16 @@ GRACE_SECONDS = 15.0
 """Time that ranks have to say where they wait, after a collective has timed out on one."""
 
 
-def main(config: JobConfig) -> signal.Signals | None:
+def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | None:
     """Train as `config` says, on this rank of the world that torchrun has set (or alone).
 
-    The signal to this rank that stopped the run, which is saved, before its end; else None.
+    `store`: where the ranks have met already. The signal to this rank that stopped the run, which
+    is saved, before its end; else None.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right, and CheckpointError, at the end, if the last checkpoint is not in `checkpoint.upload_to`.
     """
     begin = time.monotonic()
-    world = make_world(config)
+    world = make_world(config, store)
     device = world.device
     topology, asked = config.topology(world.size), config
     config = config.for_ranks(world.size)
@@ -91,8 +93,8 @@ def main(config: JobConfig) -> signal.Signals | None:
         if start.note:
             logger.warning("%s", start.note)
         for step in start.copied:
-            store = config.checkpoint.upload_to
-            logger.info("copied      step %d from %s to %s", step, store, start.checkpoints)
+            url = config.checkpoint.upload_to
+            logger.info("copied      step %d from %s to %s", step, url, start.checkpoints)
         if datasets is not None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
@@ -202,13 +204,14 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def make_world(config: JobConfig) -> World:
-    """This process among all, on its device.  Raises ValueError if that is not there."""
+def make_world(config: JobConfig, store: Store | None = None) -> World:
+    """Return this process among all, on its device.  Raises ValueError if that is not there."""
     check_devices(config, int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return World(
         device_of(config.training.device),
         timeout_seconds=config.comm.init_timeout_seconds,
         expands_segments=not config.parallel.weight.nccl_ub,
+        store=store,
     )
 
 
