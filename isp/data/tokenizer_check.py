@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ _MOST_SECONDS = 120.0
 _MOST_BYTES = 2**32
 _MOST_TOKENS = 100
 """Limit of the tokens of a character: bytes of its longest decomposition are 72."""
+_PASSED: set[bytes] = set()
+"""Digests of the files that have passed."""
 _RUN = 2000
 """Characters of a text that repeats one: patterns that backtrack, or grow, do so on these."""
 
@@ -26,27 +28,27 @@ def check_tokenizer(file: Path) -> None:
     """Raise ValueError for a tokenizer.json that takes too much time or memory, or is none.
 
     It is read, and tries some texts, in a child process: the library is not written in Python,
-    which thus cannot interrupt it, and ends the process when memory runs out. Each version of a
-    file is tried once.
+    which thus cannot interrupt it, and ends the process when memory runs out. Files with the same
+    contents are tried once in a process.
     """
-    found = file.stat()
-    _checked(file, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+    try:
+        data = read_limited(file, LARGE_FILE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer={error}") from None
+    digest = sha256(data).digest()
+    if digest not in _PASSED:
+        check_in_child(
+            f"data.tokenizer={file}",
+            lambda: _try(data),
+            seconds=_MOST_SECONDS,
+            most_bytes=_MOST_BYTES,
+        )
+        _PASSED.add(digest)
 
 
-@lru_cache
-def _checked(file: Path, *_: int) -> None:
-    check_in_child(
-        f"data.tokenizer={file}",
-        lambda: _try(file),
-        seconds=_MOST_SECONDS,
-        most_bytes=_MOST_BYTES,
-    )
-
-
-def _try(file: Path) -> None:
+def _try(data: bytes) -> None:
     from tokenizers import Tokenizer
 
-    data = read_limited(file, LARGE_FILE_BYTES)
     try:
         tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # The package raises bare Exception for every fault of the file.

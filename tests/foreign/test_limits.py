@@ -277,7 +277,7 @@ def test_the_pattern_of_an_adapter_is_limited(
     monkeypatch.setattr(lora, "_MOST_SECONDS", 0.5)
     folder = write_folder(tmp_path / "model", "llama", weights=False)
     pattern = r"(([a-z]|[a-z_]|[.0-9])+)+!"
-    words = [f"--model.adapter.target_modules={json.dumps(pattern)}", "--model.adapter.r=2"]
+    words = [f"--model.adapter.target_modules={pattern}", "--model.adapter.r=2"]
     config = load_config(write_job(tmp_path, folder), words)
     with pytest.raises(ValueError, match=r"model\.adapter\.target_modules=.* takes more than 0\.5"):
         _ = config.language_model
