@@ -134,7 +134,10 @@ def test_modules_are_named_as_in_peft(tmp_path: Path) -> None:
         theirs: Any = get_peft_model(
             base.from_config(config), LoraConfig(task_type="CAUSAL_LM", **words)
         )
-        given = [f"--model.adapter.{key}={json.dumps(value)}" for key, value in words.items()]
+        given = [
+            f"--model.adapter.{key}={value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in words.items()
+        ]
         ours = load_config(job, given).language_model.model
         assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
 
