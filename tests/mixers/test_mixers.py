@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from isp.mixers.scan import scan_by_heads, scan_by_state
 from isp.mixers.state_space import Mamba2
 from isp.parallel.context import ContextPlan, Slice
 from tests.mixers import reference
-from tests.mixers.reference import Kind
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-12  # float64, sums in another order
@@ -82,7 +81,9 @@ def _scattered(lengths: tuple[int, ...], size: int) -> ContextPlan:
     return ContextPlan(lengths, tuple(tuple(slices[rank::size]) for rank in range(size)))
 
 
-def _plain(kind: Kind, lengths: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+@cache  # filled before ranks are forked, which then have it
+def _plain(name: str, lengths: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    kind = KINDS[name]
     xs = kind.tensors(sum(lengths), 3)
     number, constants = kind.number, xs[kind.number :]
     out = reference.by_document(lambda *a: kind.plain(*a, *constants), lengths, *xs[:number])
@@ -106,7 +107,7 @@ def _on_rank(rank: int, cases: list[tuple[str, str, str]], size: int) -> list[An
         inputs = kind.inputs([*mine, *xs[number:]])
         scan = scan_by_heads if way == "heads" else scan_by_state
         out = scan(kind.recurrence, inputs, placement)
-        expected, gradients = _plain(kind, plan.lengths)
+        expected, gradients = _plain(kind_name, plan.lengths)
         out.backward(_seed(expected)[own])
         errors = [_far(out.detach(), expected[own])]
         errors += [_far(x.grad, g[own]) for x, g in zip(mine, gradients, strict=False)]
@@ -133,6 +134,8 @@ def test_scans_equal_a_loop_over_tokens(size: int) -> None:
         for way in ("heads", "state")
         if 64 % size == 0 or plan in ("uneven", "scattered")
     ]
+    for kind, plan, _ in cases:
+        _plain(kind, PLANS[plan](size).lengths)
     for errors in run_ranks(size, _on_rank, cases, size):
         wrong = {c: e for c, e in zip(cases, errors, strict=True) if not e <= TOLERANCE}
         assert wrong == {}
