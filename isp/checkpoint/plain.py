@@ -27,9 +27,8 @@ def to_json(value: Plain) -> str:
 
     Raises ValueError for lists and dicts that are nested too deeply.
     """
-    encoded = _encode(value, "the value")
-    _check_levels(encoded)
-    return json.dumps(encoded, sort_keys=True, separators=(",", ":"))
+    _check_levels(value)
+    return json.dumps(_encode(value, "the value"), sort_keys=True, separators=(",", ":"))
 
 
 def from_json(text: str) -> Any:
@@ -50,12 +49,14 @@ def from_tensor(data: Tensor) -> Any:
 
 
 def _check_levels(value: Any) -> None:
+    """Raise ValueError for lists and dicts that are nested too deeply, or in themselves."""
     level = [value]
-    for _ in range(_MOST_LEVELS):
-        nested = (x for x in level if isinstance(x, dict | list | tuple))
-        level = [x for y in nested for x in (y.values() if isinstance(y, dict) else y)]
-        if not level:
+    for _ in range(_MOST_LEVELS + 1):
+        # By id: a list that contains itself twice would double on each level.
+        nested = {id(x): x for x in level if isinstance(x, dict | list | tuple)}.values()
+        if not nested:
             return
+        level = [x for y in nested for x in (y.values() if isinstance(y, dict) else y)]
     raise ValueError(f"lists and dicts are nested in more than {_MOST_LEVELS} levels")
 
 

@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
     def get_single_node(self) -> Node | None:
         """The document; aliases that repeat without end, or too much, are a fault of the file."""
         root: Node | None = super().get_single_node()
-        if root is not None and (size := _expanded_size(root, {})) > _MOST_CHARACTERS:
+        if root is not None and (size := _expanded(root, {}).size) > _MOST_CHARACTERS:
             fault = f"aliases repeat values up to more than {_MOST_CHARACTERS:,} characters"
             if size == math.inf:
                 fault = "an alias stands inside of what it repeats"
@@ -101,27 +101,38 @@ def parse_value(text: str) -> Any:
         raise ValueError(f"{text[:40]!r}... is nested too deeply") from error
 
 
-def _expanded_size(node: Node, known: dict[int, float], most_levels: int = _MOST_LEVELS) -> float:
-    """Count the characters of `node`, as often as aliases repeat them; infinite for a circle.
+class _Expanded(NamedTuple):
+    """A node with all that aliases repeat in it."""
 
-    `known`: the sizes of nodes that have been counted, or are being counted, by their id.
-    Raises RecursionError for nodes in more than `most_levels` levels.
+    size: float
+    """Characters, as often as they are repeated; infinite for a circle."""
+    height: int
+    """Levels of nodes below it."""
+
+
+def _expanded(node: Node, known: dict[int, _Expanded], level: int = 0) -> _Expanded:
+    """Return the size of `node`, which stands in `level` others, and its height.
+
+    `known`: nodes that have been counted, or are being counted, by their id.
+    Raises RecursionError for nodes in more than `_MOST_LEVELS` levels.
     """
-    if most_levels < 0:
-        raise RecursionError
     if id(node) not in known:
-        known[id(node)] = math.inf
+        known[id(node)] = _Expanded(math.inf, 0)
+        nodes: list[Node] = []
         size: float = 16  # also of an empty list, which takes memory, too
         if isinstance(node, ScalarNode):
             size += len(node.value)
         elif isinstance(node, SequenceNode):
-            size += sum(_expanded_size(part, known, most_levels - 1) for part in node.value)
+            nodes = node.value
         elif isinstance(node, MappingNode):
-            size += sum(
-                _expanded_size(part, known, most_levels - 1) for pair in node.value for part in pair
-            )
-        known[id(node)] = size
-    return known[id(node)]
+            nodes = [part for pair in node.value for part in pair]
+        parts = [_expanded(part, known, level + 1) for part in nodes]
+        height = max((part.height + 1 for part in parts), default=0)
+        known[id(node)] = _Expanded(size + sum(part.size for part in parts), height)
+    found = known[id(node)]
+    if level + found.height > _MOST_LEVELS:  # also by an alias of a node that was counted above
+        raise RecursionError
+    return found
 
 
 def _note_lines(

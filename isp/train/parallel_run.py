@@ -263,10 +263,10 @@ class ParallelRun(OwnLosses):
         """Write a checkpoint `step_<num_steps>` into `folder`; all ranks call it.
 
         It contains weights, optimizer states, random states, and `extra`: plain values (rank 0's)
-        and tensors, in lists and dicts with string keys. It is published by one rename, so a
-        failure leaves earlier checkpoints intact. `keep` is the number of checkpoints to keep, 0:
-        all. Gradients since the last step are not saved. Raises CheckpointError on all ranks if
-        any rank cannot write.
+        and tensors, in lists and dicts with string keys, of up to 98 levels. It is published by
+        one rename, so a failure leaves earlier checkpoints intact. `keep` is the number of
+        checkpoints to keep, 0: all. Gradients since the last step are not saved. Raises
+        CheckpointError on all ranks if any rank cannot write.
         """
         self._check(trains=False)
         self.train_step.optimizer.take_up_weights(only_written=True)

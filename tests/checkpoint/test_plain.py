@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,14 +37,29 @@ def test_tensors_come_back_as_they_were(dtype: torch.dtype, shape: tuple[int, ..
     assert torch.equal(back, tensor)
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
-    """Catches a value that is saved, and then ends the run that resumes from it."""
+WRAPPED: dict[str, Callable[[Plain], Plain]] = {
+    "list": lambda value: [value],
+    "tuple": lambda value: (value,),
+    "dict": lambda value: {"a": value},
+    "dict by numbers": lambda value: {0: value},  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_what_is_nested_too_deeply_is_refused(kind: str) -> None:
+    """Catches a value that is saved, and then ends the run that resumes from it; a limit that is
+    lower for what takes more levels of JSON, and a traceback for a value far beyond it."""
     value: Plain = 1
-    for _ in range(99):
-        value = [value]
+    for _ in range(100):
+        value = WRAPPED[kind](value)
     assert from_json(to_json(value)) == value
-    with pytest.raises(ValueError, match="nested in more than 100 levels"):
-        to_json([value])
+    endless: list[Any] = []
+    endless += [endless, endless]
+    for _ in range(3000):
+        value = WRAPPED[kind](value)
+    for deep in (value, endless):
+        with pytest.raises(ValueError, match="nested in more than 100 levels"):
+            to_json(deep)
 
 
 @pytest.mark.parametrize("value", [{"a": [object()]}, {(1,): 2}, {1, 2}])

@@ -257,6 +257,7 @@ def _laughs(begin: str, repeat: str) -> str:
     return "\n".join(lines)
 
 
+DEEP_BY_ALIASES = (("a: &a", "1"), ("b: &b", "*a"), ("c:", "*b"))
 TEN = "[" + ", ".join(["{0}"] * 10) + "]"
 ENDLESS = {
     "lists": (_laughs("[x]", TEN), "aliases repeat values up to more than"),
@@ -271,6 +272,10 @@ ENDLESS = {
     "too long": ("a: 1\n" + "#" * 2**20, "has more than 1,048,576 bytes"),
     "too deep": ("a: " + "[" * 5000, "nested too deeply"),
     "too deep for pydantic": ("a: " + "[" * 250 + "]" * 250, "nested too deeply"),
+    "too deep by aliases": (
+        "\n".join(f"{key} {'[' * 90}{value}{']' * 90}" for key, value in DEEP_BY_ALIASES),
+        "nested too deeply",
+    ),
 }
 
 
