@@ -19,9 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written or read, in words for people; raised on all ranks alike.
+    """A checkpoint could not be written or read, in words for people.
 
-    The run itself is unharmed, and so are the checkpoints that were there before.
+    Raised on all ranks, but for a failed upload, which is rank 0's alone. The run itself is
+    unharmed, and so are the checkpoints that were there before.
     """
 
 

@@ -40,7 +40,8 @@ MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 2**28
 """A file of 200 bytes for each of a million ranks."""
 _FORMAT = 1
-_PUBLISHED = re.compile(r"step_(\d+)")
+_NAMED = re.compile(r"step_(\d+)(?:\.tmp)?")
+"""Name of a checkpoint's folder, also before it is published."""
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -140,7 +141,7 @@ class Manifest(BaseModel):
             raise Damaged(f"{MANIFEST} is not readable: cut off or overwritten") from None
         if not has_digest:
             raise Damaged(f"{MANIFEST} has a wrong checksum")
-        manifest, named = cls._of_content(text), _PUBLISHED.fullmatch(folder.name)
+        manifest, named = cls._of_content(text), _NAMED.fullmatch(folder.name)
         if named and int(named[1]) != manifest.step:  # a run would skip, or repeat, steps and data
             raise Damaged(
                 f"it is of step {manifest.step}, so the folder was renamed or copied: name it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 from isp.checkpoint.folder import CheckpointFolder
-from isp.checkpoint.manifest import MANIFEST, fault_of
+from isp.checkpoint.manifest import MANIFEST, Damaged, fault_of
 
 __all__ = ["RemoteCheckpoints", "Uploads"]
 
@@ -47,27 +47,33 @@ class RemoteCheckpoints:
         for other in older[keep - 1 :] if keep else []:
             self._delete(other)
 
-    def fill(self, folder: CheckpointFolder, load_step: int | None = None) -> list[int]:
+    def fill(self, folder: CheckpointFolder, load_step: int | None = None) -> int | None:
         """Copy the checkpoint of `load_step`, or the newest, into `folder`, and publish it there.
 
-        If it turns out to be damaged, or a file of it cannot be read, the one before it is copied,
-        too. Returns the copied steps.
+        One that turns out to be damaged, or lacks a file, is passed over for the one before it.
+        Returns the copied step; None if there is none to copy. Raises Damaged if none is good.
         """
-        copied = []
+        faults = []
         for step in [step for step in self.steps() if load_step in (None, step)]:
             folder.begin(step)
             for path in self._system.ls(self._at(step), detail=False):
                 copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
                 try:
                     self._system.get_file(path, str(copy))
-                except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-                    # Left out of the copy, which counts as damaged; a network that fails ends all.
+                except (FileNotFoundError, IsADirectoryError) as error:
+                    # Left out of the copy, which counts as damaged. A failing network, or refused
+                    # credentials, would be no fault of the checkpoint: they end the start.
                     logger.warning("%s cannot be copied: %s", path, error)
-            folder.publish(step)
-            copied.append(step)
-            if not fault_of(folder.published(step), contents=True):
-                break
-        return copied
+            # Before it is published: with a damaged one in `folder`, no later start would copy.
+            if not (fault := fault_of(folder.temporary(step), contents=True)):
+                folder.publish(step)
+                return step
+            logger.warning("%s is passed over: %s", self._at(step), fault)
+            faults.append(f"step {step}, is {fault}")
+            folder.abandon(step)
+        if faults:
+            raise Damaged(f"no copy is good; the newest, {faults[0]}")
+        return None
 
     def _at(self, step: int) -> str:
         return f"{self._root}/step_{step}"
@@ -83,10 +89,9 @@ class Uploads:
     Of those that are published during a copy, the newest is next. A failure is logged.
     """
 
-    fault: str | None = None
-    """The failure of the last copy, in words; None if it succeeded or is still in flight."""
-
     def __init__(self, url: str, keep: int) -> None:
+        self.fault: str | None = None
+        """The failure of the last copy, in words; None if it succeeded or is still in flight."""
         self._url, self._keep = url, keep
         self._thread: Thread | None = None
         self._current: Path | None = None

@@ -290,9 +290,9 @@ class CheckpointConfig:
     """URL to which every complete checkpoint is copied, s3://bucket/run or another that fsspec
     opens; needs `folder`. Training does not wait: if several checkpoints complete during a copy,
     only the newest of them is copied next. A finished run whose last copy fails exits with an
-    error; the same command copies it again. A run with an empty `folder`, as on a new machine,
-    resumes from the copies, and has `comm.init_timeout_seconds` to fetch them. `keep_latest_k`
-    applies to the copies, too."""
+    error; the same command, if it resumes (`auto_resume`, no `load_step`), copies it again. A run
+    with an empty `folder`, as on a new machine, resumes from the copies, and has
+    `comm.init_timeout_seconds` to fetch them. `keep_latest_k` applies to the copies, too."""
     initial_load_path: Folder | None = None
     """Checkpoint, folder of checkpoints or run folder, of any layout, that a run without
     checkpoints starts from; null: random weights.  Names: torchtitan."""

@@ -102,8 +102,8 @@ class Start(NamedTuple):
     """Time of the launch, from `launch_time`; the same after a restart of its ranks."""
     note: str
     """Reason why the run before is not resumed; "" if there is none."""
-    copied: tuple[int, ...]
-    """Steps of the checkpoints that `checkpoint.upload_to` gave."""
+    copied: int | None
+    """Step of the checkpoint that `checkpoint.upload_to` gave, if it gave one."""
 
 
 class _Place(NamedTuple):
@@ -117,7 +117,7 @@ class _Place(NamedTuple):
     """Time of the launch, if these ranks have been started again; else None."""
     note: str = ""
     """See `Start`."""
-    copied: tuple[int, ...] = ()
+    copied: int | None = None
     """See `Start`."""
 
 
@@ -200,18 +200,17 @@ def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[
         if place.checkpoints is not None and (makes or place.checkpoints.exists()):
             held.enter_context(_held(place.checkpoints))
             if makes:
-                copied = _fill(place.checkpoints, config.checkpoint)
-                place = place._replace(copied=tuple(copied))
+                place = place._replace(copied=_fill(place.checkpoints, config.checkpoint))
         _check(config, topology, place)
         yield place
 
 
-def _fill(folder: Path, checkpoint: CheckpointConfig) -> list[int]:
-    """Copy the checkpoint to resume from out of the store, if `folder` is empty; the steps."""
+def _fill(folder: Path, checkpoint: CheckpointConfig) -> int | None:
+    """Copy the checkpoint to resume from out of the store, if `folder` is empty; its step."""
     url, there = checkpoint.upload_to, CheckpointFolder(folder)
     load_step = checkpoint.load_step
     if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
-        return []
+        return None
     try:
         copied = RemoteCheckpoints(url).fill(there, load_step)
     except Exception as error:  # of any file system and its network
@@ -220,7 +219,7 @@ def _fill(folder: Path, checkpoint: CheckpointConfig) -> list[int]:
             f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty:"
             " checkpoint.auto_resume=false begins a new run"
         ) from error
-    if not copied and load_step is not None:
+    if copied is None and load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
             " such a checkpoint"

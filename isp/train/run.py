@@ -59,7 +59,8 @@ def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | N
     `store`: where the ranks have met already. The signal to this rank that stopped the run, which
     is saved, before its end; else None.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
-    right, and CheckpointError, at the end, if the last checkpoint is not in `checkpoint.upload_to`.
+    right, and CheckpointError, on rank 0 at the end, if the last checkpoint is not in
+    `checkpoint.upload_to`.
     """
     begin = time.monotonic()
     world = make_world(config, store)
@@ -92,9 +93,9 @@ def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | N
             logger.info("logs        %s, on the machine of each rank", folder.logs)
         if start.note:
             logger.warning("%s", start.note)
-        for step in start.copied:
+        if start.copied is not None:
             url = config.checkpoint.upload_to
-            logger.info("copied      step %d from %s to %s", step, url, start.checkpoints)
+            logger.info("copied      step %d from %s to %s", start.copied, url, start.checkpoints)
         if datasets is not None:
             for name, dataset in (("train", datasets.train), ("valid", datasets.valid)):
                 if dataset is not None:
@@ -135,8 +136,8 @@ def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | N
     # Here all contexts have ended well: this rank does not leave others in a collective.
     if finished and (fault := trainer.checkpointer.upload_fault) is not None:
         raise CheckpointError(
-            f"training has finished, but {fault}: the same command copies it again, and trains no"
-            " step"
+            f"training has finished, but {fault}: the same command, without checkpoint.load_step"
+            " and checkpoint.auto_resume=false, copies it again and trains no step"
         )
     return None if finished else stop.received
 

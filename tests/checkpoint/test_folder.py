@@ -7,9 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from isp.checkpoint.folder import CheckpointFolder
-from isp.checkpoint.manifest import MANIFEST, FileRecord, Manifest, SavedTopology, fault_of
+from isp.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    FileRecord,
+    Manifest,
+    SavedTopology,
+    fault_of,
+)
 from isp.checkpoint.remote import RemoteCheckpoints
 from tests.toolkit import topology
 
@@ -149,7 +157,11 @@ def test_what_is_half_deleted_is_no_checkpoint(folder: CheckpointFolder) -> None
 PLACED: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a folder for the manifest": (MANIFEST, Path.mkdir),
     "a folder for weights": ("data", Path.mkdir),
-    "weights that cannot be read": ("data", lambda path: path.symlink_to("/nowhere")),
+    "no weights": ("data", lambda path: path.symlink_to("/nowhere")),
+    "one of another step": (
+        MANIFEST,
+        lambda path: path.write_bytes((path.parents[1] / "step_10" / MANIFEST).read_bytes()),
+    ),
 }
 
 
@@ -157,7 +169,8 @@ PLACED: dict[str, tuple[str, Callable[[Path], None]]] = {
 def test_a_store_with_a_damaged_checkpoint(
     folder: CheckpointFolder, tmp_path: Path, kind: str
 ) -> None:
-    """Catches an older good copy that is not tried, and a damaged one that cannot be replaced."""
+    """Catches an older good copy that is not tried, a damaged one that cannot be replaced, or that
+    is left in a folder, where it would keep later starts from the store."""
     store, (name, place) = RemoteCheckpoints(f"file://{tmp_path}/store"), PLACED[kind]
     for step in (10, 20):
         _publish(folder, step)
@@ -165,8 +178,33 @@ def test_a_store_with_a_damaged_checkpoint(
     (path := tmp_path / "store/step_20" / name).unlink()
     place(path)
     copies = CheckpointFolder(tmp_path / "copies")
-    assert store.fill(copies) == [20, 10]
-    assert [bool(fault_of(copies.published(step))) for step in (20, 10)] == [True, False]
+    with pytest.raises(Damaged, match="no copy is good; the newest, step 20, is damaged: "):
+        store.fill(copies, 20)
+    assert copies.steps() == []
+    assert store.fill(copies) == 10
+    assert copies.steps() == [10]
+    assert not fault_of(copies.published(10))
     store.upload(folder.published(20), keep=1)
     assert store.steps() == [20]
     assert not fault_of(tmp_path / "store/step_20", contents=True)
+
+
+@pytest.mark.parametrize("error", [PermissionError, ConnectionError])
+def test_a_store_that_refuses_to_be_read_ends_the_start(
+    folder: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    """Catches refused credentials taken for damage, and half a copy that keeps later starts out."""
+    store = RemoteCheckpoints(f"file://{tmp_path}/store")
+    _publish(folder, 10)
+    store.upload(folder.published(10), keep=0)
+    copies = CheckpointFolder(tmp_path / "copies")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as context:
+        context.setattr(LocalFileSystem, "get_file", refuse)
+        with pytest.raises(error):
+            store.fill(copies)
+    assert copies.steps() == []
+    assert store.fill(copies) == 10
