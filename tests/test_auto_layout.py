@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,15 +83,17 @@ def test_rank_0_chooses_for_all(job: Path) -> None:
     (job.parent / "tiny.yaml").write_text(replace(load_fabric("cpu"), device=small).to_yaml())
     fabrics = ["cpu", str(job.parent / "tiny.yaml")]
 
-    def train(rank: int, fabrics: list[str]) -> int:
+    def train(rank: int, fabrics: list[str]) -> tuple[int, bool]:
         auto = ["--parallel=auto", "--fabric", fabrics[rank], "--training.steps=1"]
-        return main(["train", str(job), *auto])
+        with redirect_stderr(io.StringIO()) as said:
+            code = main(["train", str(job), *auto])
+        return code, "error: --parallel auto: nothing fits" in said.getvalue()
 
-    assert run_programs(2, train, fabrics) == [0, 0]
+    assert run_programs(2, train, fabrics) == [(0, False)] * 2
     (run,) = run_folders(job)
     (best, *_) = search(load_config(job), 2, load_fabric("cpu")).fitting
     assert load_config(run / "config.yaml").parallel == best.config.parallel
-    assert run_programs(2, train, fabrics[1:] * 2) == [2, 2], "the fault of rank 0, on all"
+    assert run_programs(2, train, fabrics[::-1]) == [(2, True)] * 2, "the fault of rank 0, on all"
 
 
 def test_what_is_given_by_hand_is_kept(choose: Choose, job: Path) -> None:

@@ -35,6 +35,9 @@ RENDEZVOUS_FILE = "ISP_RENDEZVOUS_FILE"
 _CONNECT = timedelta(seconds=5)
 """Time to find out that nobody answers at the address of an earlier rank 0."""
 
+_FAULT_READ_SECONDS = 60.0
+"""Time that rank 0 waits, before it ends, for the other ranks to read its fault."""
+
 _TOLD_OF_SENDS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Whether torch tells that sends of a group pass one after the other: pipelines allow for it."""
 
@@ -62,8 +65,8 @@ class World:
     device: torch.device
     timeout_seconds: float = 600.0
     expands_segments: bool = True
-    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
-    size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+    rank: int = field(default_factory=lambda: _rank_and_size()[0])
+    size: int = field(default_factory=lambda: _rank_and_size()[1])
     store: Store | None = None
     """Where the ranks have met before, as in `decided_by_rank_0`; None: they meet on entering."""
 
@@ -108,9 +111,10 @@ def decided_by_rank_0(
     """Return on all ranks what `decide` gives on rank 0, and the store for the world to meet in.
 
     For what depends on a machine's own files, before the world starts. Raises the ValueError or
-    OSError of rank 0 on all ranks, as a ValueError on the others.
+    OSError of rank 0 on all ranks, as a ValueError on the others, and there also ValueError if
+    rank 0 takes longer than `timeout_seconds`, comm.init_timeout_seconds.
     """
-    rank, size = (int(os.environ.get(name, "1")) for name in ("RANK", "WORLD_SIZE"))
+    rank, size = _rank_and_size()
     if size == 1:
         return decide(), None
     store, key = _meeting_place(timedelta(seconds=timeout_seconds)), "isp/decided_by_rank_0"
@@ -119,16 +123,32 @@ def decided_by_rank_0(
             decided = decide()
         except (ValueError, OSError) as error:
             store.set(key, json.dumps([None, str(error)]))
-            with suppress(dist.DistStoreError):  # the store may end with this process
-                store.wait([f"{key}/{other}" for other in range(1, size)], _CONNECT)
+            # The store may end with this process: the others, which may come later, read it first.
+            patience = timedelta(seconds=min(timeout_seconds, _FAULT_READ_SECONDS))
+            with suppress(dist.DistStoreError):
+                store.wait([f"{key}/{other}" for other in range(1, size)], patience)
             raise
         store.set(key, json.dumps([decided, ""]))
         return decided, store
-    decided, fault = json.loads(store.get(key))
+    try:
+        found = store.get(key)
+    except dist.DistStoreError as error:
+        raise ValueError(
+            f"rank {rank} has waited comm.init_timeout_seconds={timeout_seconds:g} for what rank 0"
+            " chooses for all ranks: set it higher if rank 0 is still searching"
+        ) from error
+    decided, fault = json.loads(found)
     store.set(f"{key}/{rank}", "")
     if fault:
         raise ValueError(fault)
     return decided, store
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """Return what torchrun has set, or (0, 1) where RANK or WORLD_SIZE is missing."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def _meeting_place(timeout: timedelta) -> Store:

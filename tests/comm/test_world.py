@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import Mesh, World, cuda, mesh, streams
+from isp.comm import Mesh, World, cuda, decided_by_rank_0, mesh, streams
 from tests.ranks import run_ranks
 from tests.toolkit import topology
 
@@ -56,6 +56,62 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         world = World(torch.device("cpu"), timeout_seconds=5)
         with pytest.raises(ValueError, match=f"MASTER_PORT={port} is already in use"), world:
             pass
+
+
+def _fail() -> list[str]:
+    raise ValueError("nothing fits")
+
+
+class _NotedStore(dist.Store):
+    """A store that keeps nothing, and notes for how many seconds it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[float] = []
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self.waited.append(timeout.total_seconds())
+        raise dist.DistStoreError("nobody has come")
+
+
+def test_rank_0_waits_until_others_have_read_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a store that ends before ranks of another machine, which come later, have read it,
+    and a wait beyond what the user allows."""
+    store = _NotedStore()
+    monkeypatch.setattr(mesh, "_meeting_place", lambda timeout: store)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for seconds in (600.0, 20.0):
+        with pytest.raises(ValueError, match="nothing fits"):
+            decided_by_rank_0(_fail, seconds)
+    assert store.waited == [60.0, 20.0]
+
+
+def test_a_long_choice_of_rank_0_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the store's traceback on ranks that have waited for too long."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.01))
+    monkeypatch.setattr(mesh, "_meeting_place", lambda timeout: store)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"^rank 1 has waited comm.init_timeout_seconds=0\.01 for"):
+        decided_by_rank_0(_fail, 0.01)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_of_another_launcher_makes_no_world(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Catches a process that looks for others, as one of the two variables alone is set."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, "16")
+    assert decided_by_rank_0(lambda: ["chosen"], 1.0) == (["chosen"], None)
+    world = World(torch.device("cpu"))
+    assert (world.rank, world.size) == (0, 1)
 
 
 class _Options:
