@@ -196,8 +196,8 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
         except ValueError:
             if not waits_for:
                 raise
-            place, holder = folder / name, _holder(descriptor)
-            logger.warning("waiting for %s (%s), which holds %s", waits_for, holder, place)
+            place, named = folder / name, _named_in(descriptor)
+            logger.warning("waiting for %s, which holds %s (the file %s)", waits_for, place, named)
             _lock(descriptor, folder, fcntl.LOCK_EX)
         with suppress(OSError):  # a full disk is reported by what needs the room
             os.ftruncate(descriptor, 0)
@@ -217,9 +217,13 @@ def check_unlocked(folder: Path) -> None:
         _lock(file.fileno(), folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _holder(descriptor: int) -> str:
-    """Return the process that has written itself into a lock."""
-    return os.pread(descriptor, 200, 0).decode(errors="replace") or "which says no more"
+def _named_in(descriptor: int) -> str:
+    """Return which process a lock names, in words.
+
+    It may be an earlier holder: a process writes itself into the file after it has locked it, if
+    it may write and the disk has room.
+    """
+    return f"names {os.pread(descriptor, 200, 0).decode(errors='replace') or 'no process'}"
 
 
 def _lock(descriptor: int, folder: Path, operation: int) -> None:
@@ -227,8 +231,8 @@ def _lock(descriptor: int, folder: Path, operation: int) -> None:
         fcntl.flock(descriptor, operation)
     except BlockingIOError:
         raise ValueError(
-            f"another run is saving to {folder} ({_holder(descriptor)}): wait until it has ended,"
-            f" or use another job.name or checkpoint.folder"
+            f"another run is saving to {folder}, whose lock {_named_in(descriptor)}: wait until it"
+            f" has ended, or use another job.name or checkpoint.folder"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

@@ -243,7 +243,7 @@ def test_one_run_at_a_time(config: JobConfig, trained: Path) -> None:
     other.start()
     assert held.wait(60)
     for begin in (_check, _open):
-        with pytest.raises(ValueError, match=rf"another run is saving to .*\(process {other.pid}"):
+        with pytest.raises(ValueError, match=f"whose lock names process {other.pid} on"):
             begin(config)
     other.kill()
     other.join()
@@ -369,18 +369,22 @@ def test_a_new_folder_is_held_from_the_beginning(
     assert looked == locks
 
 
+@pytest.mark.parametrize("named", [True, False])
 def test_a_start_says_that_it_waits_for_another(
-    config: JobConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: JobConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool
 ) -> None:
     """Catches a start that seems to hang while another one of its job copies a checkpoint."""
     (tmp_path / "out" / "job").mkdir(parents=True, exist_ok=True)
     with ExitStack() as other:
         other.enter_context(folder_lock(tmp_path / "out" / "job", ".start.lock"))
+        if not named:  # by one that could not write, or has not yet
+            os.truncate(tmp_path / "out" / "job" / ".start.lock", 0)
         caplog.handler.addFilter(lambda _: other.close() is None)  # it ends once this one waits
         _open(config)
     (said,) = caplog.messages
     assert "another start of this job, which may be copying from checkpoint.upload_to" in said
-    assert f"(process {os.getpid()} on " in said
+    names = f"names process {os.getpid()} on " if named else "names no process"
+    assert f"upload_to, which holds {tmp_path}/out/job/.start.lock (the file {names}" in said
 
 
 def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
