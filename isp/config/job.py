@@ -318,7 +318,7 @@ def to_plain(config: JobConfig, *, redact: bool = False) -> dict[str, Any]:
 def to_yaml(config: JobConfig, *, redact: bool = False, of_decoder: bool = True) -> str:
     """Return `config` with every default spelled out, as `to_plain`.
 
-    Not `of_decoder`: beside `model.hf` without the keys that describe the decoder of `model/`.
+    `of_decoder`: with the keys that describe the decoder of `model/`, also where `model.hf` is set.
     Loading it gives an equal configuration unless `redact` has left out credentials.
     """
     plain = to_plain(config, redact=redact)

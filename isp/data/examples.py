@@ -146,7 +146,7 @@ class SourceReader:
             )
         self._template = ChatTemplate(tokenizer, template, train_on=train_on) if has_turns else None
         self.has_chats = has_turns
-        """Whether it has conversations that the chat template renders."""
+        """True if it has conversations that the chat template renders."""
         self.takes_bos = has_texts and bool(tokenizer.bos)
         """Whether it has texts that the tokenizer begins with a token."""
         self._bos = tokenizer.bos if add_bos else ()

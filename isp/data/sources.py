@@ -31,7 +31,7 @@ class Datasets(NamedTuple):
     train: Dataset
     valid: Dataset | None
     has_chats: bool
-    """Whether `train` has conversations that a chat template renders."""
+    """True if `train` has conversations that a chat template renders."""
 
 
 def open_datasets(config: DataConfig, *, seed: int) -> Datasets:

@@ -109,7 +109,10 @@ class HFTokenizer:
         self.bos = self._find_bos()
 
     def encode(self, text: str) -> TokenArray:
-        """Raises ValueError where the tokenizer has no token for a part of `text`."""
+        """Return the ids of `text`, without any special token added.
+
+        Raises ValueError where the tokenizer has no token for a part of `text`.
+        """
         return np.array(self._encoded(text).ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:

@@ -175,7 +175,7 @@ _QUERY_HEADS = (
 
 
 def fewer_heads(heads: int) -> int:
-    """Return the most heads, up to 4, that divide by 2 and by 4 if `heads` do."""
+    """Return the most heads, up to 4, that divide by 2 and by 4 exactly if `heads` do."""
     return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
 
 

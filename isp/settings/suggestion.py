@@ -1,4 +1,4 @@
-"""What a user may have meant by a name that is not known."""
+"""Suggestions of the name that was meant, for one that is not known."""
 
 from __future__ import annotations
 

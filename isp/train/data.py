@@ -86,7 +86,7 @@ class StepData:
     ) -> None:
         self._data = config.data
         self.has_chats = datasets is not None and datasets.has_chats
-        """Whether this rank reads conversations."""
+        """True if this rank reads conversations."""
         self._num_micro_batches = config.data.num_micro_batches
         self._tensor: Channel = mesh[Axis.TENSOR]
         self._host = mesh.open_host(Axis.TENSOR, "tensor_host")
