@@ -17,6 +17,7 @@ import torch
 from isp.cli import main
 from isp.config import load_config
 from isp.data.indexed import IndexedDataset
+from isp.settings.hub import download_hint
 from tests.data.test_tokenizer import write_tokenizer
 from tests.ranks import run_isp
 
@@ -111,6 +112,15 @@ def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):
     assert fault in said
 
 
+@pytest.mark.parametrize("text", ["--prompts a", "--is it 3.5?"])
+def test_a_value_that_looks_like_an_option_is_a_value(text, capsys):
+    """Catches a text taken for a mistyped option, or a key, and a name after `--` for an option."""
+    assert main(["generate", "nowhere", "--prompt", text]) == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
+    assert main(["generate", "--prompt=a", "--", "--promt"]) == 2
+    assert "--promt does not exist" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -125,7 +135,18 @@ def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):
 def test_a_name_of_the_hub_is_answered_with_how_to_download_it(words, job, capsys):
     """Catches a refusal that leaves the user to find out how a model becomes a folder."""
     assert main([job if word == "JOB" else word for word in words]) == 2
-    assert "by `hf download them/it --local-dir it`" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "hub, download it first: `hf download them/it --local-dir it`" in said
+
+
+@pytest.mark.parametrize(
+    "path", ["{here}/them/it", "models/tokenizer.json", "a/b.yml", "a/b.txt", "ckpt/step_20"]
+)
+def test_a_path_that_is_no_name_of_the_hub_is_not_to_be_downloaded(path, tmp_path, monkeypatch):
+    """Catches advice to download a folder or a file of the user's own that is not here."""
+    monkeypatch.chdir(tmp_path)
+    assert download_hint("them/it")
+    assert download_hint(path.format(here=tmp_path)) == ""
 
 
 def test_train_checks_sizes_before_it_starts_ranks(job, capsys, monkeypatch):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp import __version__
@@ -47,14 +48,17 @@ class _Parser(argparse.ArgumentParser):
     """Names the option that was meant, before argparse names all that are missing."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
-        # The words of a command are the command's.
-        names = [w[2:].partition("=")[0] for w in args if w.startswith("--")]
-        for name in () if self._subparsers else (name for name in names if name not in known):
-            from isp.settings.suggestion import nearest
+        if not self._subparsers:  # the words of a command are the command's
+            known = [option[2:] for option in self._option_string_actions if option[:2] == "--"]
+            for word in takewhile(lambda word: word != "--", args):
+                name = word.partition("=")[0][2:]
+                # A word with a space is a value to argparse.
+                if word[:2] != "--" or " " in name or name in known:
+                    continue
+                from isp.settings.suggestion import nearest
 
-            if near := nearest(name, known):
-                self.error(f"--{name}: no such option; did you mean --{near[0]}?")
+                if near := nearest(name, known):
+                    self.error(f"--{name}: no such option; did you mean --{near[0]}?")
         return super().parse_known_args(args, namespace)
 
 
@@ -91,7 +95,7 @@ def _split(words: Sequence[str]) -> _Words:
     while pending:
         word = pending.pop()
         name, equals, _ = word.partition("=")
-        if not (name.startswith("--") and "." in name):
+        if not (name.startswith("--") and "." in name) or " " in name:  # a value, as for argparse
             options.append(word)
             continue
         overrides.append(word)

@@ -25,6 +25,9 @@ __all__ = ["KeyTable", "differences", "docs_of", "general"]
 _ENTRY = "*"
 """Stands for the number of an entry in a list."""
 
+_NULLS = ("", "~", "null", "Null", "NULL")
+"""Null in YAML."""
+
 _TYPES = {
     "NoneType": "null",
     "bool": "true or false",
@@ -92,9 +95,10 @@ class KeyTable:
         members = _members(self.hints.get(path))
         if str not in members:
             return parse_value(text)
-        if text in ("", "null") and type(None) in members:
+        stripped = text.strip()
+        if stripped in _NULLS and type(None) in members:
             return None
-        if text.startswith("[") and any(typing.get_origin(x) in (list, tuple) for x in members):
+        if stripped[:1] == "[" and any(typing.get_origin(x) in (list, tuple) for x in members):
             with suppress(ValueError):  # `[ab].txt` is a glob
                 return parse_value(text)
         return text

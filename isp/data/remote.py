@@ -34,10 +34,10 @@ def _local(item: str, key: str) -> list[str]:
         return _of_hub(hub[1], hub[2] or "train") if hub else _copied(item)
     except Exception as error:  # of any file system and its network: reported in a line
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
-            f"{key}={item} cannot be read ({why}): without a network, copy it to this machine and"
-            f" name the copy"
-        ) from error
+        fault = f"{key}={item} cannot be read ({why})"
+        if isinstance(error, OSError):  # no wrong scheme or split, which `why` explains
+            fault += ": without a network, copy it to this machine and name the copy"
+        raise ValueError(fault) from error
 
 
 def _of_hub(name: str, split: str) -> list[str]:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 __all__ = ["download_hint"]
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
+_NO_MODEL = re.compile(r".*\.(json|yaml|yml|txt)|.*/step_\d+")
+"""Files, and checkpoints, of the user's own."""
 
 
 def download_hint(path: str | Path) -> str:
-    """Return how to download what `path` names on the hub; "" for what cannot be a name there.
+    """Return how to download what `path` names on the hub; "" if it can be no name there.
 
-    That is any path but `owner/name`, and one in a folder that is here.
+    `path`: as the user typed it. A name is `owner/name`, unless there is a folder `owner` here.
     """
-    name = os.path.relpath(path)  # some callers have made it absolute
+    name = str(path)
     found = _ID.fullmatch(name)
-    if found is None or name.endswith((".yaml", ".yml")) or Path(name).parent.exists():
+    if found is None or _NO_MODEL.fullmatch(name) or Path(name).parent.exists():
         return ""
     return (
-        f"; a model of the Hugging Face hub is downloaded first, by"
-        f" `hf download {name} --local-dir {found[1]}`, and its folder named"
+        f"; if it is a model of the Hugging Face hub, download it first:"
+        f" `hf download {name} --local-dir {found[1]}`"
     )

@@ -21,9 +21,10 @@ def read_json(path: Path, *, large: bool = False) -> dict[str, Any]:
         data = read_limited(path, LARGE_FILE_BYTES if large else SMALL_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         folder = path.parent
-        lack = f"is no folder{download_hint(folder)}"
         if folder.is_dir():
             lack = f"has no {path.name}: is it a model's folder?"
+        else:
+            lack = f"is no folder{download_hint(folder)}"
         raise ValueError(f"{folder} {lack}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None

@@ -56,6 +56,16 @@ def test_an_override_of_a_text_key_is_as_typed(write, text):
     assert (config.job.name, config.data.source) == (text, f"[ab].txt {text}")
 
 
+@pytest.mark.parametrize("null", ["", " ", "~", "null", " Null", "NULL"])
+def test_an_override_of_a_text_key_may_be_null_or_a_list_as_in_yaml(write, null):
+    """Catches a spelling of YAML's that becomes a text, where the key may be something else."""
+    words = ["--data.eos_token", null, "--data.source", " [a.txt, b.txt]"]
+    config = load_config(write(MINIMAL), [*words, "--job.name", "~"])
+    assert config.data.eos_token is None
+    assert config.data.source == ["a.txt", "b.txt"]
+    assert config.job.name == "~", "which cannot be null"
+
+
 def test_overrides_reach_lists_null_and_optional_sections(write):
     """Catches override values that are not parsed as YAML."""
     words = ["--data.source", "[a.txt, b.txt]", "--checkpoint.load_step", "null"]

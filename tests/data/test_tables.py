@@ -131,9 +131,11 @@ def test_a_package_or_a_network_that_is_missing(
 ) -> None:
     """Catches a traceback in place of the extra to install, or of what is wrong with a URL."""
     for url in ("foo://a/b", "zip://a::foo://b"):
-        with pytest.raises(ValueError, match=f"^data.source={url} cannot be .*known: foo") as e:
+        with pytest.raises(ValueError, match=f"^data.source={url} cannot be .*: foo\\)$") as e:
             opened(url)
         assert e.traceback[-1].path.name == "remote.py", "else it is shown as a traceback"
+    with pytest.raises(ValueError, match=r"cannot be read .*: without a network, copy it to"):
+        opened(f"file://{tmp_path}/absent")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     for source, package in ((tmp_path / "a.parquet", "pyarrow"), ("hf://a/b", "datasets")):
