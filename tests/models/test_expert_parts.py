@@ -63,7 +63,6 @@ def _adapted() -> Any:
 MODELS = {
     "mixtral": lambda: tiny("mixtral", num_local_experts=4, intermediate_size=16),
     "qwen3": lambda: tiny("qwen3_moe", num_experts=9),
-    "deepseek": lambda: tiny("deepseek_v3", n_routed_experts=8),
     "biases": lambda: tiny("gpt_oss", num_local_experts=6, intermediate_size=16),
     "decoder": lambda: Decoder(DECODER).double(),
     "deep": lambda: tiny("mixtral", num_local_experts=4, intermediate_size=16, num_hidden_layers=5),
@@ -106,12 +105,10 @@ CASES = {
     2: {
         "does not": Case("qwen3", 2, 2, limit=8, recompute=1.0),
         "not ahead": Case("biases", 1, 2, limit=2, ahead=False),
-        "one group": Case("mixtral", 1, 2, limit=5),
         "linears kept": Case("mixtral", 2, 2, limit=4, recompute=0.4, between_linears=True),
         "adapters": Case("adapters", 2, 2, limit=4, recompute=0.5),
     },
     4: {
-        "all ranks": Case("deepseek", 2, 4, limit=8, recompute=1.0),
         "replicas": Case("decoder", 1, 2, limit=4),
         "spread": Case("qwen3", 1, 4, limit=4, expert=2, recompute=0.5),
         "heads and context": Case("biases", 4, 4, limit=8, context=2, recompute=0.5),

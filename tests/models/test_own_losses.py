@@ -274,7 +274,6 @@ def _accumulate(rank: int, case: Case) -> Trained:
 
 
 ACCUMULATED = {
-    "isp": Case("llama", "", 2, 2),
     "chunks, recomputed": Case("qwen3", "", 2, 4, recompute=1.0),
     "mtp": Case("llama", "", 2, mode=Mode.MTP),
     "an own module": Case("own", "", 1, 4),

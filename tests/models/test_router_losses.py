@@ -89,7 +89,6 @@ CASES = {
         "mixtral", job(4, 2, recompute=1.0), 1, RouterCoefficients(0.3), asked=True
     ),
     "heads x context": Case("olmoe", job(4, 4, context=2), 1),
-    "fsp": Case("mixtral", job(2, mode=Mode.FSP), 2),
     "halves": Case("mixtral", job(2, 4, recompute=0.5), 2, halves=True),
     "mtp": Case("qwen3_moe", job(2, mode=Mode.MTP), 2),
     "the plain decoder": Case("qwen3_moe", job(2, 2), 2, plain_decoder=True),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isp.comm.tag import Purpose
+from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.parallel import ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit
@@ -160,6 +161,8 @@ def test_planned_transfers_of_heads_x_context_are_the_counted_ones() -> None:
 
 def _check(cases: list[tuple[Layout, ModelConfig, str]]) -> None:
     (world,) = {layout.world for layout, _, _ in cases}
+    for _, model, dtype in cases:
+        language_model(model, dtype)  # traced once, for all ranks
     of_ranks = run_ranks(world, _counted, cases, timeout_seconds=300)
     for n, (layout, model, dtype) in enumerate(cases):
         task = _task(n, layout, model)

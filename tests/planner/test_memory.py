@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner import rehearsal as rehearsals
@@ -162,6 +163,8 @@ def _states(run: Run) -> tuple[int, int, int]:
 def test_planned_peak_is_the_measured_one(world: int) -> None:
     """Catches an owner forgotten or counted twice, and a peak looked for at the wrong moment."""
     cases = [case for case in CASES if case[0].world == world]
+    for _, model, dtype in cases:
+        language_model(model, dtype)  # traced once, for all ranks
     of_ranks = run_ranks(world, _measured, cases, timeout_seconds=300)
     for number, (layout, model, dtype) in enumerate(cases):
         for rank in range(world):
