@@ -117,7 +117,7 @@ class Checkpointer:
         For the run that resumes from it: the run that saved it may have failed to copy it.
         """
         if self._uploads is not None:
-            self._uploads.put(info.path, only_newer=True)
+            self._uploads.put(info.path, only_missing=True)
 
     # -- saving ------------------------------------------------------------------------------
 

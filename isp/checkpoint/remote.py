@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -47,33 +48,48 @@ class RemoteCheckpoints:
         for other in older[keep - 1 :] if keep else []:
             self._delete(other)
 
-    def fill(self, folder: CheckpointFolder, load_step: int | None = None) -> int | None:
+    def has(self, folder: Path) -> bool:
+        """Return True if there is a copy of the published checkpoint `folder`.
+
+        Its manifest and the sizes of its files are compared, not their contents.
+        """
+        step = int(folder.name.removeprefix("step_"))
+        if step not in self.steps():
+            return False
+        listed = self._system.ls(self._at(step), detail=True)
+        sizes = {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in listed}
+        if sizes != {path.name: path.stat().st_size for path in folder.iterdir()}:
+            return False
+        copied: bytes = self._system.cat_file(f"{self._at(step)}/{MANIFEST}")
+        return copied == (folder / MANIFEST).read_bytes()
+
+    def fill(
+        self, folder: CheckpointFolder, load_step: int | None = None
+    ) -> tuple[int | None, list[str]]:
         """Copy the checkpoint of `load_step`, or the newest, into `folder`, and publish it there.
 
         One that turns out to be damaged, or lacks a file, is passed over for the one before it.
-        Returns the copied step; None if there is none to copy. Raises Damaged if none is good.
+        Returns the copied step, None if there is none to copy, and the faults of those passed over.
+        Raises Damaged if none is good.
         """
-        faults = []
+        faults = list[str]()
         for step in [step for step in self.steps() if load_step in (None, step)]:
             folder.begin(step)
             for path in self._system.ls(self._at(step), detail=False):
                 copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
-                try:
+                # Left out of the copy, which counts as damaged. A failing network, or refused
+                # credentials, would be no fault of the checkpoint: they end the start.
+                with suppress(FileNotFoundError, IsADirectoryError):
                     self._system.get_file(path, str(copy))
-                except (FileNotFoundError, IsADirectoryError) as error:
-                    # Left out of the copy, which counts as damaged. A failing network, or refused
-                    # credentials, would be no fault of the checkpoint: they end the start.
-                    logger.warning("%s cannot be copied: %s", path, error)
             # Before it is published: with a damaged one in `folder`, no later start would copy.
             if not (fault := fault_of(folder.temporary(step), contents=True)):
                 folder.publish(step)
-                return step
-            logger.warning("%s is passed over: %s", self._at(step), fault)
-            faults.append(f"step {step}, is {fault}")
+                return step, faults
+            faults.append(f"step {step} is {fault}")
             folder.abandon(step)
         if faults:
-            raise Damaged(f"no copy is good; the newest, {faults[0]}")
-        return None
+            raise Damaged(f"no copy is good: {faults[0]}")
+        return None, []
 
     def _at(self, step: int) -> str:
         return f"{self._root}/step_{step}"
@@ -97,13 +113,13 @@ class Uploads:
         self._current: Path | None = None
         self._next: Path | None = None
 
-    def put(self, folder: Path, *, only_newer: bool = False) -> None:
+    def put(self, folder: Path, *, only_missing: bool = False) -> None:
         """Copy the checkpoint `folder`, after the one that is being copied.
 
-        `only_newer`: unless there is a copy of the same or a later step.
+        `only_missing`: unless `RemoteCheckpoints.has` it.
         """
         self._next = folder
-        arguments = (folder, self._thread, only_newer)
+        arguments = (folder, self._thread, only_missing)
         self._thread = Thread(target=self._copy, args=arguments, daemon=True)
         self._thread.start()
 
@@ -120,7 +136,7 @@ class Uploads:
                 logger.info("waiting until %s is copied to %s", self._next, self._url)
             self._thread.join(timeout_seconds)
 
-    def _copy(self, folder: Path, before: Thread | None, only_newer: bool) -> None:
+    def _copy(self, folder: Path, before: Thread | None, only_missing: bool) -> None:
         if before is not None:
             before.join()
         if folder != self._next:
@@ -131,8 +147,7 @@ class Uploads:
         self._current, self.fault = folder, None
         try:
             remote = RemoteCheckpoints(self._url)
-            newest = max(remote.steps(), default=-1) if only_newer else -1
-            if newest < int(folder.name.removeprefix("step_")):
+            if not (only_missing and remote.has(folder)):
                 remote.upload(folder, keep=self._keep)
         except Exception as error:  # of any file system and its network
             why = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -36,6 +36,7 @@ from isp.checkpoint.folder import (
     describe_contents,
     folder_lock,
 )
+from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.plain import Plain
 from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
@@ -101,7 +102,7 @@ class Start(NamedTuple):
     launched_at: float
     """Time of the launch, from `launch_time`; the same after a restart of its ranks."""
     note: str
-    """Reason why the run before is not resumed; "" if there is none."""
+    """Warnings: why the run before is not resumed, and copies in a store that are passed over."""
     copied: int | None
     """Step of the checkpoint that `checkpoint.upload_to` gave, if it gave one."""
 
@@ -200,31 +201,40 @@ def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[
         if place.checkpoints is not None and (makes or place.checkpoints.exists()):
             held.enter_context(_held(place.checkpoints))
             if makes:
-                place = place._replace(copied=_fill(place.checkpoints, config.checkpoint))
+                copied, faults = _fill(place.checkpoints, config.checkpoint)
+                note = "\n".join(filter(None, [place.note, *faults]))
+                place = place._replace(copied=copied, note=note)
         _check(config, topology, place)
         yield place
 
 
-def _fill(folder: Path, checkpoint: CheckpointConfig) -> int | None:
-    """Copy the checkpoint to resume from out of the store, if `folder` is empty; its step."""
+def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[str]]:
+    """Copy the checkpoint to resume from out of the store, if `folder` is empty.
+
+    Returns its step, and a warning for each newer one that is passed over.
+    """
     url, there = checkpoint.upload_to, CheckpointFolder(folder)
     load_step = checkpoint.load_step
     if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
-        return None
+        return None, []
+    way_on = "checkpoint.auto_resume=false begins a new run"
+    if load_step is not None:
+        way_on = f"name another step than checkpoint.load_step={load_step}, or leave the key out"
     try:
-        copied = RemoteCheckpoints(url).fill(there, load_step)
+        copied, faults = RemoteCheckpoints(url).fill(there, load_step)
+    except Damaged as error:
+        raise ValueError(f"checkpoint.upload_to={url}: {error}: {way_on}") from error
     except Exception as error:  # of any file system and its network
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty:"
-            " checkpoint.auto_resume=false begins a new run"
+            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {way_on}"
         ) from error
     if copied is None and load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
             " such a checkpoint"
         )
-    return copied
+    return copied, [f"{url}: {fault}, and is passed over" for fault in faults]
 
 
 @contextmanager

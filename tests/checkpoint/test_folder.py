@@ -18,7 +18,7 @@ from isp.checkpoint.manifest import (
     SavedTopology,
     fault_of,
 )
-from isp.checkpoint.remote import RemoteCheckpoints
+from isp.checkpoint.remote import RemoteCheckpoints, Uploads
 from tests.toolkit import topology
 
 
@@ -178,13 +178,19 @@ def test_a_store_with_a_damaged_checkpoint(
     (path := tmp_path / "store/step_20" / name).unlink()
     place(path)
     copies = CheckpointFolder(tmp_path / "copies")
-    with pytest.raises(Damaged, match="no copy is good; the newest, step 20, is damaged: "):
+    with pytest.raises(Damaged, match="no copy is good: step 20 is damaged: "):
         store.fill(copies, 20)
     assert copies.steps() == []
-    assert store.fill(copies) == 10
+    copied, (fault,) = store.fill(copies)
+    assert copied == 10
+    assert fault.startswith("step 20 is damaged: ")
     assert copies.steps() == [10]
     assert not fault_of(copies.published(10))
-    store.upload(folder.published(20), keep=1)
+    assert store.has(folder.published(10))
+    uploads = Uploads(f"file://{tmp_path}/store", keep=1)
+    uploads.put(folder.published(20), only_missing=True)
+    uploads.wait()
+    assert uploads.fault is None
     assert store.steps() == [20]
     assert not fault_of(tmp_path / "store/step_20", contents=True)
 
@@ -207,4 +213,4 @@ def test_a_store_that_refuses_to_be_read_ends_the_start(
         with pytest.raises(error):
             store.fill(copies)
     assert copies.steps() == []
-    assert store.fill(copies) == 10
+    assert store.fill(copies) == (10, [])
