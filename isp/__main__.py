@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from isp.cli import main
+from isp.foreign.launched import rank_and_size
 
 __all__ = ["run"]
 
@@ -29,7 +30,7 @@ def run() -> NoReturn:
         code = main()
     except SystemExit as stop:  # argparse's
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    if code == 0 or "RANK" not in os.environ:
+    if code == 0 or rank_and_size() is None:
         late = threading.Timer(_EXIT_SECONDS, _leave_late, [code])
         late.daemon = True
         late.start()

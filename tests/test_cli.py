@@ -346,7 +346,7 @@ def test_the_command_leaves_without_tearing_down(code: int, rank: str | None) ->
     done = subprocess.run(
         [sys.executable, "-c", LEAVE.format(code=code)],
         cwd=ROOT,
-        env=env if rank is None else {**env, "RANK": rank},
+        env=env if rank is None else {**env, "RANK": rank, "WORLD_SIZE": "2"},
         capture_output=True,
         text=True,
         timeout=30,

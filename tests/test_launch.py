@@ -222,6 +222,7 @@ def test_a_rank_that_stopped_is_no_failure_for_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.delenv(LAUNCHER_REPORTS, raising=False)
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert report_end(signal.SIGTERM) == 0
     assert list(tmp_path.iterdir()) == []
     monkeypatch.delenv("RANK")

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from isp.cli.output import say
+from isp.foreign.launched import rank_and_size
 from isp.foreign.shown import shown
 
 __all__ = [
@@ -75,7 +76,7 @@ def report_end(stopped_by: int | None) -> int:
     failure and starts the ranks again. Our own launcher reads the signal from a file.
     """
     number = stopped_by or 0
-    if "RANK" not in os.environ:
+    if rank_and_size() is None:
         return 128 + number if number else 0
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is not None and LAUNCHER_REPORTS in os.environ:
@@ -84,8 +85,9 @@ def report_end(stopped_by: int | None) -> int:
 
 
 def _is_reported_by_another(expected: bool) -> bool:
-    """Whether this rank stays silent: what the user can put right is mostly the same on all."""
-    return LAUNCHER_REPORTS in os.environ or (expected and os.environ["RANK"] != "0")
+    """Return True for a rank to keep silent: a fault of the user is mostly the same on all."""
+    rank, _ = rank_and_size() or (0, 1)
+    return LAUNCHER_REPORTS in os.environ or (expected and rank != 0)
 
 
 def _is_for_the_user(error: Exception) -> bool:

@@ -23,6 +23,7 @@ from isp.comm import cuda, streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog
 from isp.comm.pending import Link
+from isp.foreign.launched import rank_and_size
 from isp.parallel.topology import Axis, Topology
 
 __all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "decided_by_rank_0", "use_loopback"]
@@ -65,8 +66,8 @@ class World:
     device: torch.device
     timeout_seconds: float = 600.0
     expands_segments: bool = True
-    rank: int = field(default_factory=lambda: _rank_and_size()[0])
-    size: int = field(default_factory=lambda: _rank_and_size()[1])
+    rank: int = field(default_factory=lambda: (rank_and_size() or (0, 1))[0])
+    size: int = field(default_factory=lambda: (rank_and_size() or (0, 1))[1])
     store: Store | None = None
     """Where the ranks have met before, as in `decided_by_rank_0`; None: they meet on entering."""
 
@@ -114,7 +115,7 @@ def decided_by_rank_0(
     OSError of rank 0 on all ranks, as a ValueError on the others, and there also ValueError if
     rank 0 takes longer than `timeout_seconds`, comm.init_timeout_seconds.
     """
-    rank, size = _rank_and_size()
+    rank, size = rank_and_size() or (0, 1)
     if size == 1:
         return decide(), None
     store, key = _meeting_place(timedelta(seconds=timeout_seconds)), "isp/decided_by_rank_0"
@@ -123,10 +124,7 @@ def decided_by_rank_0(
             decided = decide()
         except (ValueError, OSError) as error:
             store.set(key, json.dumps([None, str(error)]))
-            # The store may end with this process: the others, which may come later, read it first.
-            patience = timedelta(seconds=min(timeout_seconds, _FAULT_READ_SECONDS))
-            with suppress(dist.DistStoreError):
-                store.wait([f"{key}/{other}" for other in range(1, size)], patience)
+            _wait_for_readers(store, key, size, timeout_seconds)
             raise
         store.set(key, json.dumps([decided, ""]))
         return decided, store
@@ -140,15 +138,20 @@ def decided_by_rank_0(
     decided, fault = json.loads(found)
     store.set(f"{key}/{rank}", "")
     if fault:
+        _wait_for_readers(store, key, size, timeout_seconds)
         raise ValueError(fault)
     return decided, store
 
 
-def _rank_and_size() -> tuple[int, int]:
-    """Return what torchrun has set, or (0, 1) where RANK or WORLD_SIZE is missing."""
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return 0, 1
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _wait_for_readers(store: Store, key: str, size: int, timeout_seconds: float) -> None:
+    """Wait until all ranks but rank 0 have read its fault, for a minute at most.
+
+    The store may end with rank 0, and torchrun ends rank 0 when a neighbor fails: ranks of other
+    machines, which may start later, read the fault before any rank raises it.
+    """
+    patience = timedelta(seconds=min(timeout_seconds, _FAULT_READ_SECONDS))
+    with suppress(dist.DistError):
+        store.wait([f"{key}/{other}" for other in range(1, size)], patience)
 
 
 def _meeting_place(timeout: timedelta) -> Store:

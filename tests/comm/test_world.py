@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import time
 from datetime import timedelta
@@ -12,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from isp.cli.failures import report_end
+from isp.cli.launch import speaks
 from isp.comm import Mesh, World, cuda, decided_by_rank_0, mesh, streams
 from tests.ranks import run_ranks
 from tests.toolkit import topology
@@ -63,7 +67,7 @@ def _fail() -> list[str]:
 
 
 class _NotedStore(dist.Store):
-    """A store that keeps nothing, and notes for how many seconds it is waited for."""
+    """A store that has a fault, keeps nothing, and notes for how many seconds it is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,17 +76,23 @@ class _NotedStore(dist.Store):
     def set(self, key: str, value: str) -> None:
         pass
 
+    def get(self, key: str) -> str:
+        return json.dumps([None, "nothing fits"])
+
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         self.waited.append(timeout.total_seconds())
         raise dist.DistStoreError("nobody has come")
 
 
-def test_rank_0_waits_until_others_have_read_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_wait_until_all_have_read_the_fault_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
     """Catches a store that ends before ranks of another machine, which come later, have read it,
-    and a wait beyond what the user allows."""
+    also as a rank that fails first has rank 0 ended, and a wait beyond what the user allows."""
     store = _NotedStore()
     monkeypatch.setattr(mesh, "_meeting_place", lambda timeout: store)
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for seconds in (600.0, 20.0):
         with pytest.raises(ValueError, match="nothing fits"):
@@ -112,6 +122,8 @@ def test_a_variable_of_another_launcher_makes_no_world(
     assert decided_by_rank_0(lambda: ["chosen"], 1.0) == (["chosen"], None)
     world = World(torch.device("cpu"))
     assert (world.rank, world.size) == (0, 1)
+    assert speaks()
+    assert report_end(signal.SIGTERM) == 128 + signal.SIGTERM
 
 
 class _Options:
