@@ -35,7 +35,7 @@ def _local(item: str, key: str) -> list[str]:
     except Exception as error:  # of any file system and its network: reported in a line
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         fault = f"{key}={item} cannot be read ({why})"
-        if isinstance(error, OSError):  # no wrong scheme or split, which `why` explains
+        if not isinstance(error, ValueError):  # a wrong scheme or split, which `why` explains
             fault += ": without a network, copy it to this machine and name the copy"
         raise ValueError(fault) from error
 

@@ -35,6 +35,8 @@ def check_tokenizer(file: Path) -> None:
         data = read_limited(file, LARGE_FILE_BYTES)
     except ValueError as error:
         raise ValueError(f"data.tokenizer={error}") from None
+    except OSError as error:
+        raise ValueError(f"data.tokenizer={file} cannot be read: {error.strerror}") from None
     digest = sha256(data).digest()
     if digest not in _PASSED:
         check_in_child(
