@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isp.data import tokenizer_check
 from isp.data.tokenizer import ByteTokenizer, HFTokenizer, begun, load_tokenizer
 
 TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
@@ -165,7 +166,7 @@ def test_hf_without_eos(tmp_path: Path) -> None:
         HFTokenizer(file)
 
 
-def test_hf_missing_and_broken_files(tmp_path: Path) -> None:
+def test_hf_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a bare exception of the library where the user needs the key and the path."""
     pytest.importorskip("tokenizers")
     with pytest.raises(FileNotFoundError, match=r"data\.tokenizer=.*none.* does not exist"):
@@ -177,6 +178,13 @@ def test_hf_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"not a usable tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+    monkeypatch.setattr(tokenizer_check, "read_limited", _refuse)  # as root may read any file
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.*json cannot be read: Permission"):
+        load_tokenizer(str(tmp_path))
+
+
+def _refuse(path: Path, _: int) -> bytes:
+    raise PermissionError(13, "Permission denied", str(path))
 
 
 def test_hf_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
