@@ -112,9 +112,9 @@ class Checkpointer:
         return None if self._uploads is None else self._uploads.fault
 
     def upload_again(self, info: CheckpointInfo) -> None:
-        """Copy a checkpoint to `upload_to` in the background, unless it or a later one is there.
+        """Copy a checkpoint to `upload_to` in the background, unless the same one is there.
 
-        For the run that resumes from it: the run that saved it may have failed to copy it.
+        Called by the run that resumes from it: the run that saved it may have failed to copy it.
         """
         if self._uploads is not None:
             self._uploads.put(info.path, only_missing=True)

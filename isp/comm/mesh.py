@@ -37,7 +37,7 @@ _CONNECT = timedelta(seconds=5)
 """Time to find out that nobody answers at the address of an earlier rank 0."""
 
 _FAULT_READ_SECONDS = 60.0
-"""Time that rank 0 waits, before it ends, for the other ranks to read its fault."""
+"""Time that ranks wait, before they end, until all have read a fault of rank 0."""
 
 _TOLD_OF_SENDS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 """Whether torch tells that sends of a group pass one after the other: pipelines allow for it."""

@@ -81,7 +81,7 @@ class _NotedStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         self.waited.append(timeout.total_seconds())
-        raise dist.DistStoreError("nobody has come")
+        raise dist.DistStoreError("wait timeout")
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

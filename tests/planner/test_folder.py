@@ -115,7 +115,7 @@ def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
         ("gpt_oss", {"num_local_experts": 8}, SPREAD[1:]),
         ("qwen3_next", {}, HYBRIDS[:2]),
         ("nemotron_h", {}, HYBRIDS[1:]),
-        ("deepseek_v32", {}, (LAYOUTS[1], HYBRIDS[2])),
+        ("deepseek_v32", {}, (LAYOUTS[1], *HYBRIDS[1:])),
     ],
 )
 def test_planned_transfers_and_weights_are_those_of_a_run(

@@ -153,7 +153,7 @@ def _wait_for_store(port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("killed", ["rank", pytest.param("agent", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("killed", ["rank", "agent"])
 def test_a_death_on_one_machine_costs_nothing(tmp_path: Path, killed: str) -> None:
     """Catches ranks that meet at the addresses of dead ones, and a step that is lost or repeated.
 
