@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from isp.cli import main
-from isp.foreign.launched import rank_and_size
+from isp.foreign.launched import launched
 
 __all__ = ["run"]
 
@@ -30,7 +30,7 @@ def run() -> NoReturn:
         code = main()
     except SystemExit as stop:  # argparse's
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    if code == 0 or rank_and_size() is None:
+    if code == 0 or not launched():
         late = threading.Timer(_EXIT_SECONDS, _leave_late, [code])
         late.daemon = True
         late.start()
@@ -46,12 +46,12 @@ def run() -> NoReturn:
 def _open_closed() -> None:
     """Open the null device for each standard stream that the shell has closed (`>&-`).
 
-    Else Python has None for it, and a file opened later gets its number, and with it what ranks and
-    libraries print.
+    Otherwise Python sets the stream to None, and the next file opened gets its descriptor, and so
+    what ranks and libraries print.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which may be another's
             if null != number:
                 os.dup2(null, number)
                 os.close(null)

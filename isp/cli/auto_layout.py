@@ -75,10 +75,8 @@ def choose_layout(
     Of a run that is resumed on as many ranks it is the run's own. Keys of a layout among the
     `overrides` are kept. Raises ValueError, in a line, where none can be chosen.
     """
-    from isp.cli.launch import speaks
     from isp.config import to_plain
     from isp.planner import search
-    from isp.planner.lengths import silent
     from isp.planner.search import rows_of
     from isp.train.resume import resumed, saved_config, saved_sequences
 
@@ -89,8 +87,7 @@ def choose_layout(
         return any(word[2:].partition("=")[0] in given for word in words)
 
     def note(name: str, text: str) -> None:
-        if speaks():
-            say(f"{name:<11} {text}", error=True)
+        say(f"{name:<11} {text}", error=True)
 
     there, rows = resumed(config), rows_of(config, ranks)
     there_ranks = None if there is None else there.manifest.topology.world_size
@@ -108,8 +105,7 @@ def choose_layout(
         rows = saved_sequences(there) or rows  # the batch of the run
     machine = _find_machine(config, ranks, fabric)
     machine.fabric.check(ranks)
-    show = show_progress if speaks() else silent
-    found = search(config, ranks, machine.fabric, rows=rows, progress=show)
+    found = search(config, ranks, machine.fabric, rows=rows, progress=show_progress)
     fitting = [
         c for c in found.fitting if not contradicts(layout_words(config, to_plain(c.config)))
     ]

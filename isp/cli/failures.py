@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from isp.cli.output import say
-from isp.foreign.launched import rank_and_size
+from isp.foreign.launched import launched, rank_and_size
 from isp.foreign.shown import shown
 
 __all__ = [
@@ -76,7 +76,7 @@ def report_end(stopped_by: int | None) -> int:
     failure and starts the ranks again. Our own launcher reads the signal from a file.
     """
     number = stopped_by or 0
-    if rank_and_size() is None:
+    if not launched():
         return 128 + number if number else 0
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is not None and LAUNCHER_REPORTS in os.environ:
@@ -85,8 +85,8 @@ def report_end(stopped_by: int | None) -> int:
 
 
 def _is_reported_by_another(expected: bool) -> bool:
-    """Return True for a rank to keep silent: a fault of the user is mostly the same on all."""
-    rank, _ = rank_and_size() or (0, 1)
+    """Return True if this rank does not report: most user errors are the same on all ranks."""
+    rank, _ = rank_and_size()
     return LAUNCHER_REPORTS in os.environ or (expected and rank != 0)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from isp.cli.failures import ENDED_FILE, LAUNCHER_REPORTS
 from isp.cli.output import say
-from isp.foreign.launched import rank_and_size
+from isp.foreign.launched import launched, rank_and_size
 from isp.run.signals import StopRequest, heeded_signals
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
 
     Raises ValueError for the first two at once, and for one where the run needs `least`.
     """
-    if (launched := rank_and_size()) is not None:
-        _, ranks = launched
+    if launched():
+        _, ranks = rank_and_size()
         if nproc is not None:
             from isp.settings.counts import counted
 
@@ -77,7 +77,7 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
 
 def speaks() -> bool:
     """Whether notes for the user come from here: from a launcher, or from torchrun's first rank."""
-    rank, _ = rank_and_size() or (0, 1)
+    rank, _ = rank_and_size()
     return rank == 0 and LAUNCHER_REPORTS not in os.environ
 
 

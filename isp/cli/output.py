@@ -16,7 +16,7 @@ def say(
     """Print `text` to stdout, or to stderr if it is no result; at once.
 
     Without what a terminal obeys, and without credentials unless a model has `generated` it.
-    Raises BrokenPipeError if the reader of stdout has gone; without one of stderr, work goes on.
+    Raises BrokenPipeError if the reader of stdout has gone; that of stderr may go.
     """
     with suppress(BrokenPipeError) if error else nullcontext():
         print(

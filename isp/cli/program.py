@@ -41,14 +41,15 @@ _OVERRIDES_HELP = (
 )
 
 _ASSIGNED = re.compile(r"\+{0,2}(\w[\w.]*=.*)", re.DOTALL)
-"""A key as Hydra has it on a command line."""
+"""A key and its value as Hydra takes them on a command line: `key=value`, `+key=value`."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the option that was meant, before argparse names all that are missing."""
+    """Parser that suggests the intended option before argparse lists missing ones."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if not self._subparsers:  # the words of a command are the command's
+        # The main parser skips this: the parser of each command checks the command's own options.
+        if not self._subparsers:
             known = [option[2:] for option in self._option_string_actions if option[:2] == "--"]
             for word in takewhile(lambda word: word != "--", args):
                 name = word.partition("=")[0][2:]

@@ -66,8 +66,8 @@ class World:
     device: torch.device
     timeout_seconds: float = 600.0
     expands_segments: bool = True
-    rank: int = field(default_factory=lambda: (rank_and_size() or (0, 1))[0])
-    size: int = field(default_factory=lambda: (rank_and_size() or (0, 1))[1])
+    rank: int = field(default_factory=lambda: rank_and_size()[0])
+    size: int = field(default_factory=lambda: rank_and_size()[1])
     store: Store | None = None
     """Where the ranks have met before, as in `decided_by_rank_0`; None: they meet on entering."""
 
@@ -109,13 +109,13 @@ class World:
 def decided_by_rank_0(
     decide: Callable[[], list[str]], timeout_seconds: float
 ) -> tuple[list[str], Store | None]:
-    """Return on all ranks what `decide` gives on rank 0, and the store for the world to meet in.
+    """Call `decide` on rank 0; return its result on all ranks, and the store to meet in later.
 
-    For what depends on a machine's own files, before the world starts. Raises the ValueError or
-    OSError of rank 0 on all ranks, as a ValueError on the others, and there also ValueError if
-    rank 0 takes longer than `timeout_seconds`, comm.init_timeout_seconds.
+    Needed before the world starts, where the files of machines may differ. A ValueError or OSError
+    of rank 0 is raised on all ranks, on the others as ValueError; they also raise ValueError after
+    `timeout_seconds`, which is comm.init_timeout_seconds.
     """
-    rank, size = rank_and_size() or (0, 1)
+    rank, size = rank_and_size()
     if size == 1:
         return decide(), None
     store, key = _meeting_place(timedelta(seconds=timeout_seconds)), "isp/decided_by_rank_0"
@@ -136,8 +136,9 @@ def decided_by_rank_0(
             " chooses for all ranks: set it higher if rank 0 is still searching"
         ) from error
     decided, fault = json.loads(found)
-    store.set(f"{key}/{rank}", "")
     if fault:
+        # Acknowledge it: rank 0 must not end, and its store with it, before all ranks have read it.
+        store.set(f"{key}/{rank}", "")
         _wait_for_readers(store, key, size, timeout_seconds)
         raise ValueError(fault)
     return decided, store

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 
 import torch.distributed as dist
+
+from isp.foreign.launched import rank_and_size
 
 __all__ = ["NEWEST_TRANSFORMERS", "OLDEST_TRANSFORMERS", "warn_of_version"]
 
@@ -19,7 +20,7 @@ NEWEST_TRANSFORMERS = "5.24"
 @cache  # once per process, however many models are traced
 def warn_of_version(found: str) -> None:
     """Warn on rank 0 if `found`, a version of transformers, is not one that was run."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    rank = dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
     oldest, newest = _minor(OLDEST_TRANSFORMERS), _minor(NEWEST_TRANSFORMERS)
     if rank == 0 and not oldest <= _minor(found) <= newest:
         logger.warning(

@@ -88,8 +88,8 @@ def test_another_version_is_warned_of_once(
     """Catches a version that is refused, and a warning for each model or rank."""
     monkeypatch.setattr("transformers.__version__", version)
     warn_of_version.cache_clear()
-    with mock.patch.dict("os.environ", RANK="1"):
-        isp.parallelize(tiny("llama"), job())
+    with mock.patch.dict("os.environ", RANK="1", WORLD_SIZE="2"):
+        warn_of_version(version)
     assert "transformers" not in caplog.text
     warn_of_version.cache_clear()
     for _ in range(2):
