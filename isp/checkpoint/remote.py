@@ -15,6 +15,7 @@ from threading import Thread
 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import MANIFEST, Damaged, fault_of
+from isp.foreign.shown import first_line
 
 __all__ = ["RemoteCheckpoints", "Uploads"]
 
@@ -116,7 +117,7 @@ class Uploads:
     def put(self, folder: Path, *, only_missing: bool = False) -> None:
         """Copy the checkpoint `folder`, after the one that is being copied.
 
-        `only_missing`: unless `RemoteCheckpoints.has` it.
+        `only_missing`: skip it if the store already has it (`RemoteCheckpoints.has`).
         """
         self._next = folder
         arguments = (folder, self._thread, only_missing)
@@ -150,7 +151,7 @@ class Uploads:
             if not (only_missing and remote.has(folder)):
                 remote.upload(folder, keep=self._keep)
         except Exception as error:  # of any file system and its network
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = first_line(error)
             where = f"checkpoint.upload_to={self._url}"
             self.fault = f"{folder} could not be copied to {where} ({why})"
             logger.error("%s", self.fault)

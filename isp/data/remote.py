@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from isp.foreign.shown import check_complete
+from isp.foreign.shown import check_complete, first_line
 from isp.settings.packages import require
 
 __all__ = ["localised"]
@@ -33,7 +33,7 @@ def _local(item: str, key: str) -> list[str]:
     try:
         return _of_hub(hub[1], hub[2] or "train") if hub else _copied(item)
     except Exception as error:  # of any file system and its network: reported in a line
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = first_line(error)
         fault = f"{key}={item} cannot be read ({why})"
         if not isinstance(error, ValueError):  # a wrong scheme or split, which `why` explains
             fault += ": without a network, copy it to this machine and name the copy"

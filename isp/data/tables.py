@@ -60,19 +60,19 @@ def read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
     is not installed.
     """
     require(f"data.source={path}", "pyarrow", extra="data")
-    place = str(path)
+    column = ""
     try:
         for batch in _batches(path):
             num_bytes = batch.nbytes // max(1, batch.num_rows)
             names, columns = batch.schema.names, []
-            for name, column in zip(names, batch.columns, strict=True):
-                place = f"{path}, column {name!r},"
-                columns.append(column.to_pylist())
-            place = str(path)
-            for values in zip(*columns, strict=True):
-                yield dict(zip(names, values, strict=True)), num_bytes
+            for name, values in zip(names, batch.columns, strict=True):
+                column = f", column {name!r},"
+                columns.append(values.to_pylist())
+            column = ""
+            for row in zip(*columns, strict=True):
+                yield dict(zip(names, row, strict=True)), num_bytes
     except Exception as error:  # also of values that Python lacks, such as a date in the year 10000
-        raise ValueError(f"{place} cannot be read: {error}") from error
+        raise ValueError(f"{path}{column} cannot be read: {error}") from error
 
 
 def _batches(path: Path) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
-__all__ = ["check_complete", "printable", "redacted", "redacted_values", "shown"]
+__all__ = ["check_complete", "first_line", "printable", "redacted", "redacted_values", "shown"]
 
 T = TypeVar("T")
 
@@ -45,6 +45,11 @@ _OBEYED = re.compile(
     r"\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"  # lines, half characters, tags
 )
 """Characters that change how other text is shown; joiners stay: scripts and emoji need them."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the type of `error` and the first line of its text: libraries add pages to it."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def redacted(text: str) -> str:

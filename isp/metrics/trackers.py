@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from isp.foreign.files import read_limited, write_whole
+from isp.foreign.shown import first_line
 from isp.metrics.tracker import TrackedRun, Tracker, tracker_of
 
 __all__ = ["Trackers"]
@@ -85,7 +86,7 @@ class _TrackerThread(threading.Thread):
             while (call := self._calls.get()) is not None:
                 call(tracker)
         except Exception as error:  # of a library that we do not know: reported, whatever it is
-            self.give_up(f"{type(error).__name__}: {error}".partition("\n")[0])
+            self.give_up(first_line(error))
 
     def give_up(self, why: str) -> None:
         if not self.failed:

@@ -44,7 +44,7 @@ from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable, differences
 from isp.data.sources import takes_bos
 from isp.data.stream import is_place
-from isp.foreign.shown import redacted_values
+from isp.foreign.shown import first_line, redacted_values
 from isp.models.build import parameter_shapes
 from isp.parallel import Topology
 from isp.run.folder import (
@@ -86,7 +86,6 @@ _CONFIG = "config"
 _SHARES = (".weight", ".name")
 """Ends of the keys of a mixture that do not change the order in which a source is read."""
 _SEQUENCES = "sequences_per_step"
-_OTHER_START = "another start of this job, which may be copying from checkpoint.upload_to"
 STREAM = "stream"
 """Key of a checkpoint's shared values: where its next step begins in a stream of data."""
 
@@ -189,7 +188,8 @@ def _starting(job: JobSection) -> Iterator[None]:
         with explained(f"job.dump_folder={job.dump_folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             # Not the name of a checkpoint folder's lock: checkpoint.folder may be this folder.
-            held.enter_context(folder_lock(folder, ".start.lock", waits_for=_OTHER_START))
+            other = "another start of this job, which may be copying from checkpoint.upload_to"
+            held.enter_context(folder_lock(folder, ".start.lock", waits_for=other))
         yield
 
 
@@ -223,9 +223,9 @@ def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[
     try:
         copied, faults = RemoteCheckpoints(url).fill(there, load_step)
     except Damaged as error:
-        raise ValueError(f"checkpoint.upload_to={url}: {error}: {way_on}") from error
+        raise ValueError(f"checkpoint.upload_to={url}: {error}; {way_on}") from error
     except Exception as error:  # of any file system and its network
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        why = first_line(error)
         raise ValueError(
             f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {way_on}"
         ) from error
@@ -234,7 +234,7 @@ def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[
             f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
             " such a checkpoint"
         )
-    return copied, [f"{url}: {fault}, and is passed over" for fault in faults]
+    return copied, [f"passed over in {url}: {fault}" for fault in faults]
 
 
 @contextmanager
