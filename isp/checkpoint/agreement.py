@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 class CheckpointError(OSError):
     """A checkpoint could not be written or read, in words for people.
 
-    Raised on all ranks, but for a failed upload, which is rank 0's alone. The run itself is
-    unharmed, and so are the checkpoints that were there before.
+    Raised on all ranks; for a failed upload, on rank 0 only. The run and earlier checkpoints are
+    intact.
     """
 
 

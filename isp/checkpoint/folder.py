@@ -183,8 +183,8 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
 
     The lock is the file `name`.
 
-    If another run holds it, raises ValueError with its process, or waits, if it `waits_for` what
-    this says, and logs that. On a file system without locks nothing is kept out.
+    Raises ValueError with its process if another run holds it; with `waits_for`, a description of
+    the holder, logs that and waits. On a file system without locks no run is kept out.
     """
     try:
         descriptor = open_to_write(folder / name, os.O_RDWR | os.O_CREAT)
@@ -196,8 +196,10 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
         except ValueError:
             if not waits_for:
                 raise
-            place, named = folder / name, _named_in(descriptor)
-            logger.warning("waiting for %s, which holds %s (the file %s)", waits_for, place, named)
+            holder = _named_in(descriptor)
+            logger.warning(
+                "waiting for %s: it holds the lock %s, which %s", waits_for, folder / name, holder
+            )
             _lock(descriptor, folder, fcntl.LOCK_EX)
         with suppress(OSError):  # a full disk is reported by what needs the room
             os.ftruncate(descriptor, 0)

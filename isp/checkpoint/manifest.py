@@ -23,7 +23,6 @@ from isp.checkpoint.agreement import CheckpointError
 from isp.checkpoint.plain import from_json, to_json
 from isp.foreign import files
 from isp.parallel import Topology
-from isp.settings.section import CountOrZero
 
 __all__ = [
     "MANIFEST",
@@ -56,7 +55,7 @@ def _is_beside(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_is_beside)]
-_INT64 = 2**63 - 1
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
 Count = Annotated[int, Field(ge=0, le=_INT64)]
 Size = Annotated[int, Field(ge=1, le=_INT64)]
 
@@ -91,11 +90,11 @@ class Manifest(BaseModel):
 
     model_config = _STRICT
 
-    step: CountOrZero
+    step: Annotated[int, Field(ge=0, le=_INT32)]  # as training.steps
     """Steps done when it was saved."""
     tokens: Count
     """Tokens consumed until then."""
-    num_updates: Annotated[int, Field(ge=-1, le=2**31 - 1)]
+    num_updates: Annotated[int, Field(ge=-1, le=_INT32)]
     """Updates made by the optimizer: the steps without the skipped ones; -1: it was not saved."""
     topology: SavedTopology
     """Sizes and mode of the run that saved it."""

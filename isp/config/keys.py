@@ -87,10 +87,10 @@ class KeyTable:
         return filled
 
     def typed(self, path: KeyPath, text: str) -> Any:
-        """Return the value of the key `path` for which a command line has `text`.
+        """Return the value that `text` on a command line gives the key `path`.
 
-        A key that may be text has it as typed, but for null and a list, if it may be those.
-        Raises ValueError for another key if `text` is not YAML.
+        A text key takes it verbatim, except null and lists where its type allows them. Any other
+        key reads it as YAML, and raises ValueError if it is none.
         """
         members = _members(self.hints.get(path))
         if str not in members:
@@ -144,7 +144,7 @@ class KeyTable:
         return "\n".join(lines)
 
     def example_in(self, path: KeyPath) -> str:
-        """Return the name of a key in the section `path`, as seen from the section."""
+        """Return the name of a key in the section `path`, relative to it."""
         begin = found = general(path)
         while found == begin or found not in self.hints:  # a section in it
             found = (*found, self.sections[found][0])

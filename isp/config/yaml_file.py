@@ -102,7 +102,7 @@ def parse_value(text: str) -> Any:
 
 
 class _Expanded(NamedTuple):
-    """A node with all that aliases repeat in it."""
+    """Size and height of a node with its aliases expanded."""
 
     size: float
     """Characters, as often as they are repeated; infinite for a circle."""
@@ -131,7 +131,7 @@ def _expanded(node: Node, known: dict[int, _Expanded], level: int = 0) -> _Expan
         known[id(node)] = _Expanded(size + sum(part.size for part in parts), height)
     found = known[id(node)]
     if level + found.height > _MOST_LEVELS:  # also by an alias of a node that was counted above
-        raise RecursionError
+        raise RecursionError  # reported as the parser's own, for files nested even deeper
     return found
 
 

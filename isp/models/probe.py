@@ -390,6 +390,7 @@ class _WithoutWeights(TorchFunctionMode):
         start, scales, shift = drawn
         # Runs of features, as picking single ones out of a row takes ten times as long.
         times, rest = divmod(len(scales) - x.shape[-1] + start, x.shape[-1])
+        # Features start, start + 1, .., modulo their number: as many as there are factors.
         taken = torch.cat([x[..., start:], *[x] * times, x[..., :rest]], -1)
         if len(scales) == size:
             return torch.addcmul(shift, taken, scales)
@@ -417,7 +418,7 @@ _WEIGHT_AT = {F.linear: 1, F.embedding: 1, torch.addmm: 2, Tensor.__getitem__: 0
 def _drawn(
     number: int, num_in: int, num_out: int, dtype: torch.dtype
 ) -> tuple[int, Tensor, Tensor]:
-    """Draw the feature at which those of a product begin, their factors, and what is added."""
+    """Draw the first input feature of a product, its factors, and its shift."""
     random = torch.Generator().manual_seed(number)
     terms = -(-num_in // num_out)
     scales = torch.randn(terms * num_out, generator=random).to(dtype) / math.sqrt(terms)

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub that were given where a folder is wanted."""
+"""Hints for names of the Hugging Face hub that are given where a folder is expected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_MODEL = re.compile(r".*\.(json|yaml|yml|txt)|.*/step_\d+")
 
 
 def download_hint(path: str | Path) -> str:
-    """Return how to download what `path` names on the hub; "" if it can be no name there.
+    """Return a hint how to download `path`, or "" if it cannot be a name of the hub.
 
     `path`: as the user typed it. A name is `owner/name`, unless there is a folder `owner` here.
     """

@@ -12,14 +12,14 @@ _MOST_LISTED = 300
 
 
 def nearest(name: str, known: Sequence[str], cutoff: float = 0.75) -> list[str]:
-    """Return the known name that is most like `name`, or none that is like it."""
+    """Return the closest of `known` as a list, which is empty if none is close."""
     return difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 
 def suggest(name: str, known: Sequence[str], *, section: str, paths: Sequence[str] = ()) -> str:
     """Return `; did you mean ...?` for a `name` that `section` lacks, or the names it has.
 
-    `paths`: all keys, with their sections, which come after `known` names that are very like.
+    `paths`: full names of all keys, tried after close names in `known`.
     """
     near = nearest(name, known)
     near = near or [path for path in paths if path.split(".")[-1] == name]

@@ -37,6 +37,7 @@ def import_folder(folder: Path, into: Path, *, dtype: str) -> int:
     require("isp checkpoint import", "safetensors")
     if describe_contents(into) not in ("is empty", "does not exist"):
         raise ValueError(f"--into {into}: it {describe_contents(into)}: name an empty folder")
+    # First as typed: a name of the hub is recognized only in a relative path.
     section = with_init_from({"init_from": str(folder)}) | {"init_from": str(folder.absolute())}
     model = TypeAdapter(ModelConfig).validate_json(json.dumps(section))
     check_folder(model)

@@ -56,8 +56,8 @@ GRACE_SECONDS = 15.0
 def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | None:
     """Train as `config` says, on this rank of the world that torchrun has set (or alone).
 
-    `store`: where the ranks have met already. The signal to this rank that stopped the run, which
-    is saved, before its end; else None.
+    Returns the signal that stopped the run on this rank, after saving; None if it finished.
+    `store`: where the ranks have already met.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right, and CheckpointError, on rank 0 at the end, if the last checkpoint is not in
     `checkpoint.upload_to`.

@@ -384,7 +384,7 @@ def test_a_start_says_that_it_waits_for_another(
     (said,) = caplog.messages
     assert "another start of this job, which may be copying from checkpoint.upload_to" in said
     names = f"names process {os.getpid()} on " if named else "names no process"
-    assert f"upload_to, which holds {tmp_path}/out/job/.start.lock (the file {names}" in said
+    assert f"upload_to: it holds the lock {tmp_path}/out/job/.start.lock, which {names}" in said
 
 
 def test_not_going_on_is_not_writing_over(load: Callable[..., JobConfig], trained: Path) -> None:
