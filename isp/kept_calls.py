@@ -102,10 +102,11 @@ class KeptCalls:
         if not self._keeps(kind):
             return call()
         number, self._next = self._next, self._next + 1
-        node = None if dropped is None else _Input.apply(dropped, _token()).grad_fn
+        # Its output and not its node is kept: before torch 2.13 what a node saved dies with the output.
+        holder = None if dropped is None else _Input.apply(dropped, _token())
         if self._again:
             return self._given(number)
-        with self._saved_outside(dropped, node):
+        with self._saved_outside(dropped, holder):
             y = call()
         needs = self._known.get(self._key)
         kept = needs is None or number in needs.values or not y.is_floating_point()
@@ -126,7 +127,7 @@ class KeptCalls:
         given: Tensor = _GivenAgain.apply(y, _token()) if requires_grad else y
         return given
 
-    def _saved_outside(self, dropped: Tensor | None, node: Any) -> saved_tensors_hooks:
+    def _saved_outside(self, dropped: Tensor | None, holder: Any) -> saved_tensors_hooks:
         """In this context tensors are saved as outside of the part, except `dropped`, once."""
         left = [] if dropped is None else [memory_of(dropped)]
         offset = 0 if dropped is None else int(dropped.storage_offset())
@@ -141,7 +142,7 @@ class KeptCalls:
             if not isinstance(saved, _View):
                 own: Tensor = self._unpack(saved)
                 return own
-            (again,) = node.saved_tensors
+            (again,) = holder.grad_fn.saved_tensors
             found: Tensor = again.as_strided(*saved[:2], again.storage_offset() + saved.offset)
             return found
 
@@ -158,7 +159,7 @@ class _View(NamedTuple):
 
 
 class _Input(Function):
-    """Saves the input of a call, so that who has the node has it computed again."""
+    """Save the input of a call; reading it from the node of the output recomputes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:

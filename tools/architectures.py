@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 __all__ = ["ARCHITECTURES", "config_of"]
@@ -111,11 +112,15 @@ _TEXT_PARTS: dict[str, dict[str, Any]] = {
 """Of types that see, and whose text has no causal class of its own."""
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES},
-    **_GIVEN,
-    **_TEXT_PARTS,
+    name: keys
+    for name, keys in {
+        **{name: {} for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES},
+        **_GIVEN,
+        **_TEXT_PARTS,
+    }.items()
+    if name.split()[0] in CONFIG_MAPPING_NAMES  # older releases lack some types
 }
-"""All causal types of transformers, and where the defaults do not do, the keys that are given."""
+"""Causal types of the installed transformers, with the keys that their defaults leave out."""
 
 
 def config_of(architecture: str) -> Any:

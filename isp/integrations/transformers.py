@@ -255,8 +255,8 @@ def _config(trainer: Any, config: JobConfig) -> JobConfig:
     """`config` with the clipping of the arguments. Raises ValueError for what does not fit."""
     args = trainer.args
     for name, way_out in _REFUSED.items():
-        if getattr(args, name):
-            raise ValueError(f"{name}={getattr(args, name)} beside isp_config: {way_out}")
+        if value := getattr(args, name, None):  # releases before 5.23 lack some of them
+            raise ValueError(f"{name}={value} beside isp_config: {way_out}")
     if args.bf16 and config.training.dtype != "bfloat16":
         raise ValueError(
             f"bf16=True and training.dtype={config.training.dtype} in isp_config: choose one"

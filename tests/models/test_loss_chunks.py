@@ -19,7 +19,7 @@ from tests.models.own import Own
 from tests.ranks import run_ranks
 from tests.toolkit import Operations
 
-pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("transformers")
 CHUNK = 24
 """Tokens; neither the tokens of a row nor those of a rank divide by their positions."""
 MODELS: dict[str, dict[str, Any]] = {
