@@ -102,7 +102,7 @@ class KeptCalls:
         if not self._keeps(kind):
             return call()
         number, self._next = self._next, self._next + 1
-        # Its output and not its node is kept: before torch 2.13 what a node saved dies with the output.
+        # Keep the output, not its node: before torch 2.13 what a node saved dies with the output.
         holder = None if dropped is None else _Input.apply(dropped, _token())
         if self._again:
             return self._given(number)
