@@ -219,7 +219,11 @@ class TrainerMixin:
         finally:
             self._run_model.gives_logits = False
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model's files to `output_dir`; all ranks call it, and rank 0 writes.
+
+        Replaces the whole method: before transformers 5.23 it calls `_save` on rank 0 alone.
+        """
         own: Any = self
         folder = Path(own.args.output_dir if output_dir is None else output_dir)
         self.run.save_pretrained(folder)
@@ -227,6 +231,8 @@ class TrainerMixin:
             if own.processing_class is not None:
                 own.processing_class.save_pretrained(folder)
             torch.save(own.args, folder / "training_args.bin")
+        if own.args.push_to_hub and not _internal_call:
+            own.push_to_hub(commit_message="Model save", revision=own.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         own: Any = super()
