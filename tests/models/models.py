@@ -82,7 +82,10 @@ def tiny(name: str, *, seed: int = 0, kind: str = "CausalLM", **sizes: Any) -> A
     torch.manual_seed(seed)
     sizes = {**SIZES, **OF_ITS_OWN.get(name, {}), **sizes}
     config = transformers.AutoConfig.for_model(name, **sizes)
-    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
+    # Before transformers 5.23 its sdpa leaves out the soft cap of scores; eager never does.
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    keys = {"attn_implementation": "eager"} if capped else {}
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(config, **keys)
     for parameter in model.parameters():
         with torch.no_grad():
             if parameter.dim() < 2:

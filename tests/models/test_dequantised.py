@@ -81,7 +81,8 @@ def test_ranks_read_what_transformers_dequantises(tmp_path: Path, kind: str) -> 
     found = whole(run_ranks(4, parts_of, folder, 4))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+        # Before transformers 5.23 MXFP4 becomes bfloat16, which holds each number exactly.
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, check_dtype=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     assert dict(saved_again(str(folder), shapes, found.__getitem__)).keys() == before
 

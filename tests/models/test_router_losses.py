@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 import isp
@@ -95,6 +97,8 @@ CASES = {
     "routers frozen": Case("qwen3_moe", job(2, 2), 2, frozen=True),
     "without a loss of its own": Case("deepseek_v3", job(2, 2), 2),
 }
+if Version(transformers.__version__) < Version("5.23"):  # it records no logits of these routers
+    del CASES["without a loss of its own"]
 
 
 def _model(case: Case) -> Any:
