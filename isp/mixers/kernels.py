@@ -15,9 +15,9 @@ and nothing to write, at which everything decays; N with hardly a step that writ
 a number of each channel each; N without a step that read the final one in the same way.
 
 Sources: github.com/fla-org/flash-linear-attention, fla/ops/gated_delta_rule/chunk.py and
-fla/ops/kda/chunk.py (0.5.2); github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py
-and selective_scan_interface.py; github.com/Dao-AILab/causal-conv1d, causal_conv1d_interface.py and
-csrc/causal_conv1d.cpp (all of 2026).
+fla/ops/kda/chunk.py; github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py and
+selective_scan_interface.py; github.com/Dao-AILab/causal-conv1d, causal_conv1d_interface.py and
+csrc/causal_conv1d.cpp. tools/kernels.json has the versions and signatures last read.
 """
 
 from __future__ import annotations
