@@ -58,5 +58,5 @@ _PACKAGES = {
         "flash_attn_interface",
         "build it in the `hopper` folder of github.com/Dao-AILab/flash-attention",
     ),
-    AttentionBackend.FLASH4: ("flash_attn", "pip install flash-attn-4"),
+    AttentionBackend.FLASH4: ("flash_attn", "pip install 'flash-attn-4>=4b1'"),
 }
