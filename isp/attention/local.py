@@ -2,9 +2,12 @@
 
 [Note: Choice] AUTO on CUDA, in 16 bit: each backend goes forward and backward once, on a few packed
 tokens; those that can are timed, and the fastest is taken on all ranks, by the times of the slowest
-rank. Two that are close to each other would change places from one start to the next, so then the
-one that comes first in `_fastest_first` is taken; with deterministic algorithms, the first that can
-is, as nothing else may decide what a run computes.
+rank. There are two choices, each timed with its own kind of rows: equal documents (one to a row,
+as a rule), which keep their shape from step to step, and packed ones, whose lengths change: cuDNN
+is fast for the first and slow for the second. Two backends that are close to each other would
+change places from one start to the next, so then the one that comes first in `_fastest_first` is
+taken; with deterministic algorithms, the first that can is, for both kinds, as nothing else may
+decide what a run computes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,11 +30,14 @@ from isp.comm.tag import Tag
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
+    "AttentionByRows",
     "LocalAttention",
     "make_local_attention",
 ]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class LocalAttention(Protocol):
@@ -46,6 +52,30 @@ class LocalAttention(Protocol):
         ...
 
 
+class AttentionByRows:
+    """Local attention by one backend for equal documents, and by another for packed rows.
+
+    [Note: Choice]. Windows, and queries that are fewer than the keys, go to that for packed rows:
+    SDPA has no kernel for them without a mask in memory.
+    """
+
+    def __init__(
+        self, equal: LocalAttention, packed: LocalAttention, *, scale: float | None
+    ) -> None:
+        self._equal = equal
+        self._packed = packed
+        self.scale = scale
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
+        length = q.shape[1] if mask.cu_seqlens is None else mask.equal_length
+        if not length or mask.window is not None or q.shape[1] != k.shape[1]:
+            return self._packed(q, k, v, mask=mask)
+        rows = (x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v))  # [documents, length, H, d]
+        return self._equal(*rows, mask=AttentionMask(causal=mask.causal)).reshape(q.shape)
+
+
 _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
     AttentionBackend.CUDNN: partial(SdpaAttention, in_order=True),
     AttentionBackend.VARLEN: VarlenAttention,
@@ -58,8 +88,9 @@ _CLOSE = 1.05
 """Times this far apart count as equal."""
 
 _TIMED_TOKENS = 8192
+"""Of one row, as one document and packed."""
 _TIMED_DOCUMENTS = (1024, 3072, 512, 3584)
-"""Of the first time; each further one has others, as packed rows have: cuDNN plans each anew."""
+"""Of the first packed row; each further one has others, for which cuDNN makes another plan."""
 _TIMED_HEADS = 8
 """Query heads, or a few more, so that groups are whole: enough for any device at these tokens."""
 
@@ -72,6 +103,13 @@ class _Place(NamedTuple):
     head_dim: int
     group: int
     """Query heads that share a KV head."""
+
+
+class _ByRows(NamedTuple, Generic[T]):
+    """Something for each kind of rows, [Note: Choice]."""
+
+    equal: T
+    packed: T
 
 
 def make_local_attention(
@@ -99,8 +137,11 @@ def make_local_attention(
     )
     place = _Place(device, dtype, head_dim, group)
     if backend is AttentionBackend.AUTO:
-        chosen = _choose_backend(place, everyone or Channel.solo())
-        return _make(chosen, device, scale)
+        equal, packed = _choose_backend(place, everyone or Channel.solo())
+        attend = _make(packed, device, scale)
+        if equal is packed:
+            return attend
+        return AttentionByRows(_make(equal, device, scale), attend, scale=scale)
     if backend is not AttentionBackend.SDPA and (fault := _fault_on(backend, place)):
         remedy = f"{backend.remedy}, or " if backend.remedy else ""
         raise ValueError(
@@ -111,10 +152,10 @@ def make_local_attention(
     return _make(backend, device, scale)
 
 
-def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
-    """The backend AUTO stands for, the same on all ranks."""
+def _choose_backend(place: _Place, everyone: Channel) -> _ByRows[AttentionBackend]:
+    """The backends AUTO stands for, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
-    times = dict.fromkeys(AttentionBackend, math.inf)
+    times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
     candidates = _fastest_first(place.device, place.dtype)
     for backend in candidates:
         faults[backend] = _fault_on(backend, place)
@@ -125,12 +166,15 @@ def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
                 faults[backend] = _in_short(error)
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
-        return AttentionBackend.SDPA
-    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+        return _ByRows(AttentionBackend.SDPA, AttentionBackend.SDPA)
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)  # [backends, 2]
     slowest = everyone.all_reduce(slowest, op="max", tag=Tag(tensor="attention")).wait()
-    times = dict(zip(times, slowest.tolist(), strict=True))
-    able = {backend: times[backend] for backend in candidates if times[backend] < math.inf}
-    chosen = _fastest(able)
+    times = {b: _ByRows(*each) for b, each in zip(times, slowest.tolist(), strict=True)}
+    able = {backend: times[backend] for backend in candidates if max(times[backend]) < math.inf}
+    chosen = _ByRows(
+        _fastest({backend: time.equal for backend, time in able.items()}),
+        _fastest({backend: time.packed for backend, time in able.items()}),
+    )
     missing = [
         f"; not {backend}: {faults[backend] or 'it does not run on every rank'}"
         f"{f' ({backend.remedy})' * bool(backend.remedy)}"
@@ -138,10 +182,13 @@ def _choose_backend(place: _Place, everyone: Channel) -> AttentionBackend:
         if backend not in able
     ]
     logger.info(
-        "attention: %s (auto; milliseconds for %s packed tokens, forward and backward: %s%s)",
-        chosen,
+        "attention: %s (auto; milliseconds for %s tokens, as one document / packed, forward and"
+        " backward: %s%s)",
+        chosen.packed
+        if chosen.equal is chosen.packed
+        else f"{chosen.equal} for rows of one document or equal ones, {chosen.packed} for others",
         f"{_TIMED_TOKENS:,}",
-        ", ".join(f"{backend} {time:.2f}" for backend, time in able.items()),
+        ", ".join(f"{backend} {time[0]:.2f} / {time[1]:.2f}" for backend, time in able.items()),
         "".join(missing),
     )
     return chosen
@@ -167,7 +214,8 @@ def _fault_on(backend: AttentionBackend, place: _Place) -> str:
             attend: LocalAttention = SdpaAttention(CUDNN_ALONE)
         else:
             attend = _make(backend, place.device, None)
-        _forward_and_backward(attend, _tensors(place, 48, 1), [16, 32])
+        mask = AttentionMask.of_documents([16, 32])
+        _forward_and_backward(attend, _tensors(place, 48, 1), mask)
     except Exception as error:  # a package that compiles as it runs may raise anything
         return _in_short(error)
     return ""
@@ -178,20 +226,29 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line[:200]}"
 
 
-def _milliseconds(backend: AttentionBackend, place: _Place) -> float:
-    """Milliseconds of a forward and a backward on the device, the least of three."""
+def _milliseconds(backend: AttentionBackend, place: _Place) -> _ByRows[float]:
+    """Milliseconds of a forward and a backward on the device, the least of three for each kind."""
     attend = _make(backend, place.device, None)
-    tensors, times = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group)), []
-    for repeat in range(4):  # the first one warms up
-        first, second, *rest = _TIMED_DOCUMENTS
-        start = streams.mark(place.device, timed=True)
-        _forward_and_backward(attend, tensors, [first + 8 * repeat, second - 8 * repeat, *rest])
-        end = streams.mark(place.device, timed=True)
-        assert start is not None
-        assert end is not None
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)))
-    return min(times[1:])
+    tensors = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group))
+
+    def least(masks: list[AttentionMask]) -> float:
+        times = []
+        for mask in masks:
+            start = streams.mark(place.device, timed=True)
+            _forward_and_backward(attend, tensors, mask)
+            end = streams.mark(place.device, timed=True)
+            assert start is not None
+            assert end is not None
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)))
+        return min(times[1:])  # the first one warms up
+
+    first, second, *rest = _TIMED_DOCUMENTS
+    packed = [
+        AttentionMask.of_documents([first + 8 * repeat, second - 8 * repeat, *rest])
+        for repeat in range(4)
+    ]
+    return _ByRows(least([AttentionMask()] * 4), least(packed))
 
 
 def _tensors(place: _Place, tokens: int, kv_heads: int) -> list[Tensor]:
@@ -207,9 +264,9 @@ def _tensors(place: _Place, tokens: int, kv_heads: int) -> list[Tensor]:
     ]
 
 
-def _forward_and_backward(attend: LocalAttention, qkv: list[Tensor], lengths: list[int]) -> None:
+def _forward_and_backward(attend: LocalAttention, qkv: list[Tensor], mask: AttentionMask) -> None:
     with torch.enable_grad():
-        out = attend(*qkv, mask=AttentionMask.of_documents(lengths))
+        out = attend(*qkv, mask=mask)
         torch.autograd.grad(out, qkv, torch.zeros_like(out))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isp.attention.flash import FlashAttention, VarlenAttention
-from isp.attention.local import LocalAttention
+from isp.attention.local import AttentionByRows, LocalAttention
 from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import SdpaAttention
 
@@ -52,7 +52,7 @@ def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
     """The kernel that does what `local` does for such queries; None: it cannot be merged."""
     if isinstance(local, LseKernel):
         return local
-    if not isinstance(local, SdpaAttention | VarlenAttention | FlashAttention):
+    if not isinstance(local, SdpaAttention | VarlenAttention | FlashAttention | AttentionByRows):
         return None
     is_narrow, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
     if q.is_cuda and is_narrow and size % 8 == 0 and size <= 256:  # what flash attention takes

@@ -117,6 +117,12 @@ class AttentionMask:
         return max(self.lengths), max(self.key_lengths)
 
     @cached_property
+    def equal_length(self) -> int | None:
+        """The tokens, and keys, of each packed document; None: they are not equal."""
+        first, *others = {*self.lengths, *self.key_lengths}
+        return None if others else first
+
+    @cached_property
     def _on_device(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
         return {}
 

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from isp.attention import AttentionMask, CpuAttention, local, make_local_attention
 from isp.attention.flash import FlashAttention, VarlenAttention
-from isp.attention.local import _KINDS, _choose_backend, _fault_on, _Place
+from isp.attention.local import (
+    _KINDS,
+    AttentionByRows,
+    LocalAttention,
+    _ByRows,
+    _choose_backend,
+    _fault_on,
+    _Place,
+)
+from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel, Pending
 from isp.settings.attention_backend import AttentionBackend
 from tests.attention.reference import largest_error, make_mask, random_inputs
@@ -223,13 +232,18 @@ def test_packages_are_given_the_keys_of_each_document(
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the milliseconds of each backend that runs on a device of some capability."""
+    """Sets the milliseconds of each backend that runs on a device of some capability.
 
-    def set_trials(capability: tuple[int, int], **times: float) -> None:
+    One number, or those of equal documents and of packed rows.
+    """
+
+    def set_trials(capability: tuple[int, int], **times: float | tuple[float, float]) -> None:
+        both = {name: x if isinstance(x, tuple) else (x, x) for name, x in times.items()}
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         fault_of = lambda backend, _: "" if backend in times else "missing"  # noqa: E731
         monkeypatch.setattr(local, "_fault_on", fault_of)
-        monkeypatch.setattr(local, "_milliseconds", lambda backend, _: times[backend])
+        milliseconds = lambda backend, _: _ByRows(*both[backend])  # noqa: E731
+        monkeypatch.setattr(local, "_milliseconds", milliseconds)
 
     return set_trials
 
@@ -261,17 +275,79 @@ def test_automatic_choice(
     run with deterministic kernels in which a clock decides what computes."""
     trials(capability, **times)
     with caplog.at_level(logging.INFO, logger="isp.attention.local"):
-        assert _choose_backend(HOPPER, Channel.solo()) == expected
+        assert _choose_backend(HOPPER, Channel.solo()) == (expected, expected)
     said = caplog.records[0].message
-    assert said.startswith(f"attention: {expected} (auto; milliseconds for 8,192 packed tokens")
+    assert said.startswith(f"attention: {expected} (auto; milliseconds for 8,192 tokens")
     assert ("not flash2: missing" in said) is ("flash2" not in times)
-    assert all(f"{b} {times[b]:.2f}" in said for b in times.keys() - {"flash3"})
-    assert _choose_backend(HOPPER._replace(dtype=torch.float32), Channel.solo()) == "sdpa"
+    assert all(f"{b} {times[b]:.2f} / {times[b]:.2f}" in said for b in times.keys() - {"flash3"})
+    assert _choose_backend(HOPPER._replace(dtype=torch.float32), Channel.solo()) == ("sdpa", "sdpa")
     torch.use_deterministic_algorithms(True)
     try:
-        assert _choose_backend(HOPPER, Channel.solo()) == fixed
+        assert _choose_backend(HOPPER, Channel.solo()) == (fixed, fixed)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_each_kind_of_rows_has_its_choice(
+    trials: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches cuDNN that loses on packed rows, and is then not used for rows of one document."""
+    trials((9, 0), varlen=(4.0, 4.2), sdpa=(2.0, 90.0))
+    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+        found = make_local_attention(device=HOPPER.device, dtype=HOPPER.dtype, scale=0.5)
+    assert isinstance(found, AttentionByRows)
+    assert isinstance(found._packed, VarlenAttention)
+    assert isinstance(found._equal, SdpaAttention)
+    assert found.scale == found._packed.scale == found._equal.scale == 0.5
+    (record,) = caplog.records
+    assert "sdpa for rows of one document or equal ones, varlen for others" in record.message
+    assert "varlen 4.00 / 4.20, sdpa 2.00 / 90.00" in record.message
+    forced = make_local_attention(AttentionBackend.SDPA, device=HOPPER.device, dtype=HOPPER.dtype)
+    assert isinstance(forced, SdpaAttention)
+    trials((9, 0), varlen=(4.0, 4.2), sdpa=(4.1, 90.0))  # as close as noise: one for both
+    alone = make_local_attention(device=HOPPER.device, dtype=HOPPER.dtype)
+    assert isinstance(alone, VarlenAttention)
+
+
+def _noting(kinds: list[str], kind: str) -> LocalAttention:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        kinds.append(f"{kind} {len(q)} x {q.shape[1]}")
+        return CpuAttention()(q, k, v, mask=mask)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys", "expected"),
+    [
+        (AttentionMask(), 24, "equal 2 x 24"),
+        (AttentionMask(causal=False), 24, "equal 2 x 24"),
+        (make_mask([24], batch=2), 24, "equal 2 x 24"),
+        (make_mask([8, 8, 8], batch=2), 24, "equal 6 x 8"),
+        (make_mask([8, 8, 8], causal=False, batch=2), 24, "equal 6 x 8"),
+        (make_mask([8, 16], batch=2), 24, "packed 2 x 24"),
+        (make_mask([24, 0], batch=2), 24, "packed 2 x 24"),
+        (AttentionMask(window=5), 24, "packed 2 x 24"),
+        (make_mask([12, 12], window=5, batch=2), 24, "packed 2 x 24"),
+        (AttentionMask(), 30, "packed 2 x 24"),
+        (AttentionMask.of_documents([12, 12], [15, 15]), 30, "packed 1 x 24"),
+    ],
+)
+def test_rows_go_to_what_was_chosen_for_them(mask: AttentionMask, keys: int, expected: str) -> None:
+    """Catches documents that are joined or torn where they become rows, and a mask that is lost."""
+    kinds: list[str] = []
+    attention = AttentionByRows(_noting(kinds, "equal"), _noting(kinds, "packed"), scale=None)
+    inputs, dout = random_inputs(2 if mask.cu_seqlens_k is None else 1, 24, 4, 2, keys=keys)
+    assert largest_error(attention, inputs, dout, mask) < TOLERANCE
+    assert kinds == [expected]
+
+
+def test_documents_must_be_those_of_the_rows() -> None:
+    """Catches rows that are cut up by the documents of another micro-batch."""
+    attention = AttentionByRows(CpuAttention(), CpuAttention(), scale=None)
+    (q, k, v), _ = random_inputs(1, 24, 2, 2)
+    with pytest.raises(ValueError, match="must rise from 0 to the 24 tokens"):
+        attention(q, k, v, mask=make_mask([6, 6]))
 
 
 def test_a_backend_that_fails_at_length_is_left_out(
@@ -280,14 +356,14 @@ def test_a_backend_that_fails_at_length_is_left_out(
     """Catches a rank that ends here, for which all others would wait."""
     trials((8, 0), flash2=1.0, sdpa=2.0)
 
-    def milliseconds(backend: AttentionBackend, place: _Place) -> float:
+    def milliseconds(backend: AttentionBackend, place: _Place) -> _ByRows[float]:
         if backend is AttentionBackend.FLASH2:
             raise RuntimeError("no kernel\nfor this length")
-        return 2.0
+        return _ByRows(2.0, 2.0)
 
     monkeypatch.setattr(local, "_milliseconds", milliseconds)
     with caplog.at_level(logging.INFO, logger="isp.attention.local"):
-        assert _choose_backend(HOPPER, Channel.solo()) is AttentionBackend.SDPA
+        assert _choose_backend(HOPPER, Channel.solo()) == ("sdpa", "sdpa")
     assert "not flash2: RuntimeError: no kernel (pip install" in caplog.records[0].message
 
 
@@ -301,7 +377,7 @@ class _Slower(Channel):
         assert options["op"] == "max"
         other = {AttentionBackend.FLASH3: torch.inf, AttentionBackend.FLASH4: 9.0}
         there = [other.get(backend, 0.0) for backend in AttentionBackend]
-        return Pending.ready(x.maximum(torch.tensor(there, dtype=x.dtype)))
+        return Pending.ready(x.maximum(torch.tensor(there, dtype=x.dtype).unsqueeze(1)))
 
 
 def test_the_slowest_rank_decides(
@@ -310,8 +386,8 @@ def test_the_slowest_rank_decides(
     """Catches ranks that choose each for itself."""
     trials((9, 0), flash3=1.0, flash4=2.0, varlen=3.0, sdpa=4.0)
     with caplog.at_level(logging.INFO, logger="isp.attention.local"):
-        assert _choose_backend(HOPPER, _Slower()) == "varlen"
-    assert "flash4 9.00, varlen 3.00" in caplog.text
+        assert _choose_backend(HOPPER, _Slower()) == ("varlen", "varlen")
+    assert "flash4 9.00 / 9.00, varlen 3.00 / 3.00" in caplog.text
     assert "not flash3: it does not run on every rank" in caplog.text
 
 
@@ -334,6 +410,6 @@ def test_gpu_choice() -> None:
     place = _Place(torch.device("cuda"), torch.bfloat16, 128, 4)
     there = [b for b in local._fastest_first(*place[:2]) if not _fault_on(b, place)]
     times = {backend: local._milliseconds(backend, place) for backend in there}
-    assert all(0.01 < time < 1000 for time in times.values())
+    assert all(0.01 < time < 1000 for both in times.values() for time in both)
     assert AttentionBackend.SDPA in times
-    assert _choose_backend(place, Channel.solo()) in times
+    assert {*_choose_backend(place, Channel.solo())} <= times.keys()

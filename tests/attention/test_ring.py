@@ -14,6 +14,7 @@ from isp.attention import AttentionMask, ContextAttention, CpuAttention
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.flash import VarlenAttention
 from isp.attention.keys import KeyExchange
+from isp.attention.local import AttentionByRows
 from isp.attention.lse import FlashKernel, lse_kernel
 from isp.attention.ring import Ring
 from isp.attention.route import gather_route, ring_routes
@@ -78,7 +79,8 @@ def test_flash_attention_is_asked_for_what_it_takes(
     or a softcap that is lost in a ring."""
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, size, dtype=dtype, device="cuda")
-    for local in (SdpaAttention(scale=0.3), VarlenAttention(scale=0.3)):
+    kinds = SdpaAttention(scale=0.3), VarlenAttention(scale=0.3)
+    for local in (*kinds, AttentionByRows(*kinds, scale=0.3)):
         found = lse_kernel(local, q)
         assert isinstance(found, FlashKernel) is merges
         assert found is None or found.scale == 0.3
