@@ -200,7 +200,7 @@ def as_on_device() -> Iterator[None]:
     with (
         mock.patch.object(streams, "serve", return_value=True),
         mock.patch.object(Mesh, "open_host", lambda mesh, axis, name: mesh[axis]),
-        mock.patch("isp.models.mixers.make_local_attention", return_value=_Attention()),
+        mock.patch("isp.attention.kinds.make_local_attention", return_value=_Attention()),
     ):
         try:
             yield

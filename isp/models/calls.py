@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from isp.attention.kinds import AttentionKind
 from isp.mixers.recurrence import StateSizes
 from isp.tensors import memory_of
 
@@ -68,6 +69,25 @@ class AttentionSizes(NamedTuple):
     """Whether there is a bias by distance."""
     index_size: int = 0
     """Of the keys by which it chooses; 0: it does not, or sees what an earlier one chose."""
+    scale: float | None = None
+    """Of the logits; None: 1 / sqrt(d)."""
+    softcap: float | None = None
+    """Of the logits; None: none."""
+    sinks: bool = False
+    """Whether each head has a further logit, without a value."""
+
+    @property
+    def attention_kind(self) -> AttentionKind:
+        """The kind that `isp.attention` is asked for."""
+        return AttentionKind(
+            self.scale,
+            self.softcap,
+            self.sinks,
+            self.chosen is not None,
+            self.relative,
+            self.head_size,
+            self.num_heads // self.num_kv_heads,
+        )
 
     def pairs(self, length: int) -> int:
         """About twice the number of pairs of a query and a key it sees, in a causal document."""

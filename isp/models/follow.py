@@ -46,7 +46,7 @@ class CallFollower:
         self.tiled = trace.by_token if recomputation.mlp_tile_tokens else {}
         self._tile_tokens = recomputation.mlp_tile_tokens
         self._layers = layers
-        self._mixers = TracedMixers(layers, self, local_attention)
+        self._mixers = TracedMixers(layers, self, local_attention, trace.attentions)
         self._calls = trace.calls_in
         numbers = ((b, i) for b, calls in self._calls.items() for i, _ in enumerate(calls))
         self.points = {number: nn.Identity() for number in numbers}

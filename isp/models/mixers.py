@@ -6,15 +6,15 @@ B batch, S' the tokens of this rank, C channels
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from isp.attention import DistributedAttention, LocalAttention, make_local_attention
+from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
-from isp.attention.explicit import ExplicitAttention
+from isp.attention.kinds import AttentionKind, make_attention
 from isp.attention.sequence import SequenceRanks
 from isp.comm.tag import Purpose, Tag
 from isp.layers.rank_layers import RankLayers
@@ -23,7 +23,7 @@ from isp.mixers.convolution import Convolution, convolve
 from isp.mixers.placement import Placement
 from isp.mixers.recurrence import Inputs, Recurrence, Stateful
 from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state, scan_on
-from isp.models.calls import Kind
+from isp.models.calls import AttentionSizes, Kind
 from isp.parallel.config import SequenceScan
 from isp.settings.attention_backend import AttentionBackend
 
@@ -34,30 +34,22 @@ __all__ = ["LocalOf", "TracedMixers", "local_of"]
 
 logger = logging.getLogger(__name__)
 
-LocalOf = Callable[[float | None, float | None, bool, int, int], LocalAttention]
-"""Attention by scale, soft cap, whether its probabilities are needed, size of a head, and query
-heads of a KV head."""
+LocalOf = Callable[[AttentionKind], LocalAttention]
 
 
 def local_of(
     layers: RankLayers, backend: AttentionBackend, given: LocalAttention | None
 ) -> LocalOf:
-    """The attention of whole sequences on a rank: what is `given`, or what each call asks for."""
+    """The attention of whole sequences on a rank: what is `given`, or what each kind needs."""
 
-    def local(
-        scale: float | None, softcap: float | None, explicit: bool, size: int, group: int
-    ) -> LocalAttention:
+    def local(kind: AttentionKind) -> LocalAttention:
         if given is not None:
             return given
-        if explicit or softcap is not None:
-            return ExplicitAttention(scale=scale, softcap=softcap)
-        return make_local_attention(
+        return make_attention(
+            kind,
             backend,
             device=layers.device,
             dtype=layers.dtype,
-            head_dim=size,
-            group=group,
-            scale=scale,
             everyone=layers.everyone,
         )
 
@@ -67,17 +59,25 @@ def local_of(
 class TracedMixers:
     """Where a traced model's calls of `isp.attention` and `isp.mixers` go; a `Mixers`.
 
-    A recompute may take the results of those that it has made before.
+    A recompute may take the results of those that it has made before. Attention of every kind in
+    the model, whichever stage has it, is made here: all ranks choose backends together, and in a
+    forward those of a pipeline would wait for each other.
     """
 
     def __init__(
-        self, layers: RankLayers, follower: CallFollower, local_attention: LocalOf
+        self,
+        layers: RankLayers,
+        follower: CallFollower,
+        local_attention: LocalOf,
+        attentions: Iterable[AttentionSizes],
     ) -> None:
         self._layers = layers
         self._sequence = layers.sequence or SequenceRanks.by_heads(layers.token_ranks)
         self._follower = follower
         self._local_attention = local_attention
-        self._cores: dict[tuple[Any, ...], DistributedAttention] = {}
+        self._cores: dict[AttentionKind, DistributedAttention] = {}
+        for sizes in attentions:
+            self._core(sizes.attention_kind)
         self._reported = False
 
     def attend(self, *given: Any) -> Tensor:
@@ -102,14 +102,20 @@ class TracedMixers:
         forward_pass, call = self._follower.mix(Kind.ATTENTION, q)
         extras: dict[str, Any] = {"sinks": options.of_heads(q.shape[2]), "chosen": chosen}
         extras = {name: extra for name, extra in extras.items() if extra is not None}
-        key = scale, softcap, bool(extras), q.shape[-1], q.shape[2] // k.shape[2]
-        if key not in self._cores:
-            local = self._local_attention(*key)
-            self._cores[key] = self._layers.attention(local, scale=scale, softcap=softcap)
+        assert call.sizes is not None
+        core = self._core(call.sizes.attention_kind._replace(scale=scale, softcap=softcap))
         parts = 1 if self._layers.splits_features else self._layers.tensor.size
         mask = forward_pass.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
-        out = self._cores[key](q, k, v, mask=mask, **extras)
+        out = core(q, k, v, mask=mask, **extras)
         return out.clone() if call.written else out.contiguous()
+
+    def _core(self, kind: AttentionKind) -> DistributedAttention:
+        if kind not in self._cores:
+            local = self._local_attention(kind)
+            self._cores[kind] = self._layers.attention(
+                local, scale=kind.scale, softcap=kind.softcap
+            )
+        return self._cores[kind]
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         placement = self._placement(Kind.CONVOLUTION, x)

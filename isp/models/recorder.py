@@ -90,7 +90,10 @@ class CallRecorder:
         heads, size = q.shape[2:]
         chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
         reach = options.window, options.chunk, options.causal, chosen, options.profiles is not None
-        sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, self._index_size)
+        logits = options.scale, options.softcap, options.sinks is not None
+        sizes = AttentionSizes(
+            heads, k.shape[2], size, v.shape[3], *reach, self._index_size, *logits
+        )
         self._index_size = 0
         result = q.new_zeros(*q.shape[:3], v.shape[3])
         self._results[len(self._calls)] = result, result._version

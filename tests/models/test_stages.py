@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import isp
+from isp.attention import CpuAttention
 from isp.attention.call import Relative
+from isp.attention.kinds import AttentionKind
+from isp.comm import Channel
+from isp.layers.rank_layers import RankLayers
 from isp.models.model import TracedModel
-from isp.parallel import ParallelConfig, PipelineConfig
+from isp.parallel import Mode, ParallelConfig, PipelineConfig
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_subjects import Subject
+from isp.weights.wp import LocalWeights
 from tests.models.own import VOCAB, OwnBlock
 
 transformers = pytest.importorskip("transformers")
@@ -158,6 +163,43 @@ def test_stages_compute_what_the_model_does(subject: object, layout: str, case: 
     (chosen,), _ = layouts_of(layout, made, ParallelConfig())
     verdict = Check(made, [chosen], cases=[case]).run(chosen)
     assert verdict.agrees, verdict
+
+
+class Scaled(OwnBlock):
+    """Attends with a scale of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head)) for f in (self.q, self.k, self.v))
+        return x + self.out(isp.attention(q, k, v, scale=0.5).flatten(2))
+
+
+def test_every_stage_chooses_attention_of_all_when_it_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a choice that all ranks make together, made in a forward, in which a later stage
+    waits for what the first one sends, or made by those stages alone that have such layers."""
+    model = Plain()
+    model.blocks[0] = Scaled(32, 4, 2, 0.0)
+    made: list[float | None] = []
+
+    def make(kind: AttentionKind, *_: object, **__: object) -> CpuAttention:
+        made.append(kind.scale)
+        return CpuAttention(scale=kind.scale)
+
+    monkeypatch.setattr("isp.models.mixers.make_attention", make)
+    layers = RankLayers(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=Channel.solo("weight"),
+        communicator=LocalWeights(),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    traced = TracedModel(model, in_place=False)
+    for stage in (0, 1):
+        traced.build(layers, [stage], 2)
+        assert made == [0.5, None]
+        made.clear()
 
 
 def _pipeline(size: int) -> ParallelConfig:
