@@ -7,7 +7,7 @@ forward   for each block: p = softmax(cap(scale q k^T) + bias + mask, with the s
 backward  for each block: the same again, and the gradients of its rows
 
 One block exists at a time, [K, G, R, C], so memory grows with the longest document and not with its
-square; of long ones a block has fewer queries, for `_MOST_LOGITS`.
+square; of long ones a block has fewer queries, for `MOST_LOGITS`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from isp.attention.mask import AttentionMask, Chosen, seen_by
 from isp.attention.pieces import EVERYTHING, MaskBlock, blocks_of, document_lengths
 from isp.autograd import Function, once_differentiable
 
-__all__ = ["ExplicitAttention", "block_rows"]
+__all__ = ["MOST_LOGITS", "ExplicitAttention", "block_rows"]
 
 _ROWS = 256
-_MOST_LOGITS = 1 << 26
+MOST_LOGITS = 1 << 26
 """Of a block, unless a query alone has more."""
 
 
 def block_rows(num_heads: int, keys: int) -> int:
     """Queries of a block at most, which see up to so many keys."""
-    return max(1, min(_ROWS, _MOST_LOGITS // (num_heads * max(1, keys))))
+    return max(1, min(_ROWS, MOST_LOGITS // (num_heads * max(1, keys))))
 
 
 class ExplicitAttention:

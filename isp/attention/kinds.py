@@ -1,17 +1,30 @@
-"""The kinds of attention that layers ask for, and what computes each."""
+"""The kinds of attention that layers ask for, and what computes each.
+
+sinks             a kernel that gives the log-sum-exp: `SinkAttention`
+all other extras  `ExplicitAttention`, a loop over blocks
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.local import LocalAttention, make_local_attention
+from isp.attention.cpu import CpuAttention
+from isp.attention.explicit import MOST_LOGITS, ExplicitAttention
+from isp.attention.local import LocalAttention, Place, fault_of, make_local_attention
+from isp.attention.lse import FlashKernel
+from isp.attention.sinks import SinkAttention
 from isp.comm import Channel
+from isp.comm.tag import Tag
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = ["AttentionKind", "make_attention"]
+
+
+logger = logging.getLogger(__name__)
 
 
 class AttentionKind(NamedTuple):
@@ -29,6 +42,17 @@ class AttentionKind(NamedTuple):
     group: int
     """Query heads that share a KV head."""
 
+    @property
+    def extras(self) -> str:
+        """What it needs beyond a mask, in words; empty: nothing."""
+        needs = {
+            "a soft cap": self.softcap is not None,
+            "sinks": self.sinks,
+            "chosen keys": self.chosen,
+            "a bias by distance": self.relative,
+        }
+        return " and ".join(name for name, needed in needs.items() if needed)
+
 
 def make_attention(
     kind: AttentionKind,
@@ -38,15 +62,57 @@ def make_attention(
     dtype: torch.dtype,
     everyone: Channel,
 ) -> LocalAttention:
-    """Attention of this kind on a device; `everyone`: as of `make_local_attention`."""
-    if kind.softcap is not None or kind.sinks or kind.chosen or kind.relative:
-        return ExplicitAttention(scale=kind.scale, softcap=kind.softcap)
-    return make_local_attention(
-        backend,
-        device=device,
-        dtype=dtype,
-        head_dim=kind.head_size,
-        group=kind.group,
-        scale=kind.scale,
-        everyone=everyone,
+    """Attention of this kind on a device; `everyone`: as of `make_local_attention`.
+
+    Where a mask is not all that it needs, the log says what computes it, and warns if that is not
+    `backend`, or is the loop on CUDA.
+    """
+    extras = kind.extras
+    if not extras:
+        return make_local_attention(
+            backend,
+            device=device,
+            dtype=dtype,
+            head_dim=kind.head_size,
+            group=kind.group,
+            scale=kind.scale,
+            everyone=everyone,
+        )
+    if extras == "sinks" and device.type == "cpu":
+        logger.info("attention: layers with sinks use %s", AttentionBackend.SDPA)
+        return SinkAttention(CpuAttention(scale=kind.scale))
+    place = Place(device, dtype, kind.head_size, kind.group)
+    sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
+    missing = ""
+    for name, make in _candidates(kind, backend, place).items():
+        fault = fault_of(make, place, **sinks)
+        failed = everyone.all_reduce(torch.tensor([bool(fault)]).float(), op="max", tag=_TAG)
+        if not failed.wait().item():
+            other = backend not in (AttentionBackend.AUTO, name)
+            forced = f" (model.attention_backend={backend} does not have that)" if other else ""
+            level = logging.WARNING if other else logging.INFO
+            logger.log(level, "attention: layers with %s use %s%s%s", extras, name, forced, missing)
+            return make()
+        missing += f"; not {name}: {fault or 'it does not run on every rank'}"
+    logger.log(
+        logging.WARNING if device.type == "cuda" else logging.INFO,
+        "attention: layers with %s use a loop over blocks, as no kernel here has that: products of"
+        " all pairs in float32, up to %s logits in memory at a time, computed again in backward%s",
+        extras,
+        f"{MOST_LOGITS:,}",
+        missing,
     )
+    return ExplicitAttention(scale=kind.scale, softcap=kind.softcap)
+
+
+_TAG = Tag(tensor="attention")
+
+
+def _candidates(
+    kind: AttentionKind, backend: AttentionBackend, place: Place
+) -> dict[str, Callable[[], LocalAttention]]:
+    """What may compute it, the first to be preferred; the same on all ranks."""
+    on_cuda = place.device.type == "cuda" and place.dtype in (torch.bfloat16, torch.float16)
+    if kind.extras == "sinks" and on_cuda:
+        return {AttentionBackend.VARLEN: lambda: SinkAttention(FlashKernel(kind.scale))}
+    return {}

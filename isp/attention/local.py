@@ -5,7 +5,7 @@ tokens; those that can are timed, and the fastest is taken on all ranks, by the 
 rank. There are two choices, each timed with its own kind of rows: equal documents (one to a row,
 as a rule), which keep their shape from step to step, and packed ones, whose lengths change: cuDNN
 is fast for the first and slow for the second. Two backends that are close to each other would
-change places from one start to the next, so then the one that comes first in `_fastest_first` is
+change places from one start to the next, so then the one that comes first in `fastest_first` is
 taken; with deterministic algorithms, the first that can is, for both kinds, as nothing else may
 decide what a run computes.
 """
@@ -32,6 +32,9 @@ from isp.settings.attention_backend import AttentionBackend
 __all__ = [
     "AttentionByRows",
     "LocalAttention",
+    "Place",
+    "fastest_first",
+    "fault_of",
     "make_local_attention",
 ]
 
@@ -95,7 +98,7 @@ _TIMED_HEADS = 8
 """Query heads, or a few more, so that groups are whole: enough for any device at these tokens."""
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """What attention is to be computed of."""
 
     device: torch.device
@@ -135,7 +138,7 @@ def make_local_attention(
         str(dtype).removeprefix("torch."),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
-    place = _Place(device, dtype, head_dim, group)
+    place = Place(device, dtype, head_dim, group)
     if backend is AttentionBackend.AUTO:
         equal, packed = _choose_backend(place, everyone or Channel.solo())
         attend = _make(packed, device, scale)
@@ -152,11 +155,11 @@ def make_local_attention(
     return _make(backend, device, scale)
 
 
-def _choose_backend(place: _Place, everyone: Channel) -> _ByRows[AttentionBackend]:
+def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
     """The backends AUTO stands for, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
     times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
-    candidates = _fastest_first(place.device, place.dtype)
+    candidates = fastest_first(place.device, place.dtype)
     for backend in candidates:
         faults[backend] = _fault_on(backend, place)
         if not faults[backend]:
@@ -203,19 +206,22 @@ def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
     return next(close, AttentionBackend.SDPA)
 
 
-def _fault_on(backend: AttentionBackend, place: _Place) -> str:
+def _fault_on(backend: AttentionBackend, place: Place) -> str:
     """The obstacle to `backend` training on packed documents; empty: none.
 
     Found out by doing it once, on a few tokens: packages can be imported whose kernels are not
     built for this device, know other keywords, or have no backward.
     """
+    if backend is AttentionBackend.CUDNN:  # without those that help it out
+        return fault_of(partial(SdpaAttention, CUDNN_ALONE), place)
+    return fault_of(partial(_make, backend, place.device, None), place)
+
+
+def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
+    """As `_fault_on`, of what `make` gives, which takes these `extras`."""
     try:
-        if backend is AttentionBackend.CUDNN:  # without those that help it out
-            attend: LocalAttention = SdpaAttention(CUDNN_ALONE)
-        else:
-            attend = _make(backend, place.device, None)
         mask = AttentionMask.of_documents([16, 32])
-        _forward_and_backward(attend, _tensors(place, 48, 1), mask)
+        _forward_and_backward(partial(make(), **extras), _tensors(place, 48, 1), mask)
     except Exception as error:  # a package that compiles as it runs may raise anything
         return _in_short(error)
     return ""
@@ -226,7 +232,7 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line[:200]}"
 
 
-def _milliseconds(backend: AttentionBackend, place: _Place) -> _ByRows[float]:
+def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
     """Milliseconds of a forward and a backward on the device, the least of three for each kind."""
     attend = _make(backend, place.device, None)
     tensors = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group))
@@ -251,7 +257,7 @@ def _milliseconds(backend: AttentionBackend, place: _Place) -> _ByRows[float]:
     return _ByRows(least([AttentionMask()] * 4), least(packed))
 
 
-def _tensors(place: _Place, tokens: int, kv_heads: int) -> list[Tensor]:
+def _tensors(place: Place, tokens: int, kv_heads: int) -> list[Tensor]:
     """q, k and v of one row."""
     return [
         torch.zeros(
@@ -264,13 +270,15 @@ def _tensors(place: _Place, tokens: int, kv_heads: int) -> list[Tensor]:
     ]
 
 
-def _forward_and_backward(attend: LocalAttention, qkv: list[Tensor], mask: AttentionMask) -> None:
+def _forward_and_backward(
+    attend: Callable[..., Tensor], qkv: list[Tensor], mask: AttentionMask
+) -> None:
     with torch.enable_grad():
         out = attend(*qkv, mask=mask)
         torch.autograd.grad(out, qkv, torch.zeros_like(out))
 
 
-def _fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
+def fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
     """Backends that may be the fastest on such a device, in the order that is expected of them.
 
     cuDNN is among the kernels of SDPA, which has others for what it cannot do.

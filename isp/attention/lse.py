@@ -6,7 +6,7 @@ T queries, L keys, H query heads, K KV heads, d head size
 from __future__ import annotations
 
 import logging
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *ends, *longest, 0.0, mask.causal, False, scale=self.scale
+            q, k, v, *ends, *longest, 0.0, mask.causal, False, **self._options(mask)
         )
         return out, lse.T
 
@@ -107,6 +107,12 @@ class FlashKernel:
             0.0,
             mask.causal,
             *unused,
-            scale=self.scale,
+            **self._options(mask),
         )
         return dq, dk, dv
+
+    def _options(self, mask: AttentionMask) -> dict[str, Any]:
+        if mask.window is None:
+            return {"scale": self.scale}
+        left, right = mask.window - 1, 0 if mask.causal else mask.window - 1
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}

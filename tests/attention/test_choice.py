@@ -20,10 +20,10 @@ from isp.attention.local import (
     _KINDS,
     AttentionByRows,
     LocalAttention,
+    Place,
     _ByRows,
     _choose_backend,
     _fault_on,
-    _Place,
 )
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel, Pending
@@ -114,7 +114,7 @@ def test_a_backend_is_tried_out(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(_KINDS, AttentionBackend.FLASH4, partial(FlashAttention, "isp_test_flash"))
     monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
-    found = _fault_on(AttentionBackend.FLASH4, _Place(CPU, torch.float32, 8, 2))
+    found = _fault_on(AttentionBackend.FLASH4, Place(CPU, torch.float32, 8, 2))
     assert found.startswith(fault) if fault else found == ""
 
 
@@ -132,7 +132,7 @@ def test_deterministic_algorithms_reach_the_packages(
     plain = FlashAttention("isp_test_flash")(q, k, v, mask=make_mask([4, 5]))
     torch.use_deterministic_algorithms(True)
     try:
-        fault = _fault_on(AttentionBackend.FLASH2, _Place(CPU, torch.float32, 8, 2))
+        fault = _fault_on(AttentionBackend.FLASH2, Place(CPU, torch.float32, 8, 2))
         assert ("unexpected keyword argument 'deterministic'" in fault) is not bool(keywords)
         if keywords:
             assert torch.equal(
@@ -248,7 +248,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_trials
 
 
-HOPPER = _Place(torch.device("cuda"), torch.bfloat16, 64, 4)
+HOPPER = Place(torch.device("cuda"), torch.bfloat16, 64, 4)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_a_backend_that_fails_at_length_is_left_out(
     """Catches a rank that ends here, for which all others would wait."""
     trials((8, 0), flash2=1.0, sdpa=2.0)
 
-    def milliseconds(backend: AttentionBackend, place: _Place) -> _ByRows[float]:
+    def milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
         if backend is AttentionBackend.FLASH2:
             raise RuntimeError("no kernel\nfor this length")
         return _ByRows(2.0, 2.0)
@@ -407,8 +407,8 @@ def test_options_for_each_signature_of_varlen(knows: bool) -> None:
 @pytest.mark.gpu
 def test_gpu_choice() -> None:
     """Catches a backend that is timed on nothing, or by a clock that the device does not see."""
-    place = _Place(torch.device("cuda"), torch.bfloat16, 128, 4)
-    there = [b for b in local._fastest_first(*place[:2]) if not _fault_on(b, place)]
+    place = Place(torch.device("cuda"), torch.bfloat16, 128, 4)
+    there = [b for b in local.fastest_first(*place[:2]) if not _fault_on(b, place)]
     times = {backend: local._milliseconds(backend, place) for backend in there}
     assert all(0.01 < time < 1000 for both in times.values() for time in both)
     assert AttentionBackend.SDPA in times

@@ -95,7 +95,7 @@ def test_a_query_sees_the_keys_that_are_chosen_for_it(
     choices: int, run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches keys of another query, head or document, in blocks of a few queries, too."""
-    monkeypatch.setattr(explicit, "_MOST_LOGITS", 6 * 8 * 3)
+    monkeypatch.setattr(explicit, "MOST_LOGITS", 6 * 8 * 3)
     inputs, dout = random_inputs(2, LENGTH, 6, 2)
     mask, length = make_mask(DOCUMENTS, True, None, 2), 2 * LENGTH
     random = torch.Generator().manual_seed(2)

@@ -1,0 +1,116 @@
+"""What computes attention that needs more than a mask, and what the log says about it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from isp.attention import CpuAttention, kinds
+from isp.attention.explicit import ExplicitAttention
+from isp.attention.kinds import AttentionKind, make_attention
+from isp.attention.lse import FlashKernel
+from isp.attention.sinks import SinkAttention
+from isp.comm import Channel, Pending
+from isp.settings.attention_backend import AttentionBackend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PLAIN = AttentionKind(0.5, None, False, False, False, 64, 4)
+SINKS = PLAIN._replace(sinks=True)
+OTHERS = {
+    "sinks and chosen keys": SINKS._replace(chosen=True),
+    "a soft cap and sinks": SINKS._replace(softcap=3.0),
+    "chosen keys": PLAIN._replace(chosen=True),
+    "a bias by distance": PLAIN._replace(relative=True),
+}
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What keeps each class from running on a device that is not here; those that are not named
+    run."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(
+        kinds, "fault_of", lambda make, *_, **__: found.get(type(make()).__name__, "")
+    )
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # of sinks, on that device
+    return found
+
+
+def _made(kind: AttentionKind, device: torch.device = CUDA, **options: Any) -> Any:
+    options = {"backend": AttentionBackend.AUTO, "everyone": Channel.solo(), **options}
+    return make_attention(kind, device=device, dtype=torch.bfloat16, **options)
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
+    (record,) = caplog.records
+    caplog.clear()
+    return record.levelname, record.message
+
+
+def test_plain_attention_is_chosen_as_ever() -> None:
+    assert isinstance(_made(PLAIN, CPU), CpuAttention)
+
+
+def test_sinks_use_a_kernel_with_its_sum(
+    faults: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a scale that is lost, a forced backend that is replaced in silence, and a loop that
+    nobody learns of."""
+    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+    assert isinstance(_made(SINKS, CPU).kernel, CpuAttention)
+    assert _said(caplog) == ("INFO", "attention: layers with sinks use sdpa")
+    for backend, level in (("auto", "INFO"), ("varlen", "INFO"), ("flash3", "WARNING")):
+        made = _made(SINKS, backend=AttentionBackend(backend))
+        assert isinstance(made, SinkAttention)
+        assert isinstance(made.kernel, FlashKernel)
+        assert made.kernel.scale == 0.5
+        found, said = _said(caplog)
+        assert found == level
+        assert said.startswith("attention: layers with sinks use varlen")
+        assert ("attention_backend=flash3 does not have that" in said) is (backend == "flash3")
+    faults["SinkAttention"] = "RuntimeError: no kernel"
+    assert isinstance(_made(SINKS), ExplicitAttention)
+    level, said = _said(caplog)
+    assert level == "WARNING"
+    assert "layers with sinks use a loop over blocks" in said
+    assert said.endswith("; not varlen: RuntimeError: no kernel")
+
+
+@pytest.mark.parametrize("names", OTHERS)
+@pytest.mark.parametrize(("device", "level"), [(CPU, "INFO"), (CUDA, "WARNING")])
+def test_the_loop_is_named(
+    names: str,
+    device: torch.device,
+    level: str,
+    faults: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches a loop in float32 on CUDA that nobody learns of."""
+    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+    made = _made(OTHERS[names], device)
+    assert isinstance(made, ExplicitAttention)
+    assert (made.scale, made.softcap) == (0.5, OTHERS[names].softcap)
+    found, said = _said(caplog)
+    assert found == level
+    assert said.startswith(f"attention: layers with {names} use a loop over blocks, as no kernel")
+    assert "float32, up to 67,108,864 logits" in said
+
+
+class _Lacking(Channel):
+    """All ranks, of which another has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def all_reduce(self, x: torch.Tensor, **options: Any) -> Pending:
+        assert options["op"] == "max"
+        return Pending.ready(torch.ones_like(x))
+
+
+def test_all_ranks_use_the_same(faults: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """Catches ranks that choose each for itself."""
+    assert isinstance(_made(SINKS, everyone=_Lacking()), ExplicitAttention)
+    assert "not varlen: it does not run on every rank" in caplog.text
