@@ -33,13 +33,20 @@ __all__ = ["FlashAttention", "VarlenAttention"]
 class FlashAttention:
     """Local attention by the dense and the packed function of the package `module`.
 
-    `no_limit` is its value for an open side of a window.
+    `no_limit` is its value for an open side of a window. With a `softcap`, logits x become
+    softcap * tanh(x / softcap).
     """
 
     def __init__(
-        self, module: str, *, scale: float | None = None, no_limit: int | None = -1
+        self,
+        module: str,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        no_limit: int | None = -1,
     ) -> None:
         self.scale = scale
+        self.softcap = softcap
         self._no_limit = no_limit
         self._dense = _imported(module, "flash_attn_func")
         self._packed = _imported(module, "flash_attn_varlen_func")
@@ -52,6 +59,8 @@ class FlashAttention:
             "causal": mask.causal,
             "window_size": self._window(mask),
         }
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
         if torch.are_deterministic_algorithms_enabled():  # as torch's own kernels do
             options["deterministic"] = True
         if mask.cu_seqlens is None:

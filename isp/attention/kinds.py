@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from isp.attention.cpu import CpuAttention
 from isp.attention.explicit import MOST_LOGITS, ExplicitAttention
-from isp.attention.local import LocalAttention, Place, fault_of, make_local_attention
+from isp.attention.flex import FlexAttention
+from isp.attention.local import (
+    FLASH_PACKAGES,
+    LocalAttention,
+    Place,
+    fastest_first,
+    fault_of,
+    make_local_attention,
+)
 from isp.attention.lse import FlashKernel
 from isp.attention.sinks import SinkAttention
 from isp.comm import Channel
@@ -85,7 +94,8 @@ def make_attention(
     sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
     missing = ""
     for name, make in _candidates(kind, backend, place).items():
-        fault = fault_of(make, place, **sinks)
+        for_others = name in FLASH_PACKAGES and name not in fastest_first(device, dtype)
+        fault = "not for this device" if for_others else fault_of(make, place, **sinks)
         failed = everyone.all_reduce(torch.tensor([bool(fault)]).float(), op="max", tag=_TAG)
         if not failed.wait().item():
             other = backend not in (AttentionBackend.AUTO, name)
@@ -112,7 +122,15 @@ def _candidates(
     kind: AttentionKind, backend: AttentionBackend, place: Place
 ) -> dict[str, Callable[[], LocalAttention]]:
     """What may compute it, the first to be preferred; the same on all ranks."""
-    on_cuda = place.device.type == "cuda" and place.dtype in (torch.bfloat16, torch.float16)
-    if kind.extras == "sinks" and on_cuda:
-        return {AttentionBackend.VARLEN: lambda: SinkAttention(FlashKernel(kind.scale))}
-    return {}
+    if place.device.type != "cuda" or place.dtype not in (torch.bfloat16, torch.float16):
+        return {}
+    scale, softcap = kind.scale, kind.softcap
+    found: dict[str, Callable[[], LocalAttention]] = {}
+    if kind.extras == "sinks":
+        found[AttentionBackend.VARLEN] = lambda: SinkAttention(FlashKernel(scale))
+    elif softcap is not None and kind.extras == "a soft cap":
+        for package, make in FLASH_PACKAGES.items():
+            if backend in (AttentionBackend.AUTO, package):
+                found[package] = partial(make, scale=scale, softcap=softcap)
+        found["flex_attention"] = partial(FlexAttention, scale=scale, softcap=softcap)
+    return found

@@ -30,6 +30,7 @@ from isp.comm.tag import Tag
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
+    "FLASH_PACKAGES",
     "AttentionByRows",
     "LocalAttention",
     "Place",
@@ -79,12 +80,17 @@ class AttentionByRows:
         return self._equal(*rows, mask=AttentionMask(causal=mask.causal)).reshape(q.shape)
 
 
+FLASH_PACKAGES: dict[AttentionBackend, Callable[..., LocalAttention]] = {
+    AttentionBackend.FLASH3: partial(FlashAttention, "flash_attn_interface"),
+    AttentionBackend.FLASH4: partial(FlashAttention, "flash_attn.cute", no_limit=None),
+    AttentionBackend.FLASH2: partial(FlashAttention, "flash_attn"),
+}
+"""The packages of flash-attn, those expected to be fast first; they take a soft cap, too."""
+
 _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
     AttentionBackend.CUDNN: partial(SdpaAttention, in_order=True),
     AttentionBackend.VARLEN: VarlenAttention,
-    AttentionBackend.FLASH2: partial(FlashAttention, "flash_attn"),
-    AttentionBackend.FLASH3: partial(FlashAttention, "flash_attn_interface"),
-    AttentionBackend.FLASH4: partial(FlashAttention, "flash_attn.cute", no_limit=None),
+    **FLASH_PACKAGES,
 }
 
 _CLOSE = 1.05

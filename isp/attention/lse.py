@@ -54,6 +54,8 @@ def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
         return local
     if not isinstance(local, SdpaAttention | VarlenAttention | FlashAttention | AttentionByRows):
         return None
+    if isinstance(local, FlashAttention) and local.softcap is not None:
+        return None
     is_narrow, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
     if q.is_cuda and is_narrow and size % 8 == 0 and size <= 256:  # what flash attention takes
         return FlashKernel(local.scale)

@@ -148,7 +148,7 @@ def _flash2(
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """flash_attn 2.8."""
-    return (q, causal, window_size, deterministic)
+    return (q, causal, window_size, softcap, deterministic)
 
 
 def _flash3(
@@ -158,7 +158,7 @@ def _flash3(
     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """hopper/flash_attn_interface.py; its forward adds up in one order while num_splits is 1."""
-    return (q, causal, window_size, deterministic)
+    return (q, causal, window_size, softcap, deterministic)
 
 
 def _flash4(
@@ -168,7 +168,7 @@ def _flash4(
     deterministic=False, score_mod=None, aux_tensors=None, return_lse=False,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """flash_attn/cute/interface.py."""
-    return (q, causal, window_size, deterministic)
+    return (q, causal, window_size, softcap, deterministic)
 
 
 @pytest.mark.parametrize("function", [_flash2, _flash3, _flash4])
@@ -192,7 +192,7 @@ def test_the_packages_own_signatures(
     package.flash_attn_func = package.flash_attn_varlen_func = attend  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, package.__name__, package)
     no_limit = inspect.signature(function).parameters["window_size"].default[0]
-    flash = FlashAttention(package.__name__, no_limit=no_limit)
+    flash = FlashAttention(package.__name__, softcap=3.0, no_limit=no_limit)
     (q, k, v), _ = random_inputs(1, 9, 2, 2)
     torch.use_deterministic_algorithms(deterministic)
     try:
@@ -200,7 +200,10 @@ def test_the_packages_own_signatures(
             flash(q, k, v, mask=make_mask([4, 5] if packed else None, True, window))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert calls == [(True, (no_limit, no_limit), deterministic), (True, (3, 0), deterministic)]
+    assert calls == [
+        (True, (no_limit, no_limit), 3.0, deterministic),
+        (True, (3, 0), 3.0, deterministic),
+    ]
 
 
 def test_packages_are_given_the_keys_of_each_document(

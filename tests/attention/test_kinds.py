@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from isp.attention import CpuAttention, kinds
 from isp.attention.explicit import ExplicitAttention
+from isp.attention.flash import FlashAttention
 from isp.attention.kinds import AttentionKind, make_attention
 from isp.attention.lse import FlashKernel
 from isp.attention.sinks import SinkAttention
@@ -97,6 +100,62 @@ def test_the_loop_is_named(
     assert found == level
     assert said.startswith(f"attention: layers with {names} use a loop over blocks, as no kernel")
     assert "float32, up to 67,108,864 logits" in said
+
+
+@pytest.mark.parametrize(
+    ("backend", "there", "expected", "level"),
+    [
+        ("auto", {"flash2", "flash3", "flex_attention"}, "flash3", "INFO"),
+        ("auto", {"flash2", "flex_attention"}, "flash2", "INFO"),
+        ("auto", {"flex_attention"}, "flex_attention", "INFO"),
+        ("auto", set(), "a loop over blocks", "WARNING"),
+        ("flash2", {"flash2", "flash3", "flex_attention"}, "flash2", "INFO"),
+        ("flash2", {"flash3", "flex_attention"}, "flex_attention", "WARNING"),
+        ("cudnn", {"flash2", "flex_attention"}, "flex_attention", "WARNING"),
+    ],
+)
+def test_soft_caps_use_packages_or_flex_attention(
+    backend: str,
+    there: set[str],
+    expected: str,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches a cap or a scale that is lost, a package that is forced and not used, and a forced
+    backend that is replaced in silence."""
+    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+
+    def package(name: str) -> Any:
+        return partial(SimpleNamespace, name=name)
+
+    packages = {b: package(b) for b in kinds.FLASH_PACKAGES}
+    monkeypatch.setattr(kinds, "FLASH_PACKAGES", packages)
+    monkeypatch.setattr(kinds, "FlexAttention", package("flex_attention"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    fault_of = lambda make, *_: "" if make().name in there else "missing"  # noqa: E731
+    monkeypatch.setattr(kinds, "fault_of", fault_of)
+    made = _made(PLAIN._replace(softcap=3.0), backend=AttentionBackend(backend))
+    assert (made.scale, made.softcap) == (0.5, 3.0)
+    assert getattr(made, "name", "a loop over blocks") == expected
+    found, said = _said(caplog)
+    assert found == level
+    assert said.startswith(f"attention: layers with a soft cap use {expected}")
+    replaced = f"attention_backend={backend} does not have that" in said
+    assert replaced is (backend not in ("auto", expected))
+
+
+def test_packages_that_are_for_other_devices_are_not_tried(
+    faults: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a kernel for Hopper that is started on another device."""
+    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    monkeypatch.setattr("isp.attention.flash._imported", lambda *_: None)
+    made = _made(PLAIN._replace(softcap=3.0))
+    assert isinstance(made, FlashAttention)
+    assert made._no_limit == -1
+    assert "use flash2; not flash3: not for this device; not flash4: not" in caplog.text
 
 
 class _Lacking(Channel):

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from isp.attention import AttentionMask, ContextAttention, CpuAttention
 from isp.attention.explicit import ExplicitAttention
-from isp.attention.flash import VarlenAttention
+from isp.attention.flash import FlashAttention, VarlenAttention
 from isp.attention.keys import KeyExchange
 from isp.attention.local import AttentionByRows
 from isp.attention.lse import FlashKernel, lse_kernel
@@ -73,7 +73,11 @@ def test_kernels_of_parts_make_the_whole() -> None:
     ],
 )
 def test_flash_attention_is_asked_for_what_it_takes(
-    size: int, dtype: torch.dtype, merges: bool, caplog: pytest.LogCaptureFixture
+    size: int,
+    dtype: torch.dtype,
+    merges: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches heads of a size, or a dtype, at which a ring on CUDA would end with an error; a scale
     or a softcap that is lost in a ring."""
@@ -88,6 +92,8 @@ def test_flash_attention_is_asked_for_what_it_takes(
     cpu = CpuAttention(scale=0.3)
     assert lse_kernel(cpu, q) is cpu
     assert lse_kernel(ExplicitAttention(softcap=3.0), q) is None
+    monkeypatch.setattr("isp.attention.flash._imported", lambda *_: None)
+    assert lse_kernel(FlashAttention("flash_attn", softcap=3.0), q) is None
 
 
 def test_torch_has_the_flash_kernels_as_they_are_called() -> None:
