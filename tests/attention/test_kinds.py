@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isp.attention import CpuAttention, kinds
+from isp.attention import AttentionMask, CpuAttention, kinds
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.flash import FlashAttention
 from isp.attention.kinds import AttentionKind, make_attention
@@ -18,6 +18,7 @@ from isp.attention.lse import FlashKernel
 from isp.attention.sinks import SinkAttention
 from isp.comm import Channel, Pending
 from isp.settings.attention_backend import AttentionBackend
+from tests.attention.reference import attend, random_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PLAIN = AttentionKind(0.5, None, False, False, False, 64, 4)
@@ -173,3 +174,19 @@ def test_all_ranks_use_the_same(faults: dict[str, str], caplog: pytest.LogCaptur
     """Catches ranks that choose each for itself."""
     assert isinstance(_made(SINKS, everyone=_Lacking()), ExplicitAttention)
     assert "not varlen: it does not run on every rank" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SINKS, PLAIN._replace(softcap=3.0)])
+def test_gpu_kinds(kind: AttentionKind) -> None:
+    """Catches a kernel that is never used, as trying it out fails for another reason."""
+    made = _made(kind)
+    assert not isinstance(made, ExplicitAttention)
+    (q, k, v), _ = random_inputs(1, 300, 8, 2, 64)
+    sinks = {"sinks": torch.linspace(-1, 1, 8).double()} if kind.sinks else {}
+    mask = AttentionMask.of_documents([100, 200])
+    expected = attend(q, k, v, mask, scale=0.5, softcap=kind.softcap, **sinks)
+    narrow = (x.detach().to("cuda", torch.bfloat16) for x in (q, k, v))
+    found = made(*narrow, mask=mask, **{name: x.to("cuda") for name, x in sinks.items()})
+    error = float((found.double().cpu() - expected).norm() / expected.norm())
+    assert error < 0.02  # bfloat16 keeps 8 bits
