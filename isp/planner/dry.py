@@ -3,6 +3,13 @@
 [Note: One node] Norms and local attention are one kernel each on CUDA, and keep their inputs,
 output and statistics. On CPU a norm is several operations, as on meta, and attention computes in
 float32 at least. What CUDA keeps has not been counted on a device.
+
+[Note: Workspace] In backward flash attention adds up dq in float32. With shared KV heads versions 3
+and 4 add up dk and dv in float32, too, and version 2 writes those of every query head. `auto` is
+planned as version 2, which takes most, and so are `sdpa` and `cudnn`: what cuDNN takes is not known
+until it is measured. With deterministic kernels version 2 has several copies of dq, which are not
+planned. Source: mha_bwd and mha_varlen_bwd of torch (flash_attn/flash_api.cpp) and of
+flash-attention's hopper/flash_api.cpp, and _flash_attn_bwd of its flash_attn/cute/interface.py.
 """
 
 from __future__ import annotations
@@ -35,6 +42,7 @@ from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.planner.dry_scan import DryRecurrence
 from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
+from isp.settings.attention_backend import AttentionBackend
 from isp.tensors import tensors_in
 from isp.weights.declare import WeightHolder
 from isp.weights.parameter import ShardedParameter
@@ -187,8 +195,9 @@ class DryHost(HostChannel):
 class DryAttention:
     """Local attention that attends to nothing; also an `isp.attention.lse.LseKernel`."""
 
-    def __init__(self, recorder: EventRecorder, on_cpu: bool) -> None:
+    def __init__(self, recorder: EventRecorder, backend: AttentionBackend, on_cpu: bool) -> None:
         self._recorder = recorder
+        self._backend = backend
         self._on_cpu = on_cpu
 
     def __call__(
@@ -211,8 +220,10 @@ class DryAttention:
         statistics = wide if self._on_cpu else torch.float32
         flops = _flops(q, k, v, mask)
         tensors = (x.to(own) for x in (q, k, v))
-        numbers, block = (None, 0) if chosen is None else (chosen.numbers, _block(q, k, mask))
-        work = _LOGITS * block * own.itemsize
+        if chosen is None:
+            numbers, work = None, self._workspace(q, k, v, self._backend)
+        else:
+            numbers, work = chosen.numbers, _LOGITS * _block(q, k, mask) * own.itemsize
         out: Tensor = _Attention.apply(*tensors, numbers, work, statistics, flops, self._recorder)
         self._recorder.attends = False
         return out.to(q.dtype)
@@ -235,7 +246,18 @@ class DryAttention:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._recorder.note(Compute(Work.ATTENTION, _BACKWARD * _flops(q, k, v, mask)))
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        work = self._workspace(q, k, v, AttentionBackend.VARLEN)  # that of `FlashKernel`
+        return _gradients((q, k, v), work)
+
+    def _workspace(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> int:
+        """Bytes that backward takes besides the gradients: [Note: Workspace]."""
+        if self._on_cpu or q.itemsize > 2:  # flash attention takes 16 bits
+            return 0
+        work, group = 4 * q.numel(), q.shape[-2] // k.shape[-2]
+        if group > 1:
+            of_kv_heads = backend in (AttentionBackend.FLASH3, AttentionBackend.FLASH4)
+            work += (k.numel() + v.numel()) * (4 if of_kv_heads else group * k.itemsize)
+        return work
 
 
 _BACKWARD = 2.5
@@ -299,10 +321,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.recorder.note(Compute(Work.ATTENTION, _BACKWARD * ctx.flops))
-        q, k, v, *_ = ctx.saved_tensors
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        q.new_empty(ctx.work, dtype=torch.uint8)  # seen at its most, and gone
-        return *gradients, None, None, None, None, None
+        return *_gradients(ctx.saved_tensors[:3], ctx.work), None, None, None, None, None
+
+
+def _gradients(qkv: Sequence[Tensor], work: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, made beside a workspace of `work` bytes."""
+    dq, dk, dv = (torch.empty_like(x) for x in qkv)
+    dq.new_empty(work, dtype=torch.uint8)  # seen at its most, and gone
+    return dq, dk, dv
 
 
 @dataclass(frozen=True, kw_only=True)

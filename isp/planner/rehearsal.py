@@ -231,7 +231,8 @@ def _rehearsed(
         sequence=part.ranks(own_model.attention_windows, recorder),
         vocab_parallel_loss=part.vocab_parallel_loss,
     )
-    (whole,) = own_model.build(layers, attention=DryAttention(recorder, on_cpu))
+    attention = DryAttention(recorder, model.attention_backend, on_cpu)
+    (whole,) = own_model.build(layers, attention=attention)
     if not on_cpu:
         fuse_norms(whole.model)
     blocks = whole.weight_blocks()

@@ -10,16 +10,21 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from isp.attention import AttentionMask
 from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner import rehearsal as rehearsals
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
+from isp.planner.dry import DryAttention
 from isp.planner.flights import gather_pool
+from isp.planner.made import Made
 from isp.planner.memory import memory, moments, states
+from isp.planner.record import EventRecorder
 from isp.planner.rehearsal import records_of, rehearsal
 from isp.settings import OptimizerConfig
+from isp.settings.attention_backend import AttentionBackend
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.cases import plan_case
@@ -295,6 +300,69 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
     assert kept.activations == TOKENS * expected
     assert kept.attention == TOKENS * attention
     assert kept.total < on_host.total
+
+
+def _backward_bytes(backend: str, kv_heads: int, *, dtype: torch.dtype, ring: bool) -> int:
+    """Bytes that the backward of planned attention on CUDA makes besides dq, dk and dv."""
+    dry = DryAttention(EventRecorder(), AttentionBackend(backend), on_cpu=False)
+    mask = AttentionMask.of_documents([TOKENS])
+    q, k, v = (
+        torch.empty(1, TOKENS, heads, 16, dtype=dtype, device="meta", requires_grad=True)
+        for heads in (8, kv_heads, kv_heads)
+    )
+    with Made() as made:
+        if ring:
+            given = [x.detach()[0] for x in (q, q, k, v, q, q)]
+            gradients = dry.gradients(*given, mask)
+        else:
+            out = dry(q, k, v, mask=mask)
+            dout = torch.empty_like(out)
+            there = made.most
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+            made.most -= there
+    return made.most - sum(x.nbytes for x in gradients)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv_heads", "bytes_per_feature"),
+    [
+        ("flash2", 8, 4),  # dq in float32
+        ("flash2", 2, 4 + 2 * 2),  # and dk, dv of every query head in 16 bits
+        ("varlen", 2, 4 + 2 * 2),
+        ("sdpa", 2, 4 + 2 * 2),
+        ("cudnn", 2, 4 + 2 * 2),  # as flash attention, until it is measured
+        ("auto", 2, 4 + 2 * 2),
+        ("flash3", 8, 4),
+        ("flash3", 2, 4 + 2 * 4 / 4),  # and dk, dv of the KV heads in float32
+        ("flash4", 2, 4 + 2 * 4 / 4),
+    ],
+)
+def test_backward_of_attention_is_planned_with_its_workspace_on_a_gpu(
+    backend: str, kv_heads: int, bytes_per_feature: float
+) -> None:
+    """Catches kernels of CUDA that are planned as if their backward needed no memory."""
+    expected = TOKENS * 8 * 16 * bytes_per_feature
+    found = partial(_backward_bytes, backend, kv_heads)
+    assert found(dtype=torch.bfloat16, ring=False) == expected
+    assert found(dtype=torch.float32, ring=False) == 0
+    of_varlen = TOKENS * 8 * 16 * (4 if kv_heads == 8 else 8)
+    assert found(dtype=torch.bfloat16, ring=True) == of_varlen
+
+
+def test_the_configured_backend_is_planned() -> None:
+    """Catches the workspace of a backend that the run does not use, or of none on CPU."""
+    model = replace(MODEL, num_heads=8, num_kv_heads=1, hidden_size=128, intermediate_size=16)
+
+    def work(on_cpu: bool, **keys: AttentionBackend) -> int:
+        case = replace(_case(Layout(), replace(model, **keys), "bfloat16"), on_cpu=on_cpu)
+        layer = shape_of(case, 0).chunks[0][1:2]
+        (record,) = records_of(case, case.place(0), layer).values()
+        return record.work
+
+    expanded, of_kv_heads = 2 * 2 * 128, 2 * 4 * 16
+    auto, flash3 = work(False), work(False, attention_backend=AttentionBackend.FLASH3)
+    assert auto - flash3 == TOKENS * (expanded - of_kv_heads)
+    assert work(True) == work(True, attention_backend=AttentionBackend.FLASH3)
 
 
 def test_buffers_of_weights_that_stay_are_those_of_every_layer() -> None:
