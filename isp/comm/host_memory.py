@@ -5,12 +5,18 @@ the device needs of the host goes there by `send`, what the host needs of the de
 
 [Note: Page-locked as it is] CUDA copies beside its kernels only from and to pages that stay where
 they are. torch's own allocator of such memory takes the next power of two for each piece; here
-ordinary memory is locked as it is, so that it takes what it was planned with.
+ordinary memory is locked as it is, so that it takes what it was planned with. Each piece has pages
+of its own: pieces of one heap may share a page, and CUDA locks no page twice.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
+import mmap
 import weakref
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,6 +25,8 @@ from torch import Tensor
 from isp.comm import streams
 
 __all__ = ["HostCopy", "available_bytes", "pinned", "send", "total_bytes", "zeros"]
+
+logger = logging.getLogger(__name__)
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -37,12 +45,11 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if room is not None and num_bytes > room:
         raise MemoryError(f"{_gib(num_bytes)} are needed and {_gib(room)} are free")
     try:
-        memory = torch.zeros(size, dtype=dtype)
-    except RuntimeError as error:  # CPU's allocator has no error of its own
-        raise MemoryError(str(error).strip().split("\n")[0]) from None
-    if device.type == "cuda" and num_bytes:
-        _lock(memory)
-    return memory
+        if device.type == "cuda" and num_bytes:
+            return _locked(size, dtype, device)
+        return torch.zeros(size, dtype=dtype)
+    except (OSError, RuntimeError) as error:  # of mmap; CPU's allocator has no error of its own
+        raise MemoryError(_first_line(error)) from None
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
@@ -108,17 +115,51 @@ def total_bytes() -> int | None:
     return memory + swap
 
 
-def _lock(memory: Tensor) -> None:
-    """Lock the pages of `memory` until it is freed."""
+def _locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros in page-locked pages of their own, or in memory that torch locks."""
+    num_bytes = size * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to lock
+    # What the tensor owns, and what owns the pages: CUDA lets go of them before they are unmapped.
+    owner = (ctypes.c_byte * num_bytes).from_buffer(pages)
+    memory, address = torch.frombuffer(owner, dtype=dtype), ctypes.addressof(owner)
     cuda = torch.cuda.cudart()
-    code = cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)
-    if code != cuda.cudaError.success:
+    code = cuda.cudaHostRegister(address, num_bytes, _PORTABLE)
+    if code == cuda.cudaError.success:
+        weakref.finalize(owner, cuda.cudaHostUnregister, address).atexit = False  # CUDA may be gone
+        return memory
+    why = cuda.cudaGetErrorString(code)
+    _clear_error(device)
+    del memory, owner, pages
+    try:
+        memory = torch.zeros(size, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
         raise MemoryError(
-            f"{_gib(memory.nbytes)} could not be page-locked ({cuda.cudaGetErrorString(code)}):"
-            f" `ulimit -l` and the machine's free memory limit it"
-        )
-    unlock = weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, memory.data_ptr())
-    unlock.atexit = False  # CUDA may be gone by then
+            f"{_gib(num_bytes)} could not be page-locked ({why}; {_first_line(error)}): `ulimit -l`"
+            f" and the machine's free memory limit it"
+        ) from None
+    _warn_of_rounding(why)
+    return memory
+
+
+def _clear_error(device: torch.device) -> None:
+    """Clear the error of CUDA's last call, which the next kernel would raise as its own."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
+@cache
+def _warn_of_rounding(why: str) -> None:
+    logger.warning(
+        "memory of the host is page-locked by torch, which rounds each piece up to a power of two,"
+        " as CUDA cannot lock it as it is (%s)",
+        why,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _gib(num_bytes: int) -> str:

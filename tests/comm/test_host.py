@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import mmap
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from isp.comm import host_memory
 from isp.comm.host import HostMemory, HostMemoryError
 from isp.comm.tag import UNNAMED
+
+CUDA = torch.device("cuda")
 
 
 class _Runtime:
@@ -26,15 +31,29 @@ class _Runtime:
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if sum(self.pinned.values()) + size > self.room:
             return 2
+        if any(_pages(address, size) & _pages(*other) for other in self.pinned.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
         self.pinned[address] = size
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        assert _is_mapped(address), "unmapped while CUDA may still copy"
         del self.pinned[address]
         return 0
 
     def cudaGetErrorString(self, code: int) -> str:
         return f"cudaError {code}"
+
+
+def _pages(address: int, size: int) -> set[int]:
+    """The numbers of the pages that hold these bytes."""
+    return set(range(address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE + 1))
+
+
+def _is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = (line.split()[0].split("-") for line in lines)
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
 def _apart() -> HostMemory:
@@ -80,10 +99,65 @@ def test_rows_of_other_lengths_share_buffers() -> None:
         assert memory.num_buffers == len(runtime.pinned) == 3
 
 
-def test_pages_that_cannot_be_locked_are_told_with_the_key() -> None:
+def test_pieces_have_pages_of_their_own() -> None:
+    """Catches two pieces on one page, which CUDA does not lock twice, and pages unmapped early."""
+    sizes = (1, 7, 1024, 1025, 70_000, 3, 3)
+    runtime = _Runtime(room=2**30)
+    with mock.patch("torch.cuda.cudart", return_value=runtime):
+        pieces = [host_memory.zeros(size, torch.float32, CUDA) for size in sizes]
+        assert list(runtime.pinned.values()) == [4 * size for size in sizes]
+        assert all(address % mmap.PAGESIZE == 0 for address in runtime.pinned)
+        for number, piece in enumerate(pieces):
+            assert not piece.any()
+            piece.fill_(number)
+        assert [piece.unique().tolist() for piece in pieces] == [[n] for n in range(len(sizes))]
+        address, row = pieces[4].data_ptr(), pieces[4].view(-1, 7)[3]
+        del pieces, piece
+        gc.collect()
+        assert list(runtime.pinned) == [address]  # held by a view of it
+        assert row.tolist() == [4.0] * 7
+        del row
+        assert not runtime.pinned
+        assert host_memory.zeros(0, torch.float32, CUDA).numel() == 0
+        assert not runtime.pinned
+
+
+class _Allocator:
+    """torch's allocator of page-locked memory, of so many bytes; of ordinary memory as it is."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.zeros = room, torch.zeros
+
+    def __call__(self, size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
+        if pin_memory and size * dtype.itemsize > self.room:
+            raise RuntimeError("CUDA error: out of memory\nand much more")
+        return self.zeros(size, dtype=dtype)
+
+
+def test_memory_that_cannot_be_locked_as_it_is_is_locked_by_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a run that ends where only locking of its own pages fails, and errors that stay."""
+    cleared: list[torch.device] = []
+    monkeypatch.setattr(host_memory, "_clear_error", cleared.append)
+    monkeypatch.setattr(torch, "zeros", _Allocator(room=100))
+    host_memory._warn_of_rounding.cache_clear()
+    with mock.patch("torch.cuda.cudart", return_value=_Runtime(room=0)):
+        for _ in range(2):
+            assert host_memory.zeros(25, torch.float32, CUDA).tolist() == [0.0] * 25
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "power of two, as CUDA cannot lock it as it is (cudaError 2)" in caplog.text
+        with pytest.raises(MemoryError, match=r"page-locked \(cudaError 2; .*out of memory\): "):
+            host_memory.zeros(26, torch.float32, CUDA)
+    assert cleared == [CUDA] * 3
+
+
+def test_pages_that_cannot_be_locked_are_told_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a step that goes on with memory that copies wait for."""
     kept: list[object] = []
     x = torch.zeros(100, dtype=torch.float64)
+    monkeypatch.setattr(host_memory, "_clear_error", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", _Allocator(room=0))
 
     def store(memory: HostMemory, x: Tensor) -> None:
         kept.append(memory.store(x, tag=UNNAMED))
