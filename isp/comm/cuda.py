@@ -17,6 +17,7 @@ __all__ = [
     "expand_segments",
     "few_connections",
     "registered",
+    "use_more_connections",
 ]
 
 Allocate = Callable[[int, torch.dtype], Tensor]
@@ -26,6 +27,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 """Variables from which torch takes settings of its allocator."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _USUAL_CONNECTIONS = 8
+_MOST_CONNECTIONS = 32
 
 
 def expand_segments() -> None:
@@ -46,17 +48,33 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+def use_more_connections() -> None:
+    """Let the host have as many queues to a device as there can be.
+
+    A run has more streams than the usual 8. A number in the environment stays. To be called before
+    CUDA starts, which reads the number then.
+    """
+    if not torch.cuda.is_initialized():
+        os.environ.setdefault(_CONNECTIONS, str(_MOST_CONNECTIONS))
+
+
 def few_connections() -> str:
-    """What is lost where the host has fewer queues to a device than is usual; empty if nothing.
+    """What is lost where the host has too few queues to a device; empty if nothing.
 
     Streams that share a queue wait for each other: what was queued first begins first.
     """
-    number = os.environ.get(_CONNECTIONS, "")
+    number, most = os.environ.get(_CONNECTIONS), _MOST_CONNECTIONS
+    if number is None:
+        return (
+            f"CUDA was started before ISP, with {_USUAL_CONNECTIONS} queues to a device: a run has"
+            f" more streams, and those that share a queue wait for each other: set"
+            f" {_CONNECTIONS}={most} before"
+        )
     if not number.isdecimal() or int(number) >= _USUAL_CONNECTIONS:
         return ""
     return (
         f"{_CONNECTIONS}={number}: communication waits for compute that was queued before it, and"
-        f" less of it is hidden: unset it ({_USUAL_CONNECTIONS} queues), or set 32"
+        f" less of it is hidden: unset it ({most} queues)"
     )
 
 

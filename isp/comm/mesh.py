@@ -71,6 +71,10 @@ class World:
     store: Store | None = None
     """Where the ranks have met before, as in `decided_by_rank_0`; None: they meet on entering."""
 
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":  # here: before it is entered, sizes of devices are read
+            cuda.use_more_connections()
+
     @property
     def backend(self) -> str:
         """The backend of process groups for tensors of the device."""

@@ -205,6 +205,23 @@ def test_too_few_queues_to_the_device_are_told(
     variables = {} if number is None else {"CUDA_DEVICE_MAX_CONNECTIONS": number}
     _settings(monkeypatch, torch.device("cpu"), **variables)
     assert caplog.messages == []
+    assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == number
     _settings(monkeypatch, torch.device("cuda", 0), **variables)
     assert len(caplog.messages) == warned
     assert all(f"CUDA_DEVICE_MAX_CONNECTIONS={number}" in line for line in caplog.messages)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == (number or "32")
+
+
+def test_a_device_that_was_started_before_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a number of queues that is set when nobody reads it any more."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    gpu, name = torch.device("cuda", 0), "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    _settings(monkeypatch, gpu)
+    assert name not in os.environ
+    (line,) = caplog.messages
+    assert line.startswith("CUDA was started before ISP, with 8 queues")
+    _settings(monkeypatch, gpu, **{name: "8"})
+    assert caplog.messages == [line]
