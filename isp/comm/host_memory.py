@@ -24,7 +24,15 @@ from torch import Tensor
 
 from isp.comm import streams
 
-__all__ = ["HostCopy", "available_bytes", "pinned", "send", "total_bytes", "zeros"]
+__all__ = [
+    "HostCopy",
+    "attainable_bytes",
+    "available_bytes",
+    "pinned",
+    "send",
+    "total_bytes",
+    "zeros",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +49,9 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """
     if device.type == "meta":
         return torch.zeros(size, dtype=dtype, device=device)
-    num_bytes, room = size * dtype.itemsize, available_bytes()
+    num_bytes, room = size * dtype.itemsize, attainable_bytes()
     if room is not None and num_bytes > room:
-        raise MemoryError(f"{_gib(num_bytes)} are needed and {_gib(room)} are free")
+        raise MemoryError(f"{_gib(num_bytes)} are needed, and the machine has {_gib(room)}")
     try:
         if device.type == "cuda" and num_bytes:
             return _locked(size, dtype, device)
@@ -90,17 +98,30 @@ class HostCopy:
 
 
 def available_bytes() -> int | None:
-    """Memory that this process's machine, or its cgroup, can still give; None: it does not say."""
+    """Memory that is free now, on this process's machine and in its cgroup; None: not known.
+
+    A virtual machine whose memory grows on demand has more.
+    """
+    return _room("MemAvailable")
+
+
+def attainable_bytes() -> int | None:
+    """All memory of this process's machine, or what is left in its cgroup; None: not known."""
+    return _room("MemTotal")
+
+
+def _room(field: str) -> int | None:
+    """The smaller of this number of the machine and what its cgroup has left."""
     if not _MEMINFO.exists():
         return None
-    free = 1024 * int(_MEMINFO.read_text().split("MemAvailable:")[1].split()[0])
+    size = 1024 * int(_MEMINFO.read_text().split(f"{field}:")[1].split()[0])
     limit = _CGROUP / "memory.max"
     if not limit.exists() or (most := limit.read_text().strip()) == "max":
-        return free
+        return size
     fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     cached = int(fields["active_file"]) + int(fields["inactive_file"])  # is given back when asked
     taken = int((_CGROUP / "memory.current").read_text()) - cached
-    return max(0, min(free, int(most) - taken))
+    return max(0, min(size, int(most) - taken))
 
 
 def total_bytes() -> int | None:

@@ -3,12 +3,13 @@ it is there."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 
 import torch
 
-from isp.comm.host_memory import available_bytes, total_bytes
+from isp.comm.host_memory import attainable_bytes, available_bytes, total_bytes
 from isp.config import JobConfig
 from isp.models.build import shape_only
 from isp.models.chunk import TracedChunk
@@ -20,6 +21,8 @@ from isp.pipeline import PipelineOrder
 from isp.weights.trace import ActionKind
 
 __all__ = ["check_host_memory", "check_memory_of_states", "input_bytes_on_host"]
+
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -103,16 +106,22 @@ def check_memory_of_states(
 
 
 def _check(needs: dict[str, int], ranks: int) -> None:
+    """Raise ValueError if the machine is too small for `needs`; warn if less is free now."""
     needs = {name: size for name, size in needs.items() if size}
-    room = available_bytes()
-    if room is None or sum(needs.values()) <= room:
-        return
     sizes = " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in needs.items())
-    ways = [way for name in needs for way in _WAYS[name]]
-    raise ValueError(
-        f"{ranks} ranks keep {sizes} in this machine's memory, of which {room / GIB:.1f} GiB are"
-        f" free: use {', '.join(ways)}, or fewer ranks on a machine"
-    )
+    ways = ", ".join(way for name in needs for way in _WAYS[name])
+    told = f"{ranks} ranks keep {sizes} in this machine's memory, of which"
+    way_out = f"use {ways}, or fewer ranks on a machine"
+    needed, most, free = sum(needs.values()), attainable_bytes(), available_bytes()
+    if most is not None and needed > most:
+        raise ValueError(f"{told} there are {most / GIB:.1f} GiB: {way_out}")
+    if free is not None and needed > free:
+        logger.warning(
+            "%s %.1f GiB are free now: if the machine runs out of memory, %s",
+            told,
+            free / GIB,
+            way_out,
+        )
 
 
 _INPUTS, _STATES, _COPIES = "block inputs", "optimizer states", "copies for background saves"

@@ -134,7 +134,7 @@ def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Catches a pool that fails once ranks have met; frozen weights have no states."""
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 2**10)
+    monkeypatch.setattr(host_memory, "attainable_bytes", lambda: 2**10)
     config = job(offload_states=True)
     with pytest.raises(ValueError, match=r"ranks keep .* of optimizer states in this machine"):
         isp.parallelize(Own(), config)

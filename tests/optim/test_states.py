@@ -224,9 +224,9 @@ def test_too_little_host_memory_is_told_before_ranks_start(
     numbers_of_model = config.language_model.num_parameters
     states = 12 * numbers_of_model  # of two ranks, which share them
     copies = states + 2 * numbers_of_model
-    monkeypatch.setattr(train_memory, "available_bytes", lambda: states + copies)
+    monkeypatch.setattr(train_memory, "attainable_bytes", lambda: states + copies)
     train_memory.check_host_memory(config, config.topology(2), 2)
-    monkeypatch.setattr(train_memory, "available_bytes", lambda: states + copies - 1000)
+    monkeypatch.setattr(train_memory, "attainable_bytes", lambda: states + copies - 1000)
     with pytest.raises(
         ValueError,
         match=r"2 ranks keep .* of optimizer states and .* checkpoint\.async_mode=disabled",
@@ -239,11 +239,11 @@ def test_too_little_host_memory_is_told_before_ranks_start(
 def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an error of an allocator that names no key of ours."""
     words = r"optimizer.offload_states=true needs 0.00 GiB of host memory for a rank: .*use false"
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 100)
+    monkeypatch.setattr(host_memory, "attainable_bytes", lambda: 100)
     with pytest.raises(ValueError, match=words):
         StateMemory([(torch.float32, 26)], torch.device("cpu"), on_host=True)
     StateMemory([(torch.float32, 25)], torch.device("cpu"), on_host=True)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
+    monkeypatch.setattr(host_memory, "attainable_bytes", lambda: None)
     with pytest.raises(ValueError, match=r"offload_states=true needs .*: .*allocate"):
         StateMemory([(torch.float32, 2**60)], torch.device("cpu"), on_host=True)
 

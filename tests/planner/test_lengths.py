@@ -160,7 +160,7 @@ def test_what_is_advised_is_not_refused(file: str) -> None:
     assert isinstance(longest.beyond, Memory)
     assert budget.on_host(longest.beyond)
     config = load_config(file, [*words, f"--data.seq_len={longest.seq_len}"])
-    with mock.patch.object(host_memory, "available_bytes", return_value=int(0.092 * 2**30)):
+    with mock.patch.object(host_memory, "attainable_bytes", return_value=int(0.092 * 2**30)):
         check_host_memory(config, config.topology(4), 4)
 
 

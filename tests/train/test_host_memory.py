@@ -84,13 +84,30 @@ def test_too_little_memory_is_told_beforehand(tmp_path: Path) -> None:
     config = load_config(write_job(tmp_path), (*OFFLOADED, "--data.seq_len=4194304"))
     topology = config.topology(2)
     with (
-        mock.patch.object(host_memory, "available_bytes", return_value=2**30),
+        mock.patch.object(host_memory, "attainable_bytes", return_value=2**30),
         pytest.raises(
-            ValueError, match=r"2 ranks keep 1\.5 GiB of block inputs in .* 1\.0 GiB are free"
+            ValueError, match=r"2 ranks keep 1\.5 GiB of block inputs in .* there are 1\.0 GiB: use"
         ),
     ):
         check_host_memory(config, topology, 2)
     check_host_memory(load_config(write_job(tmp_path)), topology, 2)
+
+
+def test_memory_that_is_not_free_yet_is_no_reason_to_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a machine whose memory grows on demand, and which shows little at first."""
+    config = load_config(write_job(tmp_path), (*OFFLOADED, "--data.seq_len=4194304"))
+    free = 2 * 2**30
+    monkeypatch.setattr(host_memory, "attainable_bytes", lambda: 2 * 2**30)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: free)
+    check_host_memory(config, config.topology(2), 2)
+    assert caplog.messages == []
+    free = 2**30
+    check_host_memory(config, config.topology(2), 2)
+    (line,) = caplog.messages
+    assert "2 ranks keep 1.5 GiB of block inputs in this machine's memory, of which 1.0 GiB" in line
+    assert "if the machine runs out of memory, use a larger model.checkpoint_segment" in line
 
 
 def test_a_model_that_cannot_fit_is_refused_from_its_count(tmp_path: Path) -> None:
@@ -136,7 +153,7 @@ def test_copies_of_states_on_the_device_count_beside_inputs(tmp_path: Path) -> N
     large = (*TABLES, "--checkpoint.interval=5")
     config = load_config(write_job(tmp_path), (*OFFLOADED, *large))
     topology = config.topology(2)
-    with mock.patch.object(host_memory, "available_bytes", return_value=2**30):
+    with mock.patch.object(host_memory, "attainable_bytes", return_value=2**30):
         with pytest.raises(ValueError, match=r"1\.5 GiB of copies .*async_mode=disabled"):
             check_host_memory(config, topology, 2)
         check_host_memory(
@@ -153,7 +170,7 @@ def test_states_are_those_of_the_stages_here(tmp_path: Path) -> None:
     words += ("optimizer.offload_states=true", "checkpoint.interval=0")
     config = load_config(write_job(tmp_path), (*TABLES, *(f"--{word}" for word in words)))
     topology = config.topology(3)
-    with mock.patch.object(host_memory, "available_bytes", return_value=int(0.4 * 2**30)):
+    with mock.patch.object(host_memory, "attainable_bytes", return_value=int(0.4 * 2**30)):
         check_host_memory(config, topology, 1, 1)
         for first in (0, 2):
             with pytest.raises(ValueError, match=r"0\.5 GiB of optimizer states"):
@@ -165,9 +182,10 @@ def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
     monkeypatch.setattr(of_the_system, "_MEMINFO", meminfo)
     monkeypatch.setattr(of_the_system, "_CGROUP", cgroup)
-    assert of_the_system.available_bytes() is None
+    assert of_the_system.available_bytes() is of_the_system.attainable_bytes() is None
     meminfo.write_text("MemTotal: 9 kB\nMemAvailable:    2048 kB\nSwapTotal: 3 kB\nHugePages: 0\n")
     assert of_the_system.available_bytes() == 2 * 2**20
+    assert of_the_system.attainable_bytes() == 9 * 1024
     assert of_the_system.total_bytes() == 12 * 1024
     cgroup.mkdir()
     (cgroup / "memory.max").write_text("max\n")
@@ -176,5 +194,8 @@ def test_memory_that_is_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (cgroup / "memory.current").write_text("700000\n")
     (cgroup / "memory.stat").write_text("anon 5\nactive_file 150000\ninactive_file 50000\n")
     assert of_the_system.available_bytes() == 1_000_000
+    meminfo.write_text(meminfo.read_text().replace("MemTotal: 9", "MemTotal: 9000"))
+    assert of_the_system.attainable_bytes() == 1_000_000
+    meminfo.write_text(meminfo.read_text().replace("MemTotal: 9000", "MemTotal: 9"))
     (cgroup / "memory.max").write_text("5000\n")
     assert of_the_system.total_bytes() == 5000 + 3 * 1024
