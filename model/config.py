@@ -86,8 +86,9 @@ class ModelConfig:
     """Backend of attention; auto: the fastest that runs here."""
     compile: Annotated[bool | Literal["auto"], KeyRole.METHOD] = "auto"
     """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer
-    roundings; auto: on CUDA. This applies to ISP's own decoder only. Each layer costs a fraction
-    of a millisecond of Python, so false may be faster with few tokens per rank."""
+    roundings, and the loss into two; auto: on CUDA. Other models than ISP's own decoder have the
+    loss alone. Each layer costs a fraction of a millisecond of Python, so false may be faster with
+    few tokens per rank."""
     allow_unchecked: Annotated[bool, KeyRole.METHOD] = False
     """Train a model that could not be checked for code that mixes tokens outside of attention, with
     a warning; false: refuse it. The check runs the model on the CPU with random weights, and

@@ -46,6 +46,7 @@ def how_computed(model: ModelConfig) -> dict[str, Any]:
         "recomputation": model.recomputation,
         "attention_backend": model.attention_backend,
         "loss_chunk_tokens": model.loss_chunk_tokens,
+        "compile": model.compile,
         "allow_unchecked": model.allow_unchecked,
         "router_losses": RouterCoefficients(
             model.router_aux_loss_coef,

@@ -75,8 +75,8 @@ def compiles(when: CompileWhen, device: torch.device) -> bool:
             f" {compiler}, or use model.compile=false"
         )
     logger.warning(
-        "rotations and activations are not compiled, as torch.compile does not work here (%s):"
-        " install %s, or set model.compile=false",
+        "rotations, activations and losses are not compiled, as torch.compile does not work here"
+        " (%s): install %s, or set model.compile=false",
         fault,
         compiler,
     )

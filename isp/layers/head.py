@@ -18,6 +18,7 @@ from torch import Tensor
 from isp.autograd import Function, once_differentiable
 from isp.comm import Channel, Pending
 from isp.comm.tag import Purpose, Tag
+from isp.layers.compiled import CompileWhen, compiles
 from isp.layers.linear import LinearLayer, Moves, NeedsGrad, needs_grad
 from isp.layers.loss import losses_and_gradient
 from isp.layers.weight_gradients import weight_gradient
@@ -178,6 +179,8 @@ class HeadLoss(NamedTuple):
     """Tokens whose losses are computed at a time; 0: all."""
     behind: Callable[[Tensor], Tensor] | None = None
     """What the model does to what its head gives, [B, n, V'] -> the logits; None: nothing."""
+    compile: CompileWhen = False
+    """Whether losses are computed by compiled kernels."""
 
     def total(self, x: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         """The sum of all losses, [].
@@ -220,6 +223,7 @@ class HeadLoss(NamedTuple):
             expected,
             channel=self.channel,
             first=self.first,
+            compiled=compiles(self.compile, logits.device),
         )
         del logits
         if dy is not None:

@@ -15,6 +15,7 @@ from isp.attention.cached import CachedAttention, KeyValueCache
 from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
 from isp.comm.host import HostMemory
+from isp.layers.compiled import CompileWhen
 from isp.layers.head import HeadLoss
 from isp.layers.linear import LinearLayer, Moves
 from isp.mixers.recurrence import Recurrence
@@ -140,6 +141,7 @@ class RankLayers:
         *,
         chunk_tokens: int = 0,
         behind: Callable[[Tensor], Tensor] | None = None,
+        compile: CompileWhen = False,
     ) -> HeadLoss:
         """The losses of what `head` gives, `chunk_tokens` tokens at a time; see `HeadLoss`."""
         return HeadLoss(
@@ -149,6 +151,7 @@ class RankLayers:
             first=self.first_logit(vocab_size),
             chunk_tokens=chunk_tokens,
             behind=behind,
+            compile=compile,
         )
 
     @property

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isp.comm import Channel
+from isp.layers.compiled import CompileWhen
 from isp.layers.head import HeadLoss
 from isp.layers.head_results import results_of_head, results_of_logits
 from isp.layers.linear import multiply
@@ -47,13 +48,15 @@ class TracedChunk:
         *,
         weights: InitialWeights | None,
         loss_chunk_tokens: int,
+        compile: CompileWhen,
         gives_scores: bool,
         routers: RouterLosses | None,
         expert_load: ExpertLoad | None,
     ) -> None:
         """`weights`: the source of the initial ones; None: they are there.
 
-        If the trace has a head, losses are computed `loss_chunk_tokens` tokens at a time, 0: all.
+        If the trace has a head, losses are computed `loss_chunk_tokens` tokens at a time, 0: all,
+        and compiled if `compile` says so.
         `gives_scores`: gradients of `scores` may be asked for.
         """
         self._stage: Stage | None = None
@@ -89,6 +92,7 @@ class TracedChunk:
                 chunk_tokens=loss_chunk_tokens,
                 # Where the model changes nothing, its code need not run.
                 behind=self._behind_head if self.trace.changes_logits else None,
+                compile=compile,
             )
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from isp.attention import HeadPlan, LocalAttention
+from isp.layers.compiled import CompileWhen
 from isp.layers.module import RowsOf
 from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
@@ -65,6 +66,7 @@ class TracedModel:
         weights: InitialWeights | None = None,
         in_place: bool = True,
         loss_chunk_tokens: int = 4096,
+        compile: CompileWhen = "auto",
         gives_scores: bool = False,
         router_losses: RouterCoefficients = RouterCoefficients(),  # noqa: B008
         earlier_names: Mapping[str, RowsOf] | None = None,
@@ -72,6 +74,7 @@ class TracedModel:
     ) -> None:
         """`weights`: where those of a `model` on the meta device come from; None: it has weights.
         `gives_scores`: chunks have `scores` with gradients, for which backward reads the head.
+        `compile`: whether the losses of the head are compiled.
         `router_losses`: where one is 0, that of the model's own configuration holds.
         `earlier_names`: what parameters are in checkpoints of earlier versions, by name.
         `allow_unchecked`: a model that the probe cannot run is taken with a warning.
@@ -81,6 +84,7 @@ class TracedModel:
         self.host = host_of(model)
         self.recomputation = recomputation
         self.loss_chunk_tokens = loss_chunk_tokens
+        self.compile = compile
         self.gives_scores = gives_scores
         self.router_losses = router_losses
         self.attention_backend = attention_backend
@@ -430,6 +434,7 @@ class TracedModel:
             holders,
             weights=self._weights,
             loss_chunk_tokens=self.loss_chunk_tokens,
+            compile=self.compile,
             gives_scores=self.gives_scores,
             routers=routers,
             expert_load=load,

@@ -6,9 +6,13 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
 
 from isp.comm import Channel, CommLog
+from isp.layers.loss import losses_and_gradient
 from isp.tensor_parallel import IGNORED, vocab_parallel_cross_entropy
 from tests.layers.megatron import CLOSE, WORLDS, B, Made, S, drawn, group, slice_of
 from tests.ranks import run_each, run_ranks
@@ -108,3 +112,71 @@ def _wide_inside(rank: int) -> None:
 def test_loss_is_float32_inside() -> None:
     """Catches a softmax in the dtype of the logits."""
     run_ranks(4, _wide_inside)
+
+
+def _in_passes(
+    rank: int, dtype: torch.dtype, length: int = S, device: str = "cpu"
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The losses and the gradient of this rank's logits, compiled and eager; the logits end as it.
+
+    One target in four is ignored, and the gradient of the loss is not 1.
+    """
+    channel, found = group() if dist.is_initialized() else Channel.solo(), []
+    target = torch.randint(48, (B, length), generator=torch.Generator().manual_seed(7)).to(device)
+    target[:, ::4] = IGNORED
+    expected = torch.tensor(0.7, dtype=torch.float64, device=device)
+    for compiled in (True, False):
+        logits = slice_of(drawn(B, length, 48) * 5, 2, channel).to(device, dtype)
+        given = {"channel": channel, "first": 48 // channel.size * channel.rank}
+        losses, gradient = losses_and_gradient(
+            logits.clone(), target, expected, compiled=compiled, **given
+        )
+        alone, none = losses_and_gradient(logits, target, None, compiled=compiled, **given)
+        assert none is None
+        assert torch.equal(alone, losses)
+        assert gradient is not None
+        assert not gradient[:, ::4].any()
+        found.append([losses, gradient])
+    return found[0], found[1]
+
+
+def _check_passes(rank: int, dtype: torch.dtype, length: int = S, device: str = "cpu") -> None:
+    # one rounding of the gradient, where the eager one has several; of 2^-9 each in bfloat16
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 1e-2)
+    for a, b in zip(*_in_passes(rank, dtype, length, device), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def _eager_passes(rank: int, dtype: torch.dtype) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        _check_passes(rank, dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_passes_of_compiled_losses(world: int) -> None:
+    """Catches another formula, a target that another rank holds, and a gradient of ignored ones."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    run_each(world, _eager_passes, {str(dtype): dtype for dtype in dtypes})
+
+
+def _check_kernels(device: str) -> None:
+    before, graphs = counters["stats"]["unique_graphs"], []
+    for length in (3, 16, 50):
+        _check_passes(0, torch.bfloat16, length, device)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [2] * 3  # the sum, the gradient
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # compilers take their time on a busy machine
+def test_kernels_of_losses_of_any_length() -> None:
+    """Catches a kernel that computes something else, and one that is compiled for each length."""
+    _check_kernels("cpu")
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_of_losses() -> None:
+    """Catches the same of kernels by triton."""
+    _check_kernels("cuda")
