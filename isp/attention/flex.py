@@ -51,14 +51,16 @@ class FlexAttention:
         def capped(logit: Tensor, *_: Tensor) -> Tensor:
             return softcap * torch.tanh(logit / softcap)
 
-        # numbers stay numbers: a second cap or scale would become a symbol, which breaks the graph
-        with torch._dynamo.config.patch(specialize_float=True):
+        # numbers stay numbers: a second cap or scale would become a symbol, which breaks the graph;
+        # with and without gradients, one block or more, each number of heads: soon more than 8
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):
             out: Tensor = self._attend(
                 *(x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v)),  # [1, H, T, d]
                 score_mod=capped,
                 block_mask=self._blocks(mask, sizes, q.device),
                 scale=self.scale,
                 enable_gqa=q.shape[2] != k.shape[2],
+                kernel_options={"BACKEND": "TRITON"},  # not another kernel below 128 queries
             )
         return out.squeeze(0).transpose(0, 1).reshape(q.shape)
 

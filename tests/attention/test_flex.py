@@ -118,6 +118,28 @@ def test_other_lengths_and_masks_compile_nothing_new(monkeypatch: pytest.MonkeyP
         assert counter.frame_count == 2 + number  # for one length, for all, with another cap
 
 
+def test_all_that_a_run_attends_to_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the end of a run at the 9th kind of tensors, and another kernel for few queries, with
+    which all would be tried out when a model is built."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    kernels: list[str] = []
+
+    def compiled(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        arguments = [x for node in graph.graph.nodes for x in node.args]
+        kernels.extend(x["BACKEND"] for x in arguments if isinstance(x, dict))
+        return graph
+
+    attention = FlexAttention(softcap=CAP)
+    attention._attend = torch.compile(flex.flex_attention, backend=compiled, fullgraph=True)
+    for mode in (torch.enable_grad, torch.inference_mode):
+        for heads in ((2, 1), (4, 2), (6, 3)):
+            for length in (48, 300):
+                inputs, _ = random_inputs(1, length, *heads, dtype=torch.float32)
+                with mode():
+                    attention(*inputs, mask=AttentionMask())
+    assert kernels == ["TRITON"] * 12
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("size", [64, 256])
