@@ -223,6 +223,7 @@ def _fault_on(backend: AttentionBackend, place: Place) -> str:
     return fault_of(partial(_make, backend, place.device, None), place)
 
 
+@torch.inference_mode(False)  # in which nothing goes backward; the choice serves training, too
 def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
     """As `_fault_on`, of what `make` gives, which takes these `extras`."""
     try:
@@ -238,6 +239,7 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line[:200]}"
 
 
+@torch.inference_mode(False)
 def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
     """Milliseconds of a forward and a backward on the device, the least of three for each kind."""
     attend = _make(backend, place.device, None)

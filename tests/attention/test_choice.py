@@ -24,6 +24,7 @@ from isp.attention.local import (
     _ByRows,
     _choose_backend,
     _fault_on,
+    fault_of,
 )
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel, Pending
@@ -116,6 +117,18 @@ def test_a_backend_is_tried_out(
     monkeypatch.delitem(sys.modules, "isp_test_flash", raising=False)
     found = _fault_on(AttentionBackend.FLASH4, Place(CPU, torch.float32, 8, 2))
     assert found.startswith(fault) if fault else found == ""
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_a_backend_is_tried_out_where_text_is_generated(mode: Callable[[], Any]) -> None:
+    """Catches backends that all count as missing, as no backward runs in inference."""
+
+    def attend(*qkv: Tensor, mask: AttentionMask) -> Tensor:
+        assert not mask.cu_seqlens_on(CPU)[0].is_inference()  # kernels save it for backward
+        return CpuAttention()(*qkv, mask=mask)
+
+    with mode():
+        assert fault_of(lambda: attend, Place(CPU, torch.float32, 8, 2)) == ""
 
 
 @pytest.mark.parametrize("keywords", ["", ", deterministic=False"])
