@@ -59,8 +59,8 @@ class ContextAttention:
     The tokens of a rank are in the order of its slices, row by row. `mask` is that of the rows in
     their own order; without documents each row is cut alike. `windows` are those of the model's
     layers, by which work is balanced. `stripes` of KV heads at most; None: by their bytes.
-    In a `ring` keys and values are never there all at once: for layers without windows and sinks,
-    by kernels that tell each softmax's sum. The other layers gather.
+    In a `ring` keys and values are never there all at once: for layers without windows, sinks
+    and soft caps, by kernels that tell each softmax's sum. The other layers gather.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
 """The kinds of attention that layers ask for, and what computes each.
 
-sinks             a kernel that gives the log-sum-exp: `SinkAttention`
-all other extras  `ExplicitAttention`, a loop over blocks
+a mask alone  the `backend` that was asked for: `make_local_attention`
+sinks         a kernel that gives the log-sum-exp: `SinkAttention`
+a soft cap    on CUDA a package of flash-attn, or else `FlexAttention`
+all else      `ExplicitAttention`, a loop over blocks
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class LseKernel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """q [T, H, d], k and v [L, K, d] -> the output [T, H, d], and lse [T, H].
 
-        Both in float32 at least, but for what kernels round. Every query sees a key.
+        Both in float32 at least, but for what kernels round. If a query sees no key, its output is
+        0, and its lse -inf, or inf on CUDA.
         """
         ...
 
