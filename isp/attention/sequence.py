@@ -58,10 +58,10 @@ class SequenceRanks:
         """All of `tensor` as one head group."""
         return cls(head=tensor, context=Channel.solo(Axis.CONTEXT.value))
 
-    def attention(self, local: LocalAttention) -> DistributedAttention:
-        """Attention by `local` to all tokens of a sequence."""
+    def attention(self, local: LocalAttention, *, may_ring: bool = True) -> DistributedAttention:
+        """Attention by `local` to all tokens of a sequence, in a ring if asked for and it may."""
         if self.context.size > 1:
-            ring = self.exchange is ContextExchange.RING
+            ring = may_ring and self.exchange is ContextExchange.RING
             local = ContextAttention(local, self.context, self.windows, ring=ring)
         return DistributedAttention(local, self.head)
 

@@ -89,7 +89,8 @@ class RankLayers:
             local = CachedAttention(local, self.cache, scale=scale, softcap=softcap)
         if self.splits_features:  # a rank has all tokens of its heads
             return DistributedAttention(local, Channel.solo("tensor"))
-        return (self.sequence or SequenceRanks.by_heads(self.tensor)).attention(local)
+        ranks = self.sequence or SequenceRanks.by_heads(self.tensor)
+        return ranks.attention(local, may_ring=softcap is None)  # kernels with a cap give no sums
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
         """What scans the segments of this rank."""

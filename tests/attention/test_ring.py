@@ -19,9 +19,14 @@ from isp.attention.lse import FlashKernel, lse_kernel
 from isp.attention.ring import Ring
 from isp.attention.route import gather_route, ring_routes
 from isp.attention.sdpa import SdpaAttention
+from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
+from isp.comm.channel import DryChannel
 from isp.comm.tag import UNNAMED
+from isp.layers.rank_layers import RankLayers
+from isp.parallel import ContextExchange, Mode
 from isp.parallel.context import ContextPlan, Slice
+from isp.weights.wp import LocalWeights
 from tests.attention.cases import STRADDLING, Case, error_of, random_plan
 from tests.attention.reference import random_inputs, visible
 from tests.ranks import run_ranks
@@ -94,6 +99,25 @@ def test_flash_attention_is_asked_for_what_it_takes(
     assert lse_kernel(ExplicitAttention(softcap=3.0), q) is None
     monkeypatch.setattr("isp.attention.flash._imported", lambda *_: None)
     assert lse_kernel(FlashAttention("flash_attn", softcap=3.0), q) is None
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_layers_with_a_soft_cap_gather(softcap: float | None) -> None:
+    """Catches a plan of a ring, which the stand-in for kernels takes, where the run gathers."""
+    context = DryChannel("context", 2, 0)
+    ranks = SequenceRanks(head=Channel.solo(), context=context, exchange=ContextExchange.RING)
+    layers = RankLayers(
+        mode=Mode.ISP,
+        tensor=context,
+        weight=Channel.solo(),
+        communicator=LocalWeights(),
+        device=torch.device("meta"),
+        dtype=torch.bfloat16,
+        sequence=ranks,
+    )
+    local = layers.attention(CpuAttention(), softcap=softcap).local_attention
+    assert isinstance(local, ContextAttention)
+    assert local.ring is (softcap is None)
 
 
 def test_torch_has_the_flash_kernels_as_they_are_called() -> None:
