@@ -221,7 +221,9 @@ class DryAttention:
         flops = _flops(q, k, v, mask)
         tensors = (x.to(own) for x in (q, k, v))
         if chosen is None:
-            numbers, work = None, self._workspace(q, k, v, self._backend)
+            # that of `SinkAttention` on CUDA, whatever is configured
+            backend = self._backend if sinks is None else AttentionBackend.VARLEN
+            numbers, work = None, self._workspace(q, k, v, backend)
         else:
             numbers, work = chosen.numbers, _LOGITS * _block(q, k, mask) * own.itemsize
         out: Tensor = _Attention.apply(*tensors, numbers, work, statistics, flops, self._recorder)

@@ -302,7 +302,9 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
     assert kept.total < on_host.total
 
 
-def _backward_bytes(backend: str, kv_heads: int, *, dtype: torch.dtype, ring: bool) -> int:
+def _backward_bytes(
+    backend: str, kv_heads: int, *, dtype: torch.dtype, ring: bool = False, sinks: bool = False
+) -> int:
     """Bytes that the backward of planned attention on CUDA makes besides dq, dk and dv."""
     dry = DryAttention(EventRecorder(), AttentionBackend(backend), on_cpu=False)
     mask = AttentionMask.of_documents([TOKENS])
@@ -315,7 +317,7 @@ def _backward_bytes(backend: str, kv_heads: int, *, dtype: torch.dtype, ring: bo
             given = [x.detach()[0] for x in (q, q, k, v, q, q)]
             gradients = dry.gradients(*given, mask)
         else:
-            out = dry(q, k, v, mask=mask)
+            out = dry(q, k, v, mask=mask, sinks=q.new_empty(8) if sinks else None)
             dout = torch.empty_like(out)
             there = made.most
             gradients = torch.autograd.grad(out, (q, k, v), dout)
@@ -343,10 +345,11 @@ def test_backward_of_attention_is_planned_with_its_workspace_on_a_gpu(
     """Catches kernels of CUDA that are planned as if their backward needed no memory."""
     expected = TOKENS * 8 * 16 * bytes_per_feature
     found = partial(_backward_bytes, backend, kv_heads)
-    assert found(dtype=torch.bfloat16, ring=False) == expected
-    assert found(dtype=torch.float32, ring=False) == 0
+    assert found(dtype=torch.bfloat16) == expected
+    assert found(dtype=torch.float32) == 0
     of_varlen = TOKENS * 8 * 16 * (4 if kv_heads == 8 else 8)
     assert found(dtype=torch.bfloat16, ring=True) == of_varlen
+    assert found(dtype=torch.bfloat16, sinks=True) == of_varlen
 
 
 def test_the_configured_backend_is_planned() -> None:
