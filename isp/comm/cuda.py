@@ -58,13 +58,14 @@ def use_more_connections() -> None:
         os.environ.setdefault(_CONNECTIONS, str(_MOST_CONNECTIONS))
 
 
-def few_connections() -> str:
-    """What is lost where the host has too few queues to a device; empty if nothing.
+def few_connections(ranks: int) -> str:
+    """Return what is lost where the host has too few queues to a device; empty if nothing.
 
-    Streams that share a queue wait for each other: what was queued first begins first.
+    Streams that share a queue wait for each other: what was queued first begins first. One rank
+    has no streams of collectives, and the usual queues are enough.
     """
-    number, most = os.environ.get(_CONNECTIONS), _MOST_CONNECTIONS
-    if number is None:
+    number, most = os.environ.get(_CONNECTIONS, ""), _MOST_CONNECTIONS
+    if not number and ranks > 1:
         return (
             f"CUDA was started before ISP, with {_USUAL_CONNECTIONS} queues to a device: a run has"
             f" more streams, and those that share a queue wait for each other: set"

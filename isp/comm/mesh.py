@@ -74,6 +74,8 @@ class World:
     def __post_init__(self) -> None:
         if self.device.type == "cuda":  # here: before it is entered, sizes of devices are read
             cuda.use_more_connections()
+            if self.rank == 0 and (warning := cuda.few_connections(self.size)):
+                logger.warning("%s", warning)
 
     @property
     def backend(self) -> str:
@@ -84,8 +86,6 @@ class World:
         if self.device.type == "cuda":
             if self.expands_segments:
                 cuda.expand_segments()
-            if self.rank == 0 and (warning := cuda.few_connections()):
-                logger.warning("%s", warning)
             torch.cuda.set_device(self.device)
         if self.size > 1:
             timeout, device_options = timedelta(seconds=self.timeout_seconds), {}

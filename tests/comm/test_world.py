@@ -152,6 +152,7 @@ def test_all_that_travels_is_ahead_of_compute(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     with World(cuda, timeout_seconds=7, rank=0, size=2):
         pass
     Mesh(topology(2, tensor=2), 0)
@@ -220,8 +221,13 @@ def test_a_device_that_was_started_before_is_told(
     gpu, name = torch.device("cuda", 0), "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False)
     _settings(monkeypatch, gpu)
+    assert caplog.messages == []  # one rank has few streams
+    World(gpu, rank=1, size=2)
+    assert caplog.messages == []  # rank 0 says it
+    World(gpu, rank=0, size=2)  # not entered: a process group may be the user's own
     assert name not in os.environ
     (line,) = caplog.messages
     assert line.startswith("CUDA was started before ISP, with 8 queues")
-    _settings(monkeypatch, gpu, **{name: "8"})
+    monkeypatch.setenv(name, "8")
+    World(gpu, rank=0, size=2)
     assert caplog.messages == [line]
