@@ -44,6 +44,17 @@ def test_config_prints_what_loads_back(job, capsys, tmp_path):
     assert load_config(printed) == load_config(job, words)
 
 
+def test_queues_to_a_device_are_asked_for_first(job, monkeypatch):
+    """Catches a number that comes after CUDA, which `--parallel auto` starts to name the device."""
+    name, number = "CUDA_DEVICE_MAX_CONNECTIONS", []
+    monkeypatch.setenv(name, "8")
+    monkeypatch.setattr("isp.config.load_config", lambda *_: number.append(os.environ[name]))
+    main(["config", job])
+    monkeypatch.delenv(name)
+    main(["config", job])
+    assert number == ["8", "32"]
+
+
 def test_help_keys_prints_the_reference(capsys):
     """Catches a reference that needs a CONFIG, or that the command line does not reach."""
     for words, first in (([], "`job`: "), (["optimizer.grad_scaler"], "`optimizer.grad_scaler`: ")):

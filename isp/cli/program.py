@@ -73,6 +73,8 @@ class _Words(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
     follow_launcher()
+    # As `isp.comm.cuda.use_more_connections`, which is too late where a command starts CUDA first.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         words = sys.argv[1:] if argv is None else list(argv)
         args = _parse(_split(words))
