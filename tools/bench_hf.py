@@ -102,9 +102,10 @@ def job(folder: Path, name: str, ranks: int, seq_len: int) -> JobConfig:
 
 def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh) -> Step:
     """A training step as the trainer builds it, on the device of `batch`."""
-    train_step = make_train_step(config, mesh, batch.tokens.device)
+    begins_from = config.model.init_from is not None
+    train_step = make_train_step(config, mesh, batch.tokens.device, initial_weights=not begins_from)
     train_step.drain()
-    if config.model.init_from is not None:
+    if begins_from:
         parameters = train_step.built.parameters
         optimizer, topology = train_step.optimizer, mesh.topology
         state = TrainState(parameters=parameters, optimizer=optimizer, topology=topology)
@@ -119,14 +120,27 @@ def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh) -> Step:
     return step
 
 
-def plain(folder: Path, config: JobConfig, batch: MicroBatch, kernel: str | None = None) -> Step:
-    """A training step of the unchanged model, as anybody writes it; `kernel` is its attention's."""
+def plain(
+    folder: Path,
+    config: JobConfig,
+    batch: MicroBatch,
+    kernel: str | None = None,
+    *,
+    shard: Callable[[nn.Module], None] | None = None,
+) -> Step:
+    """Make a training step of the unchanged model, as anybody writes it.
+
+    `kernel` is its attention's. `shard` changes the model first, which is in float32 then.
+    """
     from transformers import AutoModelForCausalLM
 
+    dtype = getattr(torch, config.training.dtype) if shard is None else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, config.training.dtype), attn_implementation=kernel
+        folder, dtype=dtype, attn_implementation=kernel
     )
     model.to(batch.tokens.device).train()
+    if shard is not None:
+        shard(model)
     if config.model.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     values, parameters = config.optimizer, list(model.parameters())

@@ -6,7 +6,7 @@
 
 Each rung has the keys of those before it. A peak on CPU is the most bytes of tensors that a step
 makes, beside weights, gradients and states, and buffers on the host; on CUDA that of the allocator.
-A rung that does not fit is told.
+Weights are drawn on the device. A rung that fails has its fault in its row; the next one follows.
 From two lengths and more follow what is fixed and what a token takes; `planned` is the part of the
 peak that `isp plan` expects. With `--rounds`, steps of the longest row are timed instead, of all
 rungs in turn, and compared with full recompute.
@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, make_step, save
 
-from isp.comm import Mesh
 from isp.comm.cuda import expand_segments
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.planner.case import PlanCase
 from isp.planner.made import Made
 from isp.planner.memory import memory
-from isp.train.step import TrainStep, make_train_step
+from isp.train.step import TrainStep
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "one_gpu.yaml"
@@ -65,12 +65,19 @@ class Row(NamedTuple):
 
     rung: str
     tokens: int
-    peak: int
+    peak: int = 0
     """Bytes beside `fixed`."""
-    fixed: int
+    fixed: int = 0
     """Bytes of weights, gradients and states on the device."""
-    planned: float
+    planned: float = 0.0
     """What is planned, as a part of `peak` and `fixed`."""
+    fault: str = ""
+    """Why there are no numbers."""
+
+    @property
+    def gib(self) -> float:
+        """The peak with what is fixed."""
+        return (self.fixed + self.peak) / GIB
 
 
 def config_of(rungs: int, tokens: int, options: argparse.Namespace) -> JobConfig:
@@ -96,7 +103,7 @@ def made(
 ) -> tuple[TrainStep, MicroBatch, PlanCase]:
     """A step with the keys up to `rung`, and what it is given."""
     config, device = config_of(rung + 1, tokens, options), torch.device(options.device)
-    step = make_train_step(config, Mesh(config.topology(1), 0), device)
+    step = make_step(config, device)
     case = PlanCase.of(config, 1, on_cpu=device.type == "cpu")
     return step, batch_of(config, device), case
 
@@ -110,15 +117,14 @@ def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
     return Row(list(RUNGS)[rung], tokens, most, planned.states, part)
 
 
-def _fitting(rung: int, tokens: int, options: argparse.Namespace) -> Row | None:
-    """`measure`; None if the device has not that much memory."""
+def measure_or_fault(rung: int, tokens: int, options: argparse.Namespace) -> Row:
+    """Measure a rung at a length; the row has the fault of one that fails."""
     try:
         return measure(rung, tokens, options)
-    except torch.OutOfMemoryError:
-        return None
+    except Exception as error:
+        return Row(list(RUNGS)[rung], tokens, fault=fault_of(error))
     finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
@@ -149,8 +155,7 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for rung, rows in found.items():
-        peaks = [(row.fixed + row.peak) / GIB for row in rows]
-        axes.plot([row.tokens for row in rows], peaks, marker="o", label=rung)
+        axes.plot([r.tokens for r in rows], [r.gib for r in rows], marker="o", label=rung)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
@@ -161,7 +166,8 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main() -> None:
+def main() -> int:
+    """Measure or time what is asked for; 1 if a rung failed other than by memory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=str(CONFIG))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -179,26 +185,29 @@ def main() -> None:
     if options.device == "cuda":
         expand_segments()
     lengths = sorted(int(n) for n in options.lengths.split(","))
-    found: dict[str, list[Row]] = {}
-    for rung, name in enumerate(list(RUNGS)[: options.rungs]):
-        if options.rounds or name not in (options.only or name).split(","):
-            continue
-        found[name] = [row for tokens in lengths if (row := _fitting(rung, tokens, options))]
-        told = f"{name:<20} {' '.join(f'{(r.fixed + r.peak) / GIB:8.3f}' for r in found[name])} GiB"
-        if len(found[name]) < len(lengths):
-            told += f" | out of memory at {lengths[len(found[name])]:,} tokens"
-        if len(found[name]) > 1:
-            fixed, slope = line_of(found[name])
-            told += f" | {fixed:.3f} GiB + {slope:8.2f} KiB a token"
-        print(f"{told} | planned {' '.join(f'{r.planned:.2f}' for r in found[name])}", flush=True)
     if options.rounds:
         _time(lengths[-1], options)
-        return
+        return 0
+    rows: list[Row] = []
+    found: dict[str, list[Row]] = {}
+    """The rows of each rung that ran."""
+    for rung, name in enumerate(list(RUNGS)[: options.rungs]):
+        if name not in (options.only or name).split(","):
+            continue
+        for tokens in lengths:
+            rows.append(measure_or_fault(rung, tokens, options))
+            save([row._asdict() for row in rows], options.json)
+        own = rows[-len(lengths) :]
+        found[name] = ran = [row for row in own if not row.fault]
+        told = f"{name:<20} {' '.join(f'{row.gib:8.3f}' for row in ran)} GiB"
+        told += "".join(f" | {row.fault} at {row.tokens:,} tokens" for row in own if row.fault)
+        if len(ran) > 1:
+            fixed, slope = line_of(ran)
+            told += f" | {fixed:.3f} GiB + {slope:8.2f} KiB a token"
+        print(f"{told} | planned {' '.join(f'{row.planned:.2f}' for row in ran)}", flush=True)
     if options.png:
         draw(found, options.png)
-    if options.json:
-        rows = [row._asdict() for rows in found.values() for row in rows]
-        options.json.write_text(json.dumps(rows, indent=1))
+    return int(any(row.fault not in ("", OUT_OF_MEMORY) for row in rows))
 
 
 def _time(tokens: int, options: argparse.Namespace) -> None:
@@ -229,4 +238,4 @@ def _seconds(step: TrainStep, batch: MicroBatch, device: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,32 +3,42 @@
     python tools/bench_mfu.py --presets qwen3-0.6b --lengths 2048 8192 32768
     python tools/bench_mfu.py --presets llama3.1-8b --layers 4 --lengths 8192 32768 131072
 
-All begin with the weights of one folder and train on the same row, one document, in turn, a step
-each, the first one rotating. A step is forward, backward, clipping and AdamW in bfloat16. Ours has
-float32 gradients and master weights and its loss in float32; that of transformers is the least that
-people write: all in bfloat16, attention by flash_attention_2 where it is installed, else sdpa. From
-`--recompute-from` tokens on both recompute all blocks.
+All begin with the weights of one folder and train on the same row, one document. A step is forward,
+backward, clipping and AdamW, computed in bfloat16. Ours has float32 gradients, master weights and
+loss. transformers alone is the least that people write: everything in bfloat16.
+Under torch's fully_shard, of one rank, it has float32 gradients and master weights as ours does.
+Attention of both is flash_attention_2 where it is installed, else sdpa. From `--recompute-from`
+tokens on all recompute all blocks.
+
+Each contestant has the device for itself: it is built, takes two steps, is timed, and is freed
+before the next one. So memory is what it needs alone, and its row is there before the next one
+begins; a contestant that fails has its fault in its row.
 
 MFU is `metrics.peak_tflops`' share of the model's FLOPs: 6 x matmul parameters x tokens, attention
-by half the square of the row, recomputation not counted. Who runs out of memory drops out.
+by half the square of the row, recomputation not counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from bench_hf import Step, ours, plain
+from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, save
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from isp.comm import Mesh
 from isp.comm.cuda import expand_segments
@@ -39,7 +49,7 @@ from model.config import ModelConfig
 from model.huggingface import config_json
 from model.presets import PRESETS
 
-OURS, PLAIN = "isp", "transformers"
+OURS, PLAIN, SHARDED = "isp", "transformers", "transformers, fully_shard"
 TOLERANCE = 0.02
 """Relative, of the losses: bfloat16 keeps 8 bits."""
 
@@ -85,55 +95,39 @@ def row(config: JobConfig, device: torch.device) -> MicroBatch:
     return batch.to(device)
 
 
-class Bench:
-    """Steps of the same model on the same row, by name, and how long they took."""
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Apply fully_shard on one rank: float32 weights and gradients, compute in bfloat16.
 
-    def __init__(self, makers: dict[str, Callable[[], Step]], device: torch.device) -> None:
-        self.device = device
-        self.steps: dict[str, Step] = {}
-        self.losses: dict[str, float] = {}
-        self.faults: list[str] = []
-        self.seconds: dict[str, list[float]] = {name: [] for name in makers}
-        for name, make in makers.items():
-            self._try(name, lambda name=name, make=make: self._begin(name, make))
+    As on one rank of ours, the weights in bfloat16 stay between forward and backward.
+    """
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    blocks: Any = model.model.layers
+    for part in (*blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
-    def _begin(self, name: str, make: Callable[[], Step]) -> None:
-        self.steps[name] = make()
-        self.losses[name] = self.steps[name]()
-        self.steps[name]()
 
-    def _try(self, name: str, act: Callable[[], None]) -> None:
-        try:
-            act()
-            return
-        except torch.OutOfMemoryError:
-            self.steps.pop(name, None)
-            self.seconds[name] = []
-        gc.collect()
-        torch.cuda.empty_cache()
-
-    def measure(self, rounds: int) -> None:
-        """Time each so many times; their first losses have to agree."""
-        if len(self.losses) > 1:
-            first, *others = self.losses.values()
-            if max(abs(other / first - 1) for other in others) > TOLERANCE:
-                self.faults.append(f"the losses differ: {self.losses}")
-        for index in range(rounds):
-            names = list(self.steps)
-            turn = index % max(1, len(names))
-            for name in names[turn:] + names[:turn]:
-                self._try(name, lambda name=name: self._time(name))
-
-    def _time(self, name: str) -> None:
+def timed(make: Callable[[], Step], rounds: int, device: torch.device) -> dict[str, float]:
+    """Build a contestant and time its steps."""
+    step = make()
+    loss = step()
+    step()  # buffers are there from the second step on
+    taken = []
+    for _ in range(rounds):
         begin = time.perf_counter()
-        self.steps[name]()  # it gives its loss, so it has waited for the device
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds[name].append(time.perf_counter() - begin)
+        step()  # it gives its loss, so it has waited for the device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {"ms": statistics.median(taken) * 1e3, "loss": loss, "peak_gib": peak}
 
 
-def measure(folder: Path, tokens: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row of the table for each, at one length."""
+def measure(folder: Path, tokens: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the row of each contestant at one length."""
     device = torch.device(options.device)
     again = tokens >= options.recompute_from
     config = job(folder, tokens, device, again)
@@ -141,41 +135,49 @@ def measure(folder: Path, tokens: int, options: argparse.Namespace) -> list[dict
     flash = device.type == "cuda" and importlib.util.find_spec("flash_attn")
     kernel = "flash_attention_2" if flash else "sdpa"
 
-    def of(*keys: str) -> Callable[[], Step]:
+    def of(*keys: str) -> Step:
         own = job(folder, tokens, device, again, *keys)
-        return lambda: ours(own, batch, Mesh(own.topology(1), 0))
+        return ours(own, batch, Mesh(own.topology(1), 0))
 
-    makers = {OURS: of(), **{f"{OURS}, {key}": of(key) for key in options.also}}
-    makers[f"{PLAIN}, {kernel}"] = lambda: plain(folder, config, batch, kernel)
-    bench = Bench(makers, device)
-    bench.measure(options.rounds)
-    options.faults += bench.faults
+    makers: dict[str, Callable[[], Step]] = {OURS: of}
+    makers |= {f"{OURS}, {key}": partial(of, key) for key in options.also}
+    makers[f"{PLAIN}, {kernel}"] = partial(plain, folder, config, batch, kernel)
+    makers[f"{SHARDED}, {kernel}"] = partial(
+        plain, folder, config, batch, kernel, shard=lambda model: shard(model, device)
+    )
     flops = config.language_model.flops([tokens])
-    peak = peak_tflops(device_name(device))
-    found = []
-    for name, seconds in bench.seconds.items():
-        one = {"who": name, "tokens": tokens, "recompute": again, "ms": None, "mfu": None}
-        if seconds:
-            taken = statistics.median(seconds)
-            one |= {"ms": taken * 1e3, "tflops": flops / taken / 1e12}
-            one["mfu"] = flops / taken / 1e12 / peak if peak else None
-        found.append(one)
-    return found
+    peak, first = peak_tflops(device_name(device)), None
+    for name, make in makers.items():
+        one: dict[str, Any] = {"who": name, "tokens": tokens, "recompute": again, "fault": ""}
+        free_memory()
+        try:
+            one |= timed(make, options.rounds, device)
+        except Exception as error:
+            one["fault"] = fault_of(error)
+        else:
+            one["tflops"] = flops / one["ms"] / 1e9
+            one["mfu"] = one["tflops"] / peak if peak else None
+            first = one["loss"] if first is None else first
+            if abs(one["loss"] / first - 1) > TOLERANCE:
+                one["fault"] = f"the first loss is {one['loss']:.4f}, not {first:.4f}"
+        yield one
 
 
-def show(model: str, one: dict[str, Any]) -> None:
-    """A line of the table."""
-    begin = f"| {model} | {one['tokens']:,} | {'yes' if one['recompute'] else 'no'} | {one['who']}"
-    if one["ms"] is None:
-        print(f"{begin} | out of memory | | |", flush=True)
+def show(one: dict[str, Any]) -> None:
+    """Print a line of the table."""
+    again = "yes" if one["recompute"] else "no"
+    begin = f"| {one['model']} | {one['tokens']:,} | {again} | {one['who']}"
+    if "ms" not in one:
+        print(f"{begin} | {one['fault']} | | | |", flush=True)
         return
     mfu = "" if one["mfu"] is None else f"{one['mfu']:.1%}"
     rate = one["tokens"] / one["ms"] * 1e3
-    print(f"{begin} | {one['ms']:.1f} | {rate:,.0f} | {mfu} |", flush=True)
+    numbers = f"{one['ms']:.1f} | {rate:,.0f} | {mfu} | {one['peak_gib']:.1f}"
+    print(f"{begin} | {numbers} | {one['fault']}", flush=True)
 
 
 def main() -> int:
-    """Measure every preset at every length; 1 if losses differed."""
+    """Measure every preset at every length; 1 if losses differ or a contestant failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["qwen3-0.6b"])
     parser.add_argument("--layers", type=int, help="of the presets, in place of all")
@@ -186,27 +188,24 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
-    options.faults = []
     device = torch.device(options.device)
     if device.type == "cuda":
         expand_segments()
     print(f"{device_name(device)}, torch {torch.__version__}, bfloat16, one row of one document\n")
-    print("| model | tokens | recompute | who | ms a step | tokens/s | MFU |")
-    print("|---|---:|---|---|---:|---:|---:|")
-    found = []
+    print("| model | tokens | recompute | who | ms a step | tokens/s | MFU | peak GiB |")
+    print("|---|---:|---|---|---:|---:|---:|---:|")
+    found: list[dict[str, Any]] = []
     for preset in options.presets:
         with tempfile.TemporaryDirectory() as name:
             layers = write_folder(Path(name), preset, options.layers, device)
             for tokens in options.lengths:
-                gc.collect()
                 for one in measure(Path(name), tokens, options):
-                    model = f"{preset}, {layers} layers"
-                    show(model, one)
-                    found.append({"model": model, **one})
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    print("\n".join(options.faults))
-    return int(bool(options.faults))
+                    found.append({"model": f"{preset}, {layers} layers", **one})
+                    show(found[-1])
+                    save(found, options.json)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(any(one["fault"] not in ("", OUT_OF_MEMORY) for one in found))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Shared parts of benchmarks on a GPU: weights drawn there, rows saved one by one, faults."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isp.comm import Mesh
+from isp.config import JobConfig
+from isp.train.step import TrainStep, make_train_step
+from isp.weights.parameter import ShardedParameter
+
+__all__ = ["OUT_OF_MEMORY", "draw_weights", "fault_of", "free_memory", "make_step", "save"]
+
+OUT_OF_MEMORY = "out of memory"
+
+
+def make_step(config: JobConfig, device: torch.device) -> TrainStep:
+    """Build the training step of one rank, with weights that the device draws."""
+    mesh = Mesh(config.topology(1), 0)
+    step = make_train_step(config, mesh, device, initial_weights=False)
+    draw_weights(step.built.parameters)
+    step.optimizer.take_up_weights()
+    step.weights_changed()
+    return step
+
+
+def draw_weights(parameters: Iterable[ShardedParameter]) -> None:
+    """Fill `parameters` on their device: matrices at random, norms with 1, biases with 0.
+
+    A run draws them on the host tile by tile, so that they are the same in every layout. That takes
+    15 s for 2e9 parameters, and a benchmark needs no particular values.
+    """
+    with torch.no_grad():
+        for item in parameters:
+            if item.parameter.dim() > 1:
+                item.parameter.normal_(0, 0.02)
+            else:
+                item.parameter.fill_(0 if item.name.endswith("bias") else 1)
+
+
+def fault_of(error: Exception) -> str:
+    """Return what went wrong, in a line for the row of a contestant."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"[:200]
+
+
+def free_memory() -> None:
+    """Give the memory of the last contestant back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def save(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """Write the rows so far as JSON, if a path is given; a kill never leaves half a file."""
+    if path is not None:
+        half = path.with_suffix(".part")
+        half.write_text(json.dumps(rows, indent=1))
+        half.replace(path)
