@@ -289,9 +289,8 @@ def of_a_layer(short: Pass, long: Pass, between: int = LONG - SHORT, number: int
     return found._replace(alive=number * found.alive)  # the last micro-batch's alone are there
 
 
-def measure(rounds: int) -> None:
-    """Print the table."""
-    every = rows()
+def measure(rounds: int, every: list[Row]) -> None:
+    """Print the table of these rows, plain torch first."""
     models = {row.name: (row.build(SHORT), row.build(LONG)) for row in every}
     heads = ["forward", "backward", "beyond", "median", *Counts._fields]
     print(f"| | {' | '.join(heads)} |\n|---|{'---:|' * len(heads)}")
@@ -334,11 +333,12 @@ def _a_layer(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="plain torch and isp by weight alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what nobody has sent is what memory held, and could be slow
     with as_on_device():
-        measure(options.rounds)
+        measure(options.rounds, rows()[:4] if options.quick else rows())
 
 
 if __name__ == "__main__":

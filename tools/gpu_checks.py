@@ -3,27 +3,28 @@
     python tools/gpu_checks.py attention --device cuda
     python tools/gpu_checks.py syncs --device cpu      # at toy size, to see that it runs
 
-Prints a table; exits with 1 where something is wrong. `--json` has the same numbers for programs.
+Prints a table; exits with 1 where something is wrong. `--json` has the same numbers for programs,
+saved after each row. Weights are drawn on the device, except where they are compared with a CPU's.
 `bash tools/gpu.sh` runs them all.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_memory import CONFIG, GIB, peak
+from bench_parts import fault_of, free_memory, make_step, save
 from torch import Tensor
 
 from isp.attention import AttentionMask, make_local_attention
@@ -63,11 +64,6 @@ def rows(config: JobConfig, device: torch.device, number: int, documents: int = 
     return batch.to(device)
 
 
-def step_of(config: JobConfig, device: torch.device) -> TrainStep:
-    """A training step as the trainer builds it."""
-    return make_train_step(config, Mesh(config.topology(1), 0), device)
-
-
 def wait(device: torch.device) -> None:
     """Until the device has done what is queued."""
     if device.type == "cuda":
@@ -88,7 +84,7 @@ def seconds(act: Callable[[], object], device: torch.device, times: int = 5) -> 
 
 def collective(device: torch.device) -> Numbers:
     """Host microseconds of an all-gather of 4 KiB and its wait, raw and through a channel."""
-    calls = 200 if device.type == "cpu" else 2000
+    calls = 20 if device.type == "cpu" else 2000
     with World(device) as world:
         if world.size == 1:  # a world of one rank starts nothing
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -131,11 +127,10 @@ def collective(device: torch.device) -> Numbers:
     return [{"what": name, "microseconds": us} for name, us in found.items()]
 
 
-def attention(device: torch.device) -> Numbers:
+def attention(device: torch.device) -> Iterator[dict[str, Any]]:
     """TFLOP/s of every backend, forward and backward, by half the square of each document."""
     toy = device.type == "cpu"
     length, dtype = (256, torch.float32) if toy else (131072, torch.bfloat16)
-    found: Numbers = []
     cases = [("plain", [length], None), ("packed", [length // 16] * 16, None)]
     cases.append(("window", [length], length // 32))
     q, k, v = (torch.randn(1, length, n, 128, device=device, dtype=dtype) for n in (4, 1, 1))
@@ -166,40 +161,49 @@ def attention(device: torch.device) -> Numbers:
 
             try:
                 one, two = seconds(forward, device, 3), seconds(both, device, 3)
-            except (RuntimeError, ValueError) as error:  # this kernel has no such mask
-                print(f"{backend:<8} {name:<7} {str(error).splitlines()[0][:90]}")
+            except Exception as error:  # such as: this kernel has no such mask
+                fault = fault_of(error)
+                print(f"{backend:<8} {name:<7} {fault[:90]}", flush=True)
+                yield {"backend": backend, "row": name, "fault": fault}
                 continue
             rates = [factor * 4 * 128 * pairs / s / 1e12 for factor, s in ((1, one), (3, two))]
-            print(f"{backend:<8} {name:<7} {rates[0]:8.1f} {rates[1]:8.1f} {two * 1e3:9.2f}")
-            found.append({"backend": backend, "row": name, "tflops": rates[1], "forward": rates[0]})
-    return found
+            print(
+                f"{backend:<8} {name:<7} {rates[0]:8.1f} {rates[1]:8.1f} {two * 1e3:9.2f}",
+                flush=True,
+            )
+            yield {"backend": backend, "row": name, "tflops": rates[1], "forward": rates[0]}
 
 
-def loss(device: torch.device) -> Numbers:
+def loss(device: torch.device) -> Iterator[dict[str, Any]]:
     """Peak memory of the loss of 16,384 tokens over 128,256 words, in chunks and at once."""
     tokens, words, size = (16384, 128256, 4096) if device.type == "cuda" else (64, 512, 32)
     dtype, width = ("bfloat16", 2) if device.type == "cuda" else ("float32", 4)
     model = (f"vocab_size={words}", f"hidden_size={size}", "num_layers=1", "intermediate_size=64")
     keys = [f"--model.{key}" for key in (*model, f"num_heads={size // 32}", "num_kv_heads=1")]
     keys += ["--model.preset=tiny", f"--training.dtype={dtype}"]
-    found: Numbers = []
     print(f"all logits once, in {dtype}: {tokens * words * width / GIB:.3f} GiB; a step's peak")
     for chunk in ("1024", "4096", "0"):
         config = job(device, tokens, *keys, f"--model.loss_chunk_tokens={chunk}")
-        step = step_of(config, device)
-        batch = rows(config, device, 0, 1)
-        step([batch], 1e-4)
-        taken = peak(step, batch, device) / GIB
-        print(f"model.loss_chunk_tokens={chunk:<5} {taken:7.3f} GiB beside weights and gradients")
-        found.append({"chunk_tokens": int(chunk), "peak_gib": taken})
-        del step
-    return found
+        one: dict[str, Any] = {"chunk_tokens": int(chunk)}
+        told = f"model.loss_chunk_tokens={chunk:<5}"
+        free_memory()
+        try:
+            step, batch = make_step(config, device), rows(config, device, 0, 1)
+            step([batch], 1e-4)
+            one["peak_gib"] = peak(step, batch, device) / GIB
+            del step
+            print(f"{told} {one['peak_gib']:7.3f} GiB beside weights and gradients", flush=True)
+        except Exception as error:
+            one["fault"] = fault_of(error)
+            print(f"{told} {one['fault']}", flush=True)
+        yield one
 
 
-def losses(config: JobConfig, device: torch.device, steps: int) -> tuple[list[float], list[Tensor]]:
+def losses(
+    step: TrainStep, config: JobConfig, device: torch.device, steps: int
+) -> tuple[list[float], list[Tensor]]:
     """The losses of so many steps, and the weights after them."""
-    torch.manual_seed(0)
-    step, found = step_of(config, device), []
+    found = []
     for number in range(steps):
         found.append(step([rows(config, device, number)], 1e-3).loss)
     step.drain()
@@ -210,8 +214,13 @@ def parity(device: torch.device) -> Numbers:
     """The losses of 20 steps on the device and on CPU, in float32: the same to 1e-3."""
     cpu, keys = torch.device("cpu"), (*TINY, "--model.checkpoint=0.5")
     steps, tokens = (20, 512) if device.type == "cuda" else (2, 64)
-    here, _ = losses(job(device, tokens, *keys), device, steps)
-    there, _ = losses(job(cpu, tokens, *keys), cpu, steps)
+
+    def on(where: torch.device) -> list[float]:  # a run's own weights, the same everywhere
+        config = job(where, tokens, *keys)
+        step = make_train_step(config, Mesh(config.topology(1), 0), where)
+        return losses(step, config, where, steps)[0]
+
+    here, there = on(device), on(cpu)
     off = [abs(a / b - 1) for a, b in zip(here, there, strict=True)]
     for number in sorted({0, 1, steps // 4, steps // 2, steps - 1}):
         print(
@@ -229,7 +238,12 @@ def deterministic(device: torch.device) -> Numbers:
         qwen(device, 2048, "--training.deterministic"),
         10 if device.type == "cuda" else 2,
     )
-    (one, first), (two, second) = (losses(config, device, steps) for _ in range(2))
+
+    def trained() -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        return losses(make_step(config, device), config, device, steps)
+
+    (one, first), (two, second) = trained(), trained()
     assert one == two, f"the losses differ: {one} and {two}"
     assert all(map(torch.equal, first, second)), "the weights differ"
     print(f"{len(one)} losses and {len(first)} weights are the same in every bit")
@@ -239,7 +253,7 @@ def deterministic(device: torch.device) -> Numbers:
 def syncs(device: torch.device) -> Numbers:
     """Lines of code that make the host wait for the device, in a step of two micro-batches."""
     config = qwen(device, 2048, "--data.micro_num=2")
-    step, steps = step_of(config, device), 3
+    step, steps = make_step(config, device), 3
     batches = [[rows(config, device, 2 * i + j) for j in range(2)] for i in range(steps + 1)]
     step(batches[0], 1e-4)
     wait(device)
@@ -264,7 +278,7 @@ def syncs(device: torch.device) -> Numbers:
 def kernels(device: torch.device) -> Numbers:
     """The kernels of a step of qwen3-0.6b at 8,192 tokens, and for how long the device is busy."""
     config = qwen(device, 8192)
-    step, batch = step_of(config, device), rows(config, device, 0)
+    step, batch = make_step(config, device), rows(config, device, 0)
     for _ in range(3):
         step([batch], 1e-4)
     wait(device)
@@ -337,7 +351,7 @@ def efficiencies(device: torch.device) -> Numbers:
     return [{"device": name, **found}]
 
 
-CHECKS = (
+CHECKS: tuple[Callable[[torch.device], Iterable[dict[str, Any]]], ...] = (
     collective, attention, loss, parity, syncs, kernels, deterministic, efficiencies,
 )  # fmt: skip
 
@@ -357,13 +371,14 @@ def main() -> int:
     device = torch.device("cuda", local) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         cuda.expand_segments()
+    found: Numbers = []
     try:
-        found = named[options.check](device)
+        for row in named[options.check](device):
+            found.append(row)
+            save(found, options.json)
     except AssertionError as error:
         print(f"wrong: {error}")
         return 1
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
     return 0
 
 
