@@ -102,9 +102,11 @@ class Compute:
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     attention: LocalAttention = field(default_factory=CpuAttention, repr=False)
+    draw: Callable[[Sequence[ShardedParameter]], object] | None = field(default=None, repr=False)
+    """Fills the shards of each contestant in its own way; None: the same weights in all."""
 
     def build(self, mesh: Mesh, communicator: WPCommunicator) -> Built:
-        """The decoder with the same weights in every contestant."""
+        """Build the decoder, with the same weights in every contestant unless there is `draw`."""
         layers = RankLayers(
             mode=Mode.ISP,
             tensor=mesh[Axis.TENSOR],
@@ -115,8 +117,10 @@ class Compute:
         )
         model = language_model(self.model, str(self.dtype).removeprefix("torch."))
         (chunk,) = model.build(layers, attention=self.attention)
-        chunk.init_weights(1)
         parameters = tuple(chunk.shards())
+        chunk.init_weights(1 if self.draw is None else None)
+        if self.draw is not None:
+            self.draw(parameters)
         return Built(chunk, parameters, MainGradients(parameters, mesh))
 
     def plain(self) -> Decoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,22 @@ def test_overlap_has_every_row(run: Callable[..., list[list[str]]]) -> None:
     assert not set(expected) - set(names)
     assert names[-1] == "the bound"
     assert any("reduce_scatter model.embed_tokens.weight.grad" in line[0] for line in lines)
+
+
+def test_all_receive_the_same_over_a_modelled_link(tmp_path: Path, run: Any) -> None:
+    """Catches a contestant that no longer runs, and bytes that are not of its gathers and sums."""
+    numbers = tmp_path / "n.json"
+    words = ["--device", "cpu", "--quick", "--layers", "2", "--rounds", "1"]
+    run("bench_link", *words, "--gb-per-second", "100", "--json", str(numbers))
+    received = {row["who"]: row["received_bytes"] for row in json.loads(numbers.read_text())}
+    hidden, vocab = 128, 8 * 128
+    block = hidden * (hidden + 64 + 3 * 448 + hidden)  # q, k and v, w1 w2 w3, wo
+    # Gathered for forward and backward and summed, but the last block is gathered once.
+    elements = (3 * 2 - 1) * block + 2 * 2 * vocab * hidden
+    assert received.pop("compute alone") == 0
+    assert received["ours"] == 4 * elements * 7 // 8  # in float32, of 7 other ranks
+    assert {"fully_shard", "fully_shard, explicit prefetch", "ours, per module"} < set(received)
+    assert all(0.99 < count / received["ours"] < 1.25 for count in received.values())
 
 
 def _beside_fully_shard(rank: int) -> list[str]:
