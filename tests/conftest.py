@@ -11,7 +11,7 @@ import torch
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from all but `-m gpu`, and let stop signals do what they do in a terminal.
+    """Hide GPUs from all but `-m "gpu ..."`, and let stop signals do what they do in a terminal.
 
     One thread a process computes: tests run beside each other, and wait for cores at each of many
     small operations otherwise.
@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
     torch.set_num_threads(1)
-    if config.getoption("markexpr") != "gpu":
+    if not config.getoption("markexpr").startswith("gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Garbage of this process may wait, when collected, for threads that a fork does not have.
     os.register_at_fork(after_in_child=gc.freeze)

@@ -75,6 +75,7 @@ def registered_buffers() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("case", [high_priority, expandable, registered_buffers])
 def test_torch_and_nccl_take_what_we_ask_for(case: Callable[[], None]) -> None:
     """Catches options, settings and memory that this torch, NCCL or GPU does not know."""

@@ -82,6 +82,7 @@ def test_the_comparison_itself() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.nccl
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_symmetric_memory_and_graphs_give_what_a_channel_gives() -> None:
     """Catches a barrier that is missing, a buffer of another rank, what cannot be captured."""

@@ -39,7 +39,7 @@ def _losses(device: torch.device, experts: int, recompute: float, dtype: str) ->
     [
         ("cpu", 4, 1.0, "float64"),  # that this world is one
         *(
-            pytest.param("cuda", *case, dtype, marks=pytest.mark.gpu)
+            pytest.param("cuda", *case, dtype, marks=(pytest.mark.gpu, pytest.mark.nccl))
             for case in ((4, 0.0), (4, 1.0), (3, 0.5))
             for dtype in ("float64", "bfloat16")
         ),
