@@ -1,31 +1,58 @@
 """Runs the steps of `gpu_steps` one after the other, each with a time limit of its own.
 
 Started by `bash tools/gpu.sh`. A step that fails or outlasts its limit is noted, and the next one
-begins. In the folder of the report each step has a log and a JSON file; the page,
-report/index.html, is made again after each of them. A step whose JSON says `passed` is not run
-again, unless it is named. With `--minutes` the first step takes what there is, and others begin
-where their limits fit into the rest.
+begins. In the folder of the report each step has a log and a JSON file; after each step the page,
+report/index.html, and results.tgz, which has all of them, are made again. A step whose JSON says
+`passed` is not run again, unless it is named.
+
+A part, or `--seconds`, limits the whole run. The limit of a step is a ceiling and reserves nothing:
+a step of a part begins if a third of it is left, and takes what there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_steps import STEPS, Step, words
+from gpu_steps import PARTS, QUESTIONS, ROOT, STEPS, Step, words
 
-ROOT = Path(__file__).parents[1]
+BEGUN = time.monotonic()
+"""Limits of a run count from here: the first import on a new machine can take a minute."""
 SHOWN_LINES = 60
 """Of the end of a log, on the page."""
+WHEELS = ROOT / ".whl"
+"""Where wheels lie for a machine without a network."""
+NEEDED = {
+    "numpy": "numpy",
+    "einops": "einops",
+    "pydantic": "pydantic",
+    "yaml": "pyyaml",
+    "safetensors": "safetensors",
+    "tqdm": "tqdm",
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+}
+"""Packages of ISP and its tests beyond torch, by the module that is imported."""
+ALONG = {
+    "pydantic": ("pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
+}
+"""Packages that a package needs, of matching versions."""
 
 
 class Machine(NamedTuple):
@@ -36,6 +63,51 @@ class Machine(NamedTuple):
     gpus: int
     facts: dict[str, str]
     """Devices and versions, for people."""
+
+
+def install_wheels(folder: Path) -> None:
+    """Install the wheels in `.whl` into `folder`, ahead of all else, if one is a new package."""
+    wheels = sorted(WHEELS.glob("*.whl"))
+    if not any(is_new(wheel) for wheel in wheels):
+        return
+    options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(folder))
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", *options, *map(str, wheels)],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        sys.exit(f"error: the wheels in {WHEELS} cannot be installed:\n{done.stderr[-1000:]}")
+    os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+
+
+def is_new(wheel: Path) -> bool:
+    """Return whether the package of a wheel is not installed."""
+    try:
+        distribution(wheel.name.partition("-")[0])
+    except PackageNotFoundError:
+        return True
+    return False
+
+
+def recipe(packages: Sequence[str]) -> str:
+    """Return how to bring `packages` to a machine without a network."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==", 1) for line in lines if "==" in line and line[0] != "#")
+    named = [one for package in packages for one in (package, *ALONG.get(package, ()))]
+    pinned = " ".join(f"{one}=={pins[one]}" if one in pins else one for one in named)
+    kinds = ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
+    platforms = " ".join(f"--platform {kind}_{platform.machine()}" for kind in kinds)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return (
+        f"error: {sys.executable} lacks {', '.join(packages)}. Install them. If this machine has"
+        " no network, run this where there is one, and bring the folder .whl here, to the root of"
+        " the repository:\n\n"
+        f"pip download --no-deps --only-binary=:all: --python-version {version} \\\n"
+        f"  --implementation cp {platforms} \\\n  -d .whl {pinned}\n"
+    )
 
 
 def look(device: str) -> Machine:
@@ -54,11 +126,15 @@ def look(device: str) -> Machine:
         "import isp.config\n"
         "print(json.dumps([n, facts]))"
     )
+    if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
+        sys.exit(recipe(missing))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment(device), capture_output=True
     )
     if done.returncode:
         why = done.stderr.decode().strip().rpartition("\n")[2]
+        if named := re.search(r"No module named '(\w+)", why):
+            sys.exit(recipe([named[1]]))
         sys.exit(f"error: {sys.executable} cannot load isp ({why}): pip install -e '.[report,hf]'")
     gpus, facts = json.loads(done.stdout.splitlines()[-1])
     return Machine(device, gpus, facts)
@@ -66,7 +142,7 @@ def look(device: str) -> Machine:
 
 def environment(device: str) -> dict[str, str]:
     """That of a step."""
-    added = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    added = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **added}
@@ -110,13 +186,42 @@ def run(step: Step, machine: Machine, folder: Path, seconds: float) -> dict[str,
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """End the step's ranks too: it has a session of its own."""
+    """End the step and its ranks, which have a session of their own.
+
+    The first signal is that of Ctrl-C: at it Python shows where it was, and pytest what has failed.
+    """
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def log_of(step: str, folder: Path) -> list[str]:
+    """Return the lines of a step's log."""
+    return (folder / f"{step}.log").read_text(errors="replace").splitlines()
+
+
+def pack(folder: Path) -> None:
+    """Write all logs, numbers and the page into one archive, whole at any time."""
+    half = folder / "results.part"
+    with tarfile.open(half, "w:gz") as archive:
+        for path in sorted((*folder.glob("*.log"), *folder.glob("*.json"), *folder.glob("report"))):
+            archive.add(path, f"results/{path.name}")
+    half.replace(folder / "results.tgz")
+
+
+def show_failures(found: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Print what failed in each step: tests, or the last line of its log."""
+    for one in found:
+        if one["exit"]:
+            log = log_of(one["step"], folder)
+            short = [line for line in log if line.startswith(("FAILED ", "ERROR "))]
+            short = short or [line for line in log if re.search(r" (FAILED|ERROR)\b", line)]
+            print(f"{one['step']}: {one['result']}")
+            for line in (short or [line for line in log if line.strip()][-1:])[:20]:
+                print(f"    {line[:160]}")
 
 
 def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) -> Path | None:
@@ -132,11 +237,12 @@ def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) 
     sections = [Section(title="Machine", facts=tuple(machine.facts.items()))]
     sections.append(Section(title="Steps", table=table))
     for one in found:
-        log = (folder / f"{one['step']}.log").read_text(errors="replace").splitlines()
         facts = (("result", one["result"]), ("command", one["command"]))
-        shown = "\n".join(log[-SHOWN_LINES:])
+        shown = "\n".join(log_of(one["step"], folder)[-SHOWN_LINES:])
         title = f"{one['step']}: {one['asks']}"
         sections.append(Section(title=title, facts=facts, listing=shown))
+    answers = Table([("question that no CPU answers", "steps"), *QUESTIONS], text_from=0)
+    sections.append(Section(title="Questions", table=answers))
     toy = "" if machine.device == "cuda" else ", at toy size on a CPU: no number means anything"
     page = Page(
         title=f"isp on {machine.facts['GPUs'] if machine.device == 'cuda' else 'a CPU'}",
@@ -155,7 +261,8 @@ def chosen(names: Sequence[str], machine: Machine) -> list[Step]:
     """The steps to run, in order; what cannot run on the machine is reported and left out."""
     picked = []
     for step in STEPS:
-        expected = step.name in names if names else step.default
+        after = not step.part and step.default and list(PARTS)[-1] in names
+        expected = {step.name, step.part} & set(names) or after if names else step.default
         if expected and machine.device == "cuda" and machine.gpus < step.gpus:
             print(f"{step.name}: left out, needs {step.gpus} GPUs and there is {machine.gpus}")
         elif expected and machine.device == "cpu" and not step.toy:
@@ -165,17 +272,19 @@ def chosen(names: Sequence[str], machine: Machine) -> list[Step]:
     return picked
 
 
-def in_turn(steps: Sequence[Step], found: dict[str, dict[str, Any]], *, named: bool) -> list[Step]:
-    """The steps that are to be run: unless they are `named`, those that have not passed, and first
-    of them those that have not been tried.
+def in_turn(
+    steps: Sequence[Step], found: dict[str, dict[str, Any]], names: Sequence[str]
+) -> list[Step]:
+    """Return the steps to run: those in `names`, and the others that have not passed.
+
+    Those that have been tried before come last.
     """
-    if named:
-        return list(steps)
-    for step in steps:
-        if step.name in found and found[step.name]["exit"] == 0:
-            print(f"{step.name}: passed before")
-    left = [step for step in steps if step.name not in found or found[step.name]["exit"]]
-    return sorted(left, key=lambda step: step.name in found)
+    tried = {step.name for step in steps if step.name in found and step.name not in names}
+    passed = {name for name in tried if found[name]["exit"] == 0}
+    for name in (step.name for step in steps if step.name in passed):
+        print(f"{name}: passed before")
+    left = [step for step in steps if step.name not in passed]
+    return sorted(left, key=lambda step: step.name in tried)
 
 
 def main() -> int:
@@ -183,25 +292,46 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bash tools/gpu.sh", description="Tests, checks and benchmarks on GPUs; one report."
     )
-    parser.add_argument("names", nargs="*", metavar="STEP", help="these alone, done or not")
-    parser.add_argument("--out", type=Path, help="folder of the report (outputs/gpu)")
+    parser.add_argument(
+        "names", nargs="*", metavar="PART or STEP", help="these alone; steps even if done"
+    )
+    out = os.environ.get("OUT")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=out and Path(out),
+        help="folder of the report (the variable OUT, or else outputs/gpu)",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry", dest="device", action="store_const", const="cpu")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="in all")
+    told = ", ".join(f"{name} {seconds:g}" for name, seconds in PARTS.items())
+    parser.add_argument("--seconds", type=float, help=f"in all ({told}, others no limit)")
     parser.add_argument("--list", action="store_true", help="name the steps")
     options = parser.parse_args()
     if options.list:
         for step in STEPS:
             on = f", {step.gpus} GPUs" if step.gpus > 1 else ""
             only = "" if step.default else ", by name alone"
-            print(f"{step.name:<14} {step.asks} (at most {step.minutes:g} min{on}{only})")
+            print(f"{step.part:<7} {step.name:<15} {step.asks} (", end="")
+            print(f"at most {step.seconds:g} s{on}{only})")
         return 0
-    if odd := set(options.names) - {step.name for step in STEPS}:
+    if odd := set(options.names) - {step.name for step in STEPS} - set(PARTS):
         parser.error(f"no such step: {', '.join(sorted(odd))}; --list names them")
+    if options.seconds is None:
+        limited = options.names and set(options.names) <= set(PARTS)
+        options.seconds = sum(PARTS[n] for n in options.names) if limited else float("inf")
+    with tempfile.TemporaryDirectory() as wheels:
+        install_wheels(Path(wheels))
+        return run_on_machine(options)
+
+
+def run_on_machine(options: argparse.Namespace) -> int:
+    """Run what `options` name on this machine."""
     machine = look(options.device)
     if options.device == "cuda" and not machine.gpus:
         print("no GPU here: `bash tools/gpu.sh --device cpu` runs every step at toy size")
         return 1
+    print(f"GPUs: {machine.facts['GPUs']}, loaded in {time.monotonic() - BEGUN:.0f} s", flush=True)
     folder = options.out or ROOT / "outputs" / ("gpu" if options.device == "cuda" else "gpu_dry")
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -210,26 +340,31 @@ def main() -> int:
 
 def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
     """Run the chosen steps; 1 if one of them did not pass."""
-    end = time.monotonic() + 60 * options.minutes
+    end = BEGUN + options.seconds
     found: dict[str, dict[str, Any]] = {}
     for step in STEPS:
         file = folder / f"{step.name}.json"
         if file.exists():
             found[step.name] = json.loads(file.read_text())
-    page, begun = None, False
-    for step in in_turn(chosen(options.names, machine), found, named=bool(options.names)):
+    page, ordered = None, list(found.values())
+    for step in in_turn(chosen(options.names, machine), found, options.names):
         left = end - time.monotonic()
-        if begun and left < 60 * step.minutes:
+        if left < step.least:
             print(f"{step.name}: left for the next time")
             continue
-        begun = True
         print(f"{step.name}: {step.asks} ...", flush=True)
-        found[step.name] = run(step, machine, folder, min(60 * step.minutes, left))
-        print(f"    {found[step.name]['result']}, {found[step.name]['seconds']} s", flush=True)
+        limit = step.seconds * (1 if machine.device == "cuda" else 2)  # imports take most of a toy
+        found[step.name] = one = run(step, machine, folder, min(limit, left))
+        for line in log_of(step.name, folder)[-step.shown :]:
+            print(f"    {line[:160]}")
+        at = time.monotonic() - BEGUN
+        print(f"  {one['result']}, {one['seconds']:.0f} s (at {at:.0f} s)", flush=True)
         ordered = [found[s.name] for s in STEPS if s.name in found]
         page = write_page(machine, ordered, folder)
+        pack(folder)
+    show_failures(ordered, folder)
     print(f"report: {page or f'{folder}; for a page: pip install -e .[report]'}")
-    return int(any(one["exit"] for one in found.values()))
+    return int(any(one["exit"] for one in ordered))
 
 
 if __name__ == "__main__":

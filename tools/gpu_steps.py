@@ -1,6 +1,7 @@
 """The steps of `bash tools/gpu.sh`, in the order of what they tell.
 
-A step prints what it finds. Those that want several GPUs are left out on one.
+The first quarter of an hour on one GPU is two parts, `first` and `second`. A step prints what it
+finds. Those that want several GPUs are left out on one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["STEPS", "Step", "words"]
+__all__ = ["PARTS", "QUESTIONS", "ROOT", "STEPS", "Step", "words"]
 
+ROOT = Path(__file__).parents[1]
+PARTS = {"first": 530.0, "second": 290.0}
+"""Seconds of each part."""
 CHECK = "{python} tools/gpu_checks.py"
 QWEN = "configs/one_gpu.yaml --training.device cuda"
 SMALL = "configs/quickstart.yaml --model.num_layers 1 --model.sliding_window null --data.seq_len 64"
 RANKS = (
     "{python} -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {ranks}"
 )
-LLAMA = "--model.preset llama3.1-8b --optimizer.offload_states"
+LLAMA = "--model.preset llama3.1-8b"
+TOY = "--lengths 64 --model.num_layers 2 --model.hidden_size 64 --model.vocab_size 512"
+LAST_RUNGS = f"{TOY} --only 'inputs on the host,every 4th of them'"
 
 
 class Step(NamedTuple):
@@ -27,55 +33,138 @@ class Step(NamedTuple):
     name: str
     asks: str
     """The question that it answers."""
-    minutes: float
+    seconds: float
     """The most it may take."""
     command: str
     toy: str
     """What it is on a CPU; empty: nothing."""
+    part: str = ""
+    """One of `PARTS`; without, the step runs after both, if there is time for all of it."""
     gpus: int = 1
     """The least it needs."""
     default: bool = True
     """Whether it is run unless it is named."""
+    shown: int = 12
+    """Lines of the end of its log that the terminal shows."""
+
+    @property
+    def least(self) -> float:
+        """Seconds without which it does not begin: in less, a step of a part tells nothing."""
+        return self.seconds / 3 if self.part else self.seconds
 
 
-def check(name: str, asks: str, minutes: float) -> Step:
+def check(name: str, asks: str, seconds: float, part: str = "") -> Step:
     """One of `gpu_checks.py`."""
     both = f"{CHECK} {name} --json {{json}} --device"
-    return Step(name, asks, minutes, f"{both} cuda", f"{both} cpu")
+    return Step(name, asks, seconds, f"{both} cuda", f"{both} cpu", part)
 
 
-PYTEST = "{python} -m pytest -m gpu -q -p no:cacheprovider --continue-on-collection-errors"
+# -v and faulthandler: a test that hangs is named, and its stack shown, before the step is ended.
+PYTEST = (
+    "{python} -m pytest -v -rfE --tb=short --durations=8 -p no:cacheprovider"
+    " --continue-on-collection-errors --timeout 60 -o faulthandler_timeout=45"
+)
+COLLECTED = "{python} -m pytest -q --collect-only -p no:cacheprovider"
+WITHOUT_NCCL, WITH_NCCL = "-m 'gpu and not nccl'", "-m 'gpu and nccl'"
 HF = "{python} tools/bench_mfu.py --json {json}"
 MEMORY = "{python} tools/bench_memory.py --json {json}"
 
 STEPS = (
     Step(
-        "tests",
-        "do the tests pass that need a GPU",
-        6,
-        PYTEST,
-        f"{PYTEST} --collect-only tests/test_rng.py tests/train/test_gpu.py",
+        "facts",
+        "what is this machine: memory, compilers, packages, seconds to import",
+        45,
+        "{python} tools/gpu_facts.py --json {json} --device cuda",
+        "{python} tools/gpu_facts.py --json {json} --device cpu",
+        "first",
+        shown=40,
     ),
-    check("parity", "are 20 losses in float32 those of a CPU", 2),
+    Step(
+        "tests",
+        "do the tests pass that need a GPU and not NCCL",
+        100,
+        f"{PYTEST} {WITHOUT_NCCL} {{gpu_tests}}",
+        f"{COLLECTED} {WITHOUT_NCCL} {{gpu_tests}}",
+        "first",
+    ),
+    Step(
+        "tests_nccl",
+        "do the tests pass that start NCCL, as one rank",
+        90,
+        f"{PYTEST} {WITH_NCCL} -k 'not two_ranks' {{nccl_tests}}",
+        f"{COLLECTED} {WITH_NCCL} -k 'not two_ranks' tests/train/test_gpu.py",
+        "first",
+    ),
+    check("parity", "are 20 losses in float32 those of a CPU", 45, "first"),
+    Step(
+        "two_ranks",
+        "do two ranks of NCCL, on one GPU if there is one, train as one CPU in eight layouts",
+        90,
+        f"{PYTEST} -s -m gpu -k two_ranks tests/train/test_gpu.py",
+        f"{COLLECTED} -m gpu -k two_ranks tests/train/test_gpu.py",
+        "first",
+    ),
     Step(
         "mfu",
-        "how fast is a step of qwen3-0.6b, beside transformers: the MFU",
-        5,
-        f"{HF} --device cuda --presets qwen3-0.6b --lengths 2048 8192 32768"
+        "how fast is a step of qwen3-0.6b, compared with transformers and fully_shard: the MFU",
+        130,
+        f"{HF} --device cuda --presets qwen3-0.6b --lengths 8192 32768 --recompute-from 32768"
+        " --rounds 3 --also model.attention_backend=cudnn",
+        f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1 --recompute-from 64"
         " --also model.compile=false",
-        f"{HF} --device cpu --presets tiny --lengths 64 --rounds 1",
+        "first",
+    ),
+    check("attention", "how fast is each attention backend at 131,072 tokens", 40, "first"),
+    Step(
+        "memory",
+        "does a step take the planned memory: 131,072 tokens, four layers of llama3.1-8b",
+        100,
+        f"{MEMORY} --device cuda --lengths 131072 {LLAMA} --model.num_layers 4"
+        " --only 'recompute all blocks,MLP in tiles,inputs on the host'",
+        f"{MEMORY} {LAST_RUNGS}",
+        "second",
     ),
     Step(
+        "link",
+        "how much of a modelled link of 100, 200 and 400 GB/s is exposed, ours and fully_shard's",
+        75,
+        "{python} tools/bench_link.py --json {json} --device cuda",
+        "{python} tools/bench_link.py --json {json} --device cpu --quick --layers 1 --rounds 1"
+        " --gb-per-second 100",
+        "second",
+        shown=30,
+    ),
+    check("kernels", "which kernels is a step made of, and is the device ever idle", 40, "second"),
+    check("syncs", "what makes the host wait for the device", 40, "second"),
+    Step(
         "host",
-        "what does the host of this machine need for a layer, beside plain torch",
-        2,
-        "{python} tools/bench_host.py --rounds 10",
-        "{python} tools/bench_host.py --rounds 1",
+        "what does the host of this machine need for a layer, compared with plain torch",
+        35,
+        "{python} tools/bench_host.py --quick --rounds 10",
+        "{python} tools/bench_host.py --quick --rounds 1",
+        "second",
+    ),
+    Step(
+        "offload_states",
+        "does a step run with optimizer states on the host",
+        40,
+        f"{MEMORY} --device cuda --lengths 65536 {LLAMA} --model.num_layers 4"
+        " --optimizer.offload_states --only 'MLP in tiles'",
+        f"{MEMORY} {TOY} --optimizer.offload_states --only 'MLP in tiles'",
+        "second",
+    ),
+    Step(
+        "mfu_8b",
+        "what is the MFU of four of the 32 layers of llama3.1-8b",
+        60,
+        f"{HF} --device cuda --presets llama3.1-8b --layers 4 --lengths 32768 --rounds 3"
+        " --recompute-from 32768",
+        f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1",
     ),
     Step(
         "modes",
         "what does communication cost in the four modes",
-        6,
+        360,
         f"{{python}} -m isp profile {QWEN} --parallel.tensor.size {{ranks}} --nproc {{ranks}}"
         " --parallel.weight.size {ranks} --job.dump_folder {folder}/modes --html",
         f"{{python}} -m isp profile {SMALL} --nproc 2 --parallel.weight.size 2 --steps 1"
@@ -85,7 +174,7 @@ STEPS = (
     Step(
         "exposed",
         "is the exposed time of a profile that of torch.profiler's trace",
-        4,
+        240,
         "{python} tools/check_with_torch.py {folder}/modes",
         "",
         gpus=2,
@@ -93,34 +182,31 @@ STEPS = (
     Step(
         "fully_shard",
         "is a step with weights split over the GPUs ahead of torch's fully_shard",
-        4,
+        240,
         f"{RANKS} tools/bench_fully_shard.py --json {{json}}",
         f"{RANKS} tools/bench_fully_shard.py --json {{json}} --device cpu --quick",
         gpus=2,
     ),
+    check("deterministic", "do two deterministic runs give the same bits", 60),
+    check("loss", "what memory does the loss take", 60),
     Step(
-        "mfu_8b",
-        "what is the MFU of four of the 32 layers of llama3.1-8b",
-        6,
-        f"{HF} --device cuda --presets llama3.1-8b --layers 4 --lengths 8192 32768 131072",
+        "ladder",
+        "does each rung of the memory ladder take what isp plan says",
+        240,
+        f"{MEMORY} --device cuda --lengths 32768,65536 {LLAMA} --model.num_layers 4",
+        f"{MEMORY} {LAST_RUNGS}",
+    ),
+    Step(
+        "mfu_short",
+        "how fast are rows of 2,048 tokens, also without model.compile",
+        60,
+        f"{HF} --device cuda --presets qwen3-0.6b --lengths 2048 --also model.compile=false",
         f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1",
     ),
-    check("syncs", "what makes the host wait for the device", 2),
-    check("attention", "how fast is each attention backend at 131,072 tokens", 3),
-    check("kernels", "which kernels is a step made of, and is the device ever idle", 2),
-    check("deterministic", "do two deterministic runs give the same bits", 2),
-    Step(
-        "memory",
-        "does a rung of the memory ladder take what isp plan says, of four layers of llama3.1-8b",
-        6,
-        f"{MEMORY} --device cuda --lengths 65536,131072 {LLAMA} --model.num_layers 4",
-        f"{MEMORY} --lengths 64,128 --model.num_layers 2 --rungs 3",
-    ),
-    check("loss", "what memory does the loss take", 2),
     Step(
         "collective_2",
         "what does a channel add to a collective between GPUs",
-        2,
+        120,
         f"{RANKS} tools/gpu_checks.py collective --device cuda",
         f"{RANKS} tools/gpu_checks.py collective --device cpu",
         gpus=2,
@@ -128,31 +214,31 @@ STEPS = (
     Step(
         "calibrate_2",
         "how fast are the links between GPUs, for isp plan",
-        3,
+        180,
         "{python} -m isp calibrate --nproc {ranks}",
         "{python} -m isp calibrate --nproc 2 --quick",
         gpus=2,
     ),
-    check("efficiencies", "what shares of its peaks does the device reach, for isp plan", 2),
+    check("efficiencies", "what shares of its peaks does the device reach, for isp plan", 60),
     Step(
         "calibrate",
         "what does isp calibrate find",
-        2,
+        120,
         "{python} -m isp calibrate",
         "{python} -m isp calibrate --quick",
     ),
     Step(
         "slices",
         "what do kernels lose by the slices of context ranks",
-        2,
+        120,
         "{python} tools/bench_slices.py --device cuda --tokens 32768",
         "{python} tools/bench_slices.py --tokens 64 --rounds 1 --heads 2",
     ),
-    check("collective", "what does a channel add to a collective on the host", 1),
+    check("collective", "what does a channel add to a collective on the host", 60),
     Step(
         "profile",
         "what does isp profile say of one rank",
-        2,
+        120,
         f"{{python}} -m isp profile {QWEN} --modes isp --steps 3"
         " --job.dump_folder {folder}/profile",
         f"{{python}} -m isp profile {SMALL} --steps 1 --job.dump_folder {{folder}}/profile"
@@ -161,16 +247,16 @@ STEPS = (
     Step(
         "memory_300k",
         "do 300,000 tokens of eight layers of llama3.1-8b fit as planned",
-        10,
-        f"{MEMORY} --device cuda --lengths 300032 {LLAMA} --model.num_layers 8"
-        " --only 'inputs on the host'",
-        f"{MEMORY} --lengths 256 --model.num_layers 2 --only 'recompute all blocks'",
+        600,
+        f"{MEMORY} --device cuda --lengths 300032 {LLAMA} --optimizer.offload_states"
+        " --model.num_layers 8 --only 'inputs on the host'",
+        f"{MEMORY} {TOY} --only 'every 4th of them'",
         default=False,
     ),
     Step(
         "nccl_ub",
         "what do buffers that are registered with NCCL win (needs NVLink SHARP)",
-        3,
+        180,
         f"{{python}} -m isp profile {QWEN} --parallel.tensor.size {{ranks}} --nproc {{ranks}}"
         " --modes isp --parallel.weight.size {ranks} --parallel.weight.nccl_ub"
         " --job.dump_folder {folder}/nccl_ub",
@@ -179,6 +265,33 @@ STEPS = (
         default=False,
     ),
 )
+
+QUESTIONS = (
+    ("does attention_backend=auto take the fastest kernel for one long document", "mfu, attention"),
+    ("do streams that share a hardware queue hold each other up", "kernels, link"),
+    ("is the host's memory read right before states are moved to it", "facts, offload_states"),
+    ("how long does collecting and running the tests take", "tests, tests_nccl"),
+    ("what share of a step is the loss, element by element over the vocabulary", "kernels"),
+    ("what does compiling cost the first process", "mfu_short"),
+    ("does page-locking many small pieces of memory fail", "tests"),
+    ("how long does page-locking 23 GB take", "offload_states"),
+    ("do expandable segments work in this machine", "tests_nccl, memory"),
+    ("do kernels of fla take float32", "tests, if fla-core is installed"),
+    ("do NCCL's receives that wait fill the device", "two_ranks, not its speed"),
+    ("what do deterministic runs cost, and do they run", "deterministic"),
+    ("how long do the first import and a name look-up take", "facts"),
+    ("does registering buffers with NCCL work without NVLink SHARP", "tests_nccl"),
+    ("do grouped products that are not in bfloat16 make the host wait", "none: models are dense"),
+    ("is memory of gathered weights reused too early", "tests, two_ranks"),
+    ("how much memory does a communicator of NCCL take", "several GPUs only"),
+)
+"""What no CPU can show, each with the steps that answer it."""
+
+
+def tests_with(marker: str) -> list[str]:
+    """Return the test files that use a marker: to collect all files takes longer than these run."""
+    files = (path for path in (ROOT / "tests").rglob("test_*.py"))
+    return sorted(str(p.relative_to(ROOT)) for p in files if f"mark.{marker}" in p.read_text())
 
 
 def words(step: Step, device: str, gpus: int, numbers: Path, folder: Path) -> list[str]:
@@ -193,4 +306,8 @@ def words(step: Step, device: str, gpus: int, numbers: Path, folder: Path) -> li
     found = shlex.split(step.command if device == "cuda" else step.toy)
     for name, value in filled.items():
         found = [word.replace(name, value) for word in found]
+    for marker in ("gpu", "nccl"):
+        if (word := f"{{{marker}_tests}}") in found:
+            place = found.index(word)
+            found[place : place + 1] = tests_with(marker)
     return found

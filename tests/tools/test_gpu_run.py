@@ -3,48 +3,75 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from model.config import ModelConfig
+from model.huggingface import config_json
+from model.presets import PRESETS
 from tests.report.html_page import HtmlPage
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
+import bench_memory  # noqa: E402
+import bench_mfu  # noqa: E402
 import gpu_run  # noqa: E402
 from check_with_torch import shares  # noqa: E402
-from gpu_steps import STEPS, Step, words  # noqa: E402
+from gpu_steps import PARTS, QUESTIONS, STEPS, Step, words  # noqa: E402
 
 ONE_GPU = gpu_run.Machine("cuda", 1, {"GPUs": "NVIDIA X"})
 
 
-def _step(name: str, code: str) -> Step:
-    return Step(name, "what for", 1, f'{{python}} -c "{code}"', "")
+def _step(name: str, code: str, seconds: float = 60.0) -> Step:
+    return Step(name, "what for", seconds, f'{{python}} -c "{code}"', "", "first")
 
 
-def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch):
-    """Catches a failure that ends the run, a rank left running, and a page that does not tell."""
+def _run(folder: Path, *names: str, seconds: float = 999.0) -> int:
+    """Run the steps with so many seconds from now."""
+    gpu_run.BEGUN = time.monotonic()
+    options = gpu_run.argparse.Namespace(names=list(names), seconds=seconds)
+    return gpu_run.run_all(options, ONE_GPU, folder)
+
+
+def _begun(told: str) -> list[str]:
+    return [line.split(":")[0] for line in told.splitlines() if line.endswith("...")]
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_run, "BEGUN", 0.0)
+
+
+def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch, capsys):
+    """Catches a failure that ends the run, a rank left running, and a report that does not tell."""
     leave = "import subprocess, time; print(subprocess.Popen(['sleep', '99']).pid, flush=True)"
+    row = "open('{json}', 'w').write('[7]')"
     steps = (
-        _step("hangs", f"{leave}; time.sleep(99)"),
-        _step("fails", "print('<b> & why'); exit(3)"),
-        Step("counts", "", 1, "{python} -c \"open('{json}', 'w').write('[7]')\"", ""),
+        _step("hangs", f"{leave}; {row}; time.sleep(99)", seconds=3),
+        _step("fails", "print('FAILED tests/a.py::b'); print('<b> & why'); exit(3)"),
+        _step("counts", row),
         _step("two", "")._replace(gpus=2),
     )
-    monkeypatch.setattr(gpu_run, "STEPS", (steps[0]._replace(minutes=0.03), *steps[1:]))
-    options = gpu_run.argparse.Namespace(names=[], minutes=9.0)
-    assert gpu_run.run_all(options, ONE_GPU, tmp_path) == 1
+    monkeypatch.setattr(gpu_run, "STEPS", steps)
+    assert _run(tmp_path) == 1
     found = {p.stem: json.loads(p.read_text()) for p in tmp_path.glob("*.json")}
     assert {name: one["result"].split(" after")[0] for name, one in found.items()} == {
         "hangs": "stopped",
         "fails": "failed with 3",
         "counts": "passed",
     }
-    assert found["counts"]["numbers"] == [7]
-    left = Path("/proc") / (tmp_path / "hangs.log").read_text().strip()
+    assert found["counts"]["numbers"] == found["hangs"]["numbers"] == [7]
+    pid, *where = (tmp_path / "hangs.log").read_text().splitlines()
+    assert where[-1] == "KeyboardInterrupt"  # the log says where it was
+    left = Path("/proc", pid)
     for _ in range(50):
         if not left.exists() or ") Z" in (left / "stat").read_text():
             break
@@ -54,21 +81,158 @@ def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch):
     page = HtmlPage((tmp_path / "report" / "index.html").read_text())
     assert "1 of 3 steps passed" in page.text
     assert "<b> & why" in page.text
+    assert all(question in page.text for question, _ in QUESTIONS)
+    *_, first, why, second, test, report = capsys.readouterr().out.splitlines()
+    assert (first, why) == ("hangs: stopped after its 3 s", "    KeyboardInterrupt")
+    assert (second, test) == ("fails: failed with 3", "    FAILED tests/a.py::b")
+    assert report.startswith("report: ")
     log = (tmp_path / "counts.json").stat().st_mtime_ns
-    gpu_run.run_all(options, ONE_GPU, tmp_path)
+    _run(tmp_path)
     assert (tmp_path / "counts.json").stat().st_mtime_ns == log, "what has passed is done again"
 
 
-def test_a_short_call_does_what_fits_and_the_next_one_the_rest(tmp_path, monkeypatch, capsys):
-    """Catches time spent on a step that cannot end in it, or on what failed before."""
-    steps = _step("fails", "exit(3)"), _step("long", "")._replace(minutes=9), _step("short", "")
+def test_everything_is_in_the_archive_after_each_step(tmp_path, monkeypatch):
+    """Catches results that a stop of the machine takes: the second step is the first's witness."""
+    see = "import shutil; shutil.copy('{folder}/results.tgz', '{folder}/seen.tgz')"
+    steps = _step("one", "print(1)"), _step("two", see)
     monkeypatch.setattr(gpu_run, "STEPS", steps)
-    options = gpu_run.argparse.Namespace(names=[], minutes=5.0)
-    for begun in (["fails", "short"], ["long", "fails"]):
-        gpu_run.run_all(options, ONE_GPU, tmp_path)
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.split(":")[0] for line in lines if line.endswith("...")] == begun
-    assert json.loads((tmp_path / "long.json").read_text())["exit"] == 0
+    assert _run(tmp_path) == 0
+    for name, logs in (("seen", ["one"]), ("results", ["one", "two"])):
+        with tarfile.open(tmp_path / f"{name}.tgz") as archive:
+            expected = {f"results/{log}.{kind}" for log in logs for kind in ("log", "json")}
+            assert {*expected, "results/report/index.html"} <= {*archive.getnames()}
+
+
+def test_a_short_call_does_what_fits_and_the_next_one_the_rest(tmp_path, monkeypatch, capsys):
+    """Catches limits that are reserved, and time spent on a step that cannot end in it."""
+    steps = (
+        _step("fails", "exit(3)"),
+        _step("long", "", seconds=240),
+        _step("too_long", "", seconds=600),
+        _step("whole", "", seconds=120)._replace(part=""),
+        _step("short", ""),
+    )
+    monkeypatch.setattr(gpu_run, "STEPS", steps)
+    allowed = {}
+    real = gpu_run.run
+
+    def noted(step, machine, folder, seconds):
+        allowed[step.name] = seconds
+        return real(step, machine, folder, seconds)
+
+    monkeypatch.setattr(gpu_run, "run", noted)
+    for begun in (["fails", "long", "short"], ["fails"]):
+        _run(tmp_path, seconds=100)
+        assert _begun(capsys.readouterr().out) == begun
+    assert allowed["short"] == 60
+    assert 60 < allowed["long"] < 100
+    _run(tmp_path)
+    assert _begun(capsys.readouterr().out) == ["too_long", "whole", "fails"]
+    _run(tmp_path, "long")
+    assert _begun(capsys.readouterr().out) == ["long"]
+
+
+def test_the_parts_are_the_steps_of_one_gpu():
+    """Catches a part that wants two GPUs, and one whose steps are named or missing."""
+    of = {part: gpu_run.chosen([part], ONE_GPU) for part in PARTS}
+    first, second = of.values()
+    assert [step.name for step in first][:2] == ["facts", "tests"]
+    assert {step.part for step in first} == {"first"}
+    assert {step.part for step in second} == {"second", ""}  # then what is left, if there is time
+    assert [step.part for step in second] == sorted((s.part for s in second), reverse=True)
+    assert not [step for step in (*first, *second) if step.gpus > 1 or not step.default]
+    for part, seconds in PARTS.items():
+        assert sum(step.seconds for step in STEPS if step.part == part) < 1.2 * seconds
+
+
+def test_missing_packages_come_with_a_recipe(monkeypatch):
+    """Catches a traceback, or advice that needs a network, where packages are missing."""
+    monkeypatch.setitem(gpu_run.NEEDED, "isp_not_there", "pydantic")
+    with pytest.raises(SystemExit) as stopped:
+        gpu_run.look("cpu")
+    told = str(stopped.value)
+    assert "lacks pydantic" in told
+    pins = r"-d \.whl pydantic==\S+ pydantic_core==\S+ annotated-types==\S+ typing-inspection==\S+"
+    assert re.search(rf"pip download --no-deps [^;]+ {pins} typing_extensions==\S+\n", told)
+
+
+def test_wheels_are_installed_for_a_run(tmp_path, monkeypatch):
+    """Catches wheels that are ignored, found behind what is installed, or installed for nothing."""
+    monkeypatch.setattr(gpu_run, "WHEELS", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "before")
+    info = "isp_not_there-1.0.dist-info"
+    with zipfile.ZipFile(tmp_path / "isp_not_there-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("isp_not_there.py", "")
+        wheel.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: isp_not_there\nVersion: 1.0\n"
+        )
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    there = tmp_path / "there"
+    gpu_run.install_wheels(there)
+    assert (there / "isp_not_there.py").exists()
+    assert gpu_run.environment("cpu")["PYTHONPATH"] == f"{there}:before"
+    gpu_run.install_wheels(tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("fault", [ValueError("no host memory\nat all"), RuntimeError("a kernel")])
+def test_a_contestant_that_fails_is_a_row(tmp_path, monkeypatch, fault):
+    """Catches a failure that ends a benchmark, or is lost, or hides what was measured before."""
+    numbers = tmp_path / "n.json"
+
+    def measure(rung, tokens, options):
+        if rung == 2:
+            raise fault
+        if rung == 3:
+            assert len(json.loads(numbers.read_text())) == 2  # what is measured is saved
+            raise torch.OutOfMemoryError
+        return bench_memory.Row(list(bench_memory.RUNGS)[rung], tokens, 2, 1, 1.0)
+
+    monkeypatch.setattr(bench_memory, "measure", measure)
+    words = ["--rungs", "4", "--lengths", "8", "--json", str(numbers)]
+    only = "loss in chunks,recompute all blocks,MLP in tiles"
+    monkeypatch.setattr(sys, "argv", ["bench_memory.py", *words, "--only", only])
+    assert bench_memory.main() == 1
+    faults = [row["fault"] for row in json.loads(numbers.read_text())]
+    told = str(fault).split("\n")[0]
+    assert faults == ["", f"{type(fault).__name__}: {told}", "out of memory"]
+
+
+def test_a_contestant_of_mfu_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
+    """Catches the same beside transformers, and a loss that is another model's."""
+
+    def ours(config, batch, mesh):
+        if not config.model.compile:
+            raise ValueError("not so")
+        return lambda: 5.0
+
+    monkeypatch.setattr(bench_mfu, "write_folder", _tiny_folder)
+    monkeypatch.setattr(bench_mfu, "ours", ours)
+    monkeypatch.setattr(
+        bench_mfu, "plain", lambda *_, shard=None: lambda: 5.01 if shard is None else 7.0
+    )
+    numbers = tmp_path / "n.json"
+    words = ["--device", "cpu", "--presets", "tiny", "--lengths", "8", "--rounds", "1"]
+    words += ["--also", "model.compile=false", "--json", str(numbers)]
+    monkeypatch.setattr(sys, "argv", ["bench_mfu.py", *words])
+    assert bench_mfu.main() == 1
+    rows = {row["who"]: row["fault"] for row in json.loads(numbers.read_text())}
+    assert rows == {
+        "isp": "",
+        "isp, model.compile=false": "ValueError: not so",
+        "transformers, sdpa": "",
+        "transformers, fully_shard, sdpa": "the first loss is 7.0000, not 5.0000",
+    }
+    assert "| ValueError: not so |" in capsys.readouterr().out
+
+
+def _tiny_folder(folder: Path, preset: str, layers: int | None, device: torch.device) -> int:
+    sizes = PRESETS[preset]
+    written = config_json(ModelConfig(**sizes), dtype="bfloat16", context=64)
+    (folder / "config.json").write_text(json.dumps(written))
+    return int(sizes["num_layers"])
 
 
 def test_every_step_names_a_program_that_is_there():
