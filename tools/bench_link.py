@@ -238,7 +238,7 @@ def main() -> int:
         expand_segments()
         torch.cuda.set_device(device)
     dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
-    link = ModelledLink(device, 1.0)
+    link = ModelledLink(device, float("inf"))
     rows, faults = {}, {}
     for name, make in contestants(compute_of(options, device), options.ranks, link).items():
         try:

@@ -126,7 +126,8 @@ class Compute:
     def plain(self) -> Decoder:
         """The same decoder in plain torch with weights in float32, as is usual."""
         _, parameters, _ = replace(self, dtype=torch.float32).build(mesh_of(1, 0), LocalWeights())
-        model = Decoder(self.model).to(self.device)
+        with self.device:  # to draw weights there, which are replaced
+            model = Decoder(self.model)
         model.load_state_dict({item.name: item.parameter.detach() for item in parameters})
         for linear in model.modules() if self.paced_gflops else ():
             if isinstance(linear, nn.Linear):
