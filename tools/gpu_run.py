@@ -143,6 +143,7 @@ def look(device: str) -> Machine:
 def environment(device: str) -> dict[str, str]:
     """That of a step."""
     added = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    added["TQDM_DISABLE"] = "1"  # progress bars would push numbers out of what is shown of a log
     if device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **added}

@@ -56,7 +56,7 @@ class Step(NamedTuple):
 def check(name: str, asks: str, seconds: float, part: str = "") -> Step:
     """One of `gpu_checks.py`."""
     both = f"{CHECK} {name} --json {{json}} --device"
-    return Step(name, asks, seconds, f"{both} cuda", f"{both} cpu", part)
+    return Step(name, asks, seconds, f"{both} cuda", f"{both} cpu", part, shown=24)
 
 
 # -v and faulthandler: a test that hangs is named, and its stack shown, before the step is ended.
@@ -113,6 +113,7 @@ STEPS = (
         f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1 --recompute-from 64"
         " --also model.compile=false",
         "first",
+        shown=16,
     ),
     check("attention", "how fast is each attention backend at 131,072 tokens", 40, "first"),
     Step(
