@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_steps import write_whole
 
 from isp.comm import Mesh
 from isp.config import JobConfig
@@ -61,8 +62,6 @@ def free_memory() -> None:
 
 
 def save(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Write the rows so far as JSON, if a path is given; a kill never leaves half a file."""
+    """Write the rows so far as JSON, if a path is given."""
     if path is not None:
-        half = path.with_suffix(".part")
-        half.write_text(json.dumps(rows, indent=1))
-        half.replace(path)
+        write_whole(path, json.dumps(rows, indent=1))

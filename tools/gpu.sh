@@ -2,7 +2,7 @@
 # Runs all that wants a GPU - tests, checks, benchmarks - and writes one report, step by step:
 #
 #   bash tools/gpu.sh first                 the most telling steps, in 530 seconds
-#   bash tools/gpu.sh second                the next ones, in 290 seconds
+#   bash tools/gpu.sh second                what that had no time for, then the next ones, in 290
 #   bash tools/gpu.sh                       every step; those that have passed are not run again
 #   bash tools/gpu.sh parity attention mfu  these alone
 #   bash tools/gpu.sh --seconds 400         what fits in that; run it again to resume

@@ -18,11 +18,18 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from gpu_steps import write_whole
+
 PACKAGES = (
     *("torch", "triton", "transformers", "numpy", "pydantic", "einops", "peft", "accelerate"),
-    *("safetensors", "tokenizers", "flash-attn", "fla-core", "pytest", "pytest-timeout"),
+    *("safetensors", "tokenizers", "flash-attn", "fla-core"),
+    *("pytest", "pytest-timeout", "pytest-xdist"),
 )
 PROGRAMS = ("gcc", "nvcc", "nvidia-cuda-mps-control", "ip")
+GPU = (
+    "name,driver_version,memory.total,memory.used,compute_mode,mig.mode.current,power.limit,"
+    "clocks.sm,clocks.max.sm,clocks.max.mem"
+)
 FIRST_KERNEL = (
     "import torch; x = torch.ones(1, device='cuda') + 1; print(x.item(), 'NCCL',"
     " torch.cuda.nccl.version(), 'cuDNN', torch.backends.cudnn.version())"
@@ -70,7 +77,7 @@ def main() -> None:
         "import torch": lambda: timed([*python, "import torch"]),
     }
     if options.device == "cuda":
-        facts["nvidia-smi"] = lambda: timed(["nvidia-smi"])
+        facts["nvidia-smi"] = lambda: timed(["nvidia-smi", f"--query-gpu={GPU}", "--format=csv"])
         facts["first kernel"] = lambda: timed([*python, FIRST_KERNEL])
         facts["import isp"] = lambda: timed([*python, "import isp.config, isp.train"])
         facts["import transformers"] = lambda: timed([*python, "import transformers"])
@@ -79,7 +86,7 @@ def main() -> None:
         found[name] = look()
         print(f"{name}: {found[name]}", flush=True)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
+            write_whole(options.json, json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Started by `bash tools/gpu.sh`. A step that fails or outlasts its limit is noted, and the next one
 begins. In the folder of the report each step has a log and a JSON file; after each step the page,
-report/index.html, and results.tgz, which has all of them, are made again. A step whose JSON says
-`passed` is not run again, unless it is named.
+report/index.html, and results.tgz, which has all of them, are made again, and copied to the folder
+that the variable OUT names, if it is set. A step whose JSON says `passed` is not run again, unless
+it is named. The second part begins with the steps of the first that have no JSON.
 
 A part, or `--seconds`, limits the whole run. The limit of a step is a ceiling and reserves nothing:
 a step of a part begins if a third of it is left, and takes what there is.
@@ -17,6 +18,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_steps import PARTS, QUESTIONS, ROOT, STEPS, Step, words
+from gpu_steps import PARTS, QUESTIONS, ROOT, STEPS, Step, words, write_whole
 
 BEGUN = time.monotonic()
 """Limits of a run count from here: the first import on a new machine can take a minute."""
@@ -66,18 +68,24 @@ class Machine(NamedTuple):
 
 
 def install_wheels(folder: Path) -> None:
-    """Install the wheels in `.whl` into `folder`, ahead of all else, if one is a new package."""
+    """Install the wheels in `.whl` into `folder`, ahead of all else, if one is a new package.
+
+    A wheel that cannot be installed is printed and left out: `look` checks what is needed.
+    """
     wheels = sorted(WHEELS.glob("*.whl"))
     if not any(is_new(wheel) for wheel in wheels):
         return
     options = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(folder))
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", *options, *map(str, wheels)],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(f"error: the wheels in {WHEELS} cannot be installed:\n{done.stderr[-1000:]}")
+
+    def fault(*chosen: Path) -> str:
+        command = [sys.executable, "-m", "pip", "install", "-q", *options, *map(str, chosen)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stderr.strip()[-300:] or "pip failed" if done.returncode else ""
+
+    if fault(*wheels):
+        for wheel in wheels:
+            if why := fault(wheel):
+                print(f"{wheel.name} is not installed: {why}")
     os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -106,7 +114,8 @@ def recipe(packages: Sequence[str]) -> str:
         " no network, run this where there is one, and bring the folder .whl here, to the root of"
         " the repository:\n\n"
         f"pip download --no-deps --only-binary=:all: --python-version {version} \\\n"
-        f"  --implementation cp {platforms} \\\n  -d .whl {pinned}\n"
+        f"  --implementation cp {platforms} \\\n  -d .whl {pinned}\n\n"
+        "Git ignores .whl: where only a checkout is copied, name .whl as well, for each command."
     )
 
 
@@ -179,11 +188,19 @@ def run(step: Step, machine: Machine, folder: Path, seconds: float) -> dict[str,
         "command": " ".join(command),
         "device": machine.device,
         "machine": machine.facts,
-        "numbers": json.loads(numbers.read_text()) if numbers.exists() else None,
+        "numbers": read(numbers),
     }
     numbers.unlink(missing_ok=True)
-    (folder / f"{step.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_whole(folder / f"{step.name}.json", json.dumps(found, indent=1) + "\n")
     return found
+
+
+def read(path: Path) -> Any:
+    """Return what a JSON file says; None without one, or with a broken one."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
@@ -196,7 +213,8 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=5)
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):  # a driver can hold a process that is killed
+        process.wait(timeout=5)
 
 
 def log_of(step: str, folder: Path) -> list[str]:
@@ -205,12 +223,21 @@ def log_of(step: str, folder: Path) -> list[str]:
 
 
 def pack(folder: Path) -> None:
-    """Write all logs, numbers and the page into one archive, whole at any time."""
+    """Write all logs, numbers and the page into one archive, whole at any time.
+
+    The folder of the variable OUT gets this archive and the page, and no other files: a machine
+    that is lent may give back only a few.
+    """
     half = folder / "results.part"
     with tarfile.open(half, "w:gz") as archive:
         for path in sorted((*folder.glob("*.log"), *folder.glob("*.json"), *folder.glob("report"))):
             archive.add(path, f"results/{path.name}")
     half.replace(folder / "results.tgz")
+    if out := os.environ.get("OUT"):
+        Path(out).mkdir(parents=True, exist_ok=True)
+        for path in (folder / "results.tgz", folder / "report" / "index.html"):
+            if path.exists():
+                os.replace(shutil.copy(path, Path(out, "part")), Path(out, path.name))
 
 
 def show_failures(found: Sequence[dict[str, Any]], folder: Path) -> None:
@@ -225,13 +252,11 @@ def show_failures(found: Sequence[dict[str, Any]], folder: Path) -> None:
                 print(f"    {line[:160]}")
 
 
-def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) -> Path | None:
-    """The report of the steps run so far; None where the packages for it are missing."""
-    try:
-        from isp.profile.table import Table
-        from isp.report.page import Page, Section
-    except ImportError:
-        return None
+def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) -> Path:
+    """Write the report of the steps run so far."""
+    from isp.profile.table import Table
+    from isp.report.page import Page, Section
+
     passed = sum(one["exit"] == 0 for one in found)
     rows = [(o["step"], f"{o['seconds']:.0f}", o["result"], o["asks"]) for o in found]
     table = Table([("step", "seconds", "result", "what it shows"), *rows], text_from=2)
@@ -258,12 +283,15 @@ def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) 
     return path
 
 
-def chosen(names: Sequence[str], machine: Machine) -> list[Step]:
-    """The steps to run, in order; what cannot run on the machine is reported and left out."""
-    picked = []
+def chosen(names: Sequence[str], machine: Machine, found: dict[str, dict[str, Any]]) -> list[Step]:
+    """The steps to run, in order; what cannot run on the machine is reported and left out.
+
+    The last part has those of earlier parts that were never run, and those after all parts.
+    """
+    picked, last = [], list(PARTS)[-1] in names
     for step in STEPS:
-        after = not step.part and step.default and list(PARTS)[-1] in names
-        expected = {step.name, step.part} & set(names) or after if names else step.default
+        left = last and (step.name not in found if step.part else step.default)
+        expected = {step.name, step.part} & set(names) or left if names else step.default
         if expected and machine.device == "cuda" and machine.gpus < step.gpus:
             print(f"{step.name}: left out, needs {step.gpus} GPUs and there is {machine.gpus}")
         elif expected and machine.device == "cpu" and not step.toy:
@@ -296,13 +324,7 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", metavar="PART or STEP", help="these alone; steps even if done"
     )
-    out = os.environ.get("OUT")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=out and Path(out),
-        help="folder of the report (the variable OUT, or else outputs/gpu)",
-    )
+    parser.add_argument("--out", type=Path, help="folder of the report (outputs/gpu)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry", dest="device", action="store_const", const="cpu")
     told = ", ".join(f"{name} {seconds:g}" for name, seconds in PARTS.items())
@@ -319,8 +341,8 @@ def main() -> int:
     if odd := set(options.names) - {step.name for step in STEPS} - set(PARTS):
         parser.error(f"no such step: {', '.join(sorted(odd))}; --list names them")
     if options.seconds is None:
-        limited = options.names and set(options.names) <= set(PARTS)
-        options.seconds = sum(PARTS[n] for n in options.names) if limited else float("inf")
+        limits = [PARTS[name] for name in options.names if name in PARTS]
+        options.seconds = sum(limits) if limits else float("inf")
     with tempfile.TemporaryDirectory() as wheels:
         install_wheels(Path(wheels))
         return run_on_machine(options)
@@ -342,13 +364,10 @@ def run_on_machine(options: argparse.Namespace) -> int:
 def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
     """Run the chosen steps; 1 if one of them did not pass."""
     end = BEGUN + options.seconds
-    found: dict[str, dict[str, Any]] = {}
-    for step in STEPS:
-        file = folder / f"{step.name}.json"
-        if file.exists():
-            found[step.name] = json.loads(file.read_text())
+    before = {step.name: read(folder / f"{step.name}.json") for step in STEPS}
+    found = {name: one for name, one in before.items() if one}
     page, ordered = None, list(found.values())
-    for step in in_turn(chosen(options.names, machine), found, options.names):
+    for step in in_turn(chosen(options.names, machine, found), found, options.names):
         left = end - time.monotonic()
         if left < step.least:
             print(f"{step.name}: left for the next time")
@@ -361,10 +380,15 @@ def run_all(options: argparse.Namespace, machine: Machine, folder: Path) -> int:
         at = time.monotonic() - BEGUN
         print(f"  {one['result']}, {one['seconds']:.0f} s (at {at:.0f} s)", flush=True)
         ordered = [found[s.name] for s in STEPS if s.name in found]
-        page = write_page(machine, ordered, folder)
         pack(folder)
+        try:
+            page = write_page(machine, ordered, folder)
+        except Exception as error:  # such as: its packages are missing
+            print(f"no page: {type(error).__name__}: {error}")
+        else:
+            pack(folder)
     show_failures(ordered, folder)
-    print(f"report: {page or f'{folder}; for a page: pip install -e .[report]'}")
+    print(f"report: {page or folder}")
     return int(any(one["exit"] for one in ordered))
 
 

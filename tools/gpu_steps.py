@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PARTS", "QUESTIONS", "ROOT", "STEPS", "Step", "words"]
+__all__ = ["PARTS", "QUESTIONS", "ROOT", "STEPS", "Step", "words", "write_whole"]
 
 ROOT = Path(__file__).parents[1]
 PARTS = {"first": 530.0, "second": 290.0}
@@ -77,7 +77,7 @@ STEPS = (
         "{python} tools/gpu_facts.py --json {json} --device cuda",
         "{python} tools/gpu_facts.py --json {json} --device cpu",
         "first",
-        shown=40,
+        shown=20,
     ),
     Step(
         "tests",
@@ -287,6 +287,13 @@ QUESTIONS = (
     ("how much memory does a communicator of NCCL take", "several GPUs only"),
 )
 """What no CPU can show, each with the steps that answer it."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file; a kill never leaves half of it."""
+    half = path.with_suffix(".part")
+    half.write_text(text)
+    half.replace(path)
 
 
 def tests_with(marker: str) -> list[str]:

@@ -46,8 +46,9 @@ def _begun(told: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_run, "BEGUN", 0.0)
+    monkeypatch.delenv("OUT", raising=False)
 
 
 def test_a_run_goes_on_after_a_step_that_fails_or_hangs(tmp_path, monkeypatch, capsys):
@@ -103,6 +104,33 @@ def test_everything_is_in_the_archive_after_each_step(tmp_path, monkeypatch):
             assert {*expected, "results/report/index.html"} <= {*archive.getnames()}
 
 
+def test_only_the_archive_and_the_page_are_given_back(tmp_path, monkeypatch):
+    """Catches more files than a lent machine gives back, and an archive that a stop takes."""
+    out = tmp_path / "out"
+    see = f"import shutil; shutil.copytree('{out}', '{tmp_path}/seen')"
+    monkeypatch.setattr(gpu_run, "STEPS", (_step("one", "print(1)"), _step("two", see)))
+    monkeypatch.setenv("OUT", str(out))
+    work = tmp_path / "work"
+    work.mkdir()
+    assert _run(work) == 0
+    for folder in (out, tmp_path / "seen"):
+        assert {path.name for path in folder.iterdir()} == {"results.tgz", "index.html"}
+    assert (out / "results.tgz").read_bytes() == (work / "results.tgz").read_bytes()
+
+
+def test_a_page_that_fails_takes_no_results(tmp_path, monkeypatch, capsys):
+    """Catches an error of the page that ends the run, or keeps its results out of the archive."""
+    half = "open('{json}', 'w').write('[7')"
+    monkeypatch.setattr(gpu_run, "STEPS", (_step("one", half), _step("two", "print(2)")))
+    (tmp_path / "two.json").write_text('{"step": ')  # a kill left it
+    (tmp_path / "report").write_text("no folder")
+    assert _run(tmp_path) == 0
+    assert "no page: FileExistsError" in capsys.readouterr().out
+    with tarfile.open(tmp_path / "results.tgz") as archive:
+        assert {"results/one.json", "results/two.log"} <= {*archive.getnames()}
+    assert json.loads((tmp_path / "one.json").read_text())["numbers"] is None
+
+
 def test_a_short_call_does_what_fits_and_the_next_one_the_rest(tmp_path, monkeypatch, capsys):
     """Catches limits that are reserved, and time spent on a step that cannot end in it."""
     steps = (
@@ -134,8 +162,9 @@ def test_a_short_call_does_what_fits_and_the_next_one_the_rest(tmp_path, monkeyp
 
 def test_the_parts_are_the_steps_of_one_gpu():
     """Catches a part that wants two GPUs, and one whose steps are named or missing."""
-    of = {part: gpu_run.chosen([part], ONE_GPU) for part in PARTS}
-    first, second = of.values()
+    first = gpu_run.chosen(["first"], ONE_GPU, {})
+    ran = {step.name: {} for step in first}
+    second = gpu_run.chosen(["second"], ONE_GPU, ran)
     assert [step.name for step in first][:2] == ["facts", "tests"]
     assert {step.part for step in first} == {"first"}
     assert {step.part for step in second} == {"second", ""}  # then what is left, if there is time
@@ -143,6 +172,24 @@ def test_the_parts_are_the_steps_of_one_gpu():
     assert not [step for step in (*first, *second) if step.gpus > 1 or not step.default]
     for part, seconds in PARTS.items():
         assert sum(step.seconds for step in STEPS if step.part == part) < 1.2 * seconds
+    del ran["two_ranks"], ran["attention"]  # the first part had no time for these
+    missed = [step.name for step in gpu_run.chosen(["second"], ONE_GPU, ran) if step not in second]
+    assert missed == ["two_ranks", "attention"]
+    assert gpu_run.chosen(["second"], ONE_GPU, ran)[:2] != second[:2]  # they come first
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [("first", 530), ("mfu second", 290), ("first second", 820), ("mfu", float("inf"))],
+)
+def test_a_part_limits_what_is_named_with_it(monkeypatch, words, limit):
+    """Catches a step beside a part that takes the limit away."""
+    found = []
+    monkeypatch.setattr(sys, "argv", ["gpu_run.py", *words.split()])
+    monkeypatch.setattr(gpu_run, "install_wheels", lambda folder: None)
+    monkeypatch.setattr(gpu_run, "run_on_machine", lambda options: found.append(options.seconds))
+    gpu_run.main()
+    assert found == [limit]
 
 
 def test_missing_packages_come_with_a_recipe(monkeypatch):
@@ -154,10 +201,17 @@ def test_missing_packages_come_with_a_recipe(monkeypatch):
     assert "lacks pydantic" in told
     pins = r"-d \.whl pydantic==\S+ pydantic_core==\S+ annotated-types==\S+ typing-inspection==\S+"
     assert re.search(rf"pip download --no-deps [^;]+ {pins} typing_extensions==\S+\n", told)
+    assert "name .whl as well, for each command" in told
 
 
-def test_wheels_are_installed_for_a_run(tmp_path, monkeypatch):
-    """Catches wheels that are ignored, found behind what is installed, or installed for nothing."""
+@pytest.mark.parametrize("broken", [False, True])
+def test_wheels_are_installed_for_a_run(tmp_path, monkeypatch, capsys, broken):
+    """Catches wheels that are ignored, found behind what is installed, or installed for nothing.
+
+    And a broken one that ends the run, or keeps the others out.
+    """
+    if broken:
+        (tmp_path / "a_broken_one-1.0-py3-none-any.whl").write_text("no archive")
     monkeypatch.setattr(gpu_run, "WHEELS", tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "before")
@@ -173,6 +227,9 @@ def test_wheels_are_installed_for_a_run(tmp_path, monkeypatch):
     gpu_run.install_wheels(there)
     assert (there / "isp_not_there.py").exists()
     assert gpu_run.environment("cpu")["PYTHONPATH"] == f"{there}:before"
+    told = capsys.readouterr().out
+    assert broken == ("a_broken_one-1.0-py3-none-any.whl is not installed: " in told)
+    (tmp_path / "a_broken_one-1.0-py3-none-any.whl").unlink(missing_ok=True)
     gpu_run.install_wheels(tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
