@@ -49,6 +49,7 @@ NEEDED = {
     "tqdm": "tqdm",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
+    "xdist": "pytest-xdist",
 }
 """Packages of ISP and its tests beyond torch, by the module that is imported."""
 ALONG = {

@@ -65,6 +65,8 @@ PYTEST = (
     " --continue-on-collection-errors --timeout 60 -o faulthandler_timeout=45"
 )
 COLLECTED = "{python} -m pytest -q --collect-only -p no:cacheprovider"
+KERNELS = ("tests/attention/", "tests/mixers/")
+"""Tests of kernels: many, whose references are computed on the host."""
 WITHOUT_NCCL, WITH_NCCL = "-m 'gpu and not nccl'", "-m 'gpu and nccl'"
 HF = "{python} tools/bench_mfu.py --json {json}"
 MEMORY = "{python} tools/bench_memory.py --json {json}"
@@ -81,10 +83,18 @@ STEPS = (
     ),
     Step(
         "tests",
-        "do the tests pass that need a GPU and not NCCL",
-        100,
+        "do the tests pass that need a GPU and not NCCL, but for those of kernels",
+        70,
         f"{PYTEST} {WITHOUT_NCCL} {{gpu_tests}}",
         f"{COLLECTED} {WITHOUT_NCCL} {{gpu_tests}}",
+        "first",
+    ),
+    Step(
+        "tests_kernels",
+        "do the tests of kernels pass, of attention and mixers",
+        90,
+        f"{PYTEST} -n 8 {WITHOUT_NCCL} {{kernel_tests}}",
+        f"{COLLECTED} -n 2 {WITHOUT_NCCL} {{kernel_tests}}",
         "first",
     ),
     Step(
@@ -97,14 +107,6 @@ STEPS = (
     ),
     check("parity", "are 20 losses in float32 those of a CPU", 45, "first"),
     Step(
-        "two_ranks",
-        "do two ranks of NCCL, on one GPU if there is one, train as one CPU in eight layouts",
-        90,
-        f"{PYTEST} -s -m gpu -k two_ranks tests/train/test_gpu.py",
-        f"{COLLECTED} -m gpu -k two_ranks tests/train/test_gpu.py",
-        "first",
-    ),
-    Step(
         "mfu",
         "how fast is a step of qwen3-0.6b, compared with transformers and fully_shard: the MFU",
         130,
@@ -114,6 +116,14 @@ STEPS = (
         " --also model.compile=false",
         "first",
         shown=16,
+    ),
+    Step(
+        "two_ranks",
+        "do two ranks of NCCL, on one GPU if there is one, train as one CPU in eight layouts",
+        120,
+        f"{PYTEST} -s -m gpu -k two_ranks tests/train/test_gpu.py",
+        f"{COLLECTED} -m gpu -k two_ranks tests/train/test_gpu.py",
+        "first",
     ),
     check("attention", "how fast is each attention backend at 131,072 tokens", 40, "first"),
     Step(
@@ -296,10 +306,15 @@ def write_whole(path: Path, text: str) -> None:
     half.replace(path)
 
 
-def tests_with(marker: str) -> list[str]:
-    """Return the test files that use a marker: to collect all files takes longer than these run."""
-    files = (path for path in (ROOT / "tests").rglob("test_*.py"))
-    return sorted(str(p.relative_to(ROOT)) for p in files if f"mark.{marker}" in p.read_text())
+def tests_of(kind: str) -> list[str]:
+    """Return the test files with the marker nccl, or gpu: of kernels, or (`kind` gpu) the others.
+
+    To collect all files takes longer than these run.
+    """
+    marker = "mark.nccl" if kind == "nccl" else "mark.gpu"
+    files = (path for path in (ROOT / "tests").rglob("test_*.py") if marker in path.read_text())
+    names = sorted(str(path.relative_to(ROOT)) for path in files)
+    return [n for n in names if kind == "nccl" or n.startswith(KERNELS) == (kind == "kernel")]
 
 
 def words(step: Step, device: str, gpus: int, numbers: Path, folder: Path) -> list[str]:
@@ -314,8 +329,8 @@ def words(step: Step, device: str, gpus: int, numbers: Path, folder: Path) -> li
     found = shlex.split(step.command if device == "cuda" else step.toy)
     for name, value in filled.items():
         found = [word.replace(name, value) for word in found]
-    for marker in ("gpu", "nccl"):
-        if (word := f"{{{marker}_tests}}") in found:
+    for kind in ("gpu", "kernel", "nccl"):
+        if (word := f"{{{kind}_tests}}") in found:
             place = found.index(word)
-            found[place : place + 1] = tests_with(marker)
+            found[place : place + 1] = tests_of(kind)
     return found

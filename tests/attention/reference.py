@@ -84,6 +84,7 @@ def random_inputs(
     keys: int | None = None,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    device: str = "cpu",
 ) -> tuple[list[Tensor], Tensor]:
     """q, k and v as leaves, and a gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +95,7 @@ def random_inputs(
     ]
     q, k, v = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
     dout = torch.randn(shapes[0], generator=generator, dtype=dtype)
-    return [x.requires_grad_() for x in (q, k, v)], dout
+    return [x.to(device).requires_grad_() for x in (q, k, v)], dout.to(device)
 
 
 def largest_error(attention: Any, inputs: list[Tensor], dout: Tensor, mask: Any) -> float:

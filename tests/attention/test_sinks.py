@@ -156,16 +156,14 @@ def test_sinks_on_gpu(
     heads: tuple[int, int], window: int | None, documents: list[int] | None, keys: int
 ) -> None:
     """Catches a kernel whose backward does not take the sum with the sink, or a lost window."""
-    qkv, dout = random_inputs(1, 1024, *heads, 64, keys=keys)
+    qkv, dout = random_inputs(1, 1024, *heads, 64, keys=keys, device="cuda")
     mask = AttentionMask(window=window)
     if documents is not None:
         of_keys = [*documents[:-1], documents[-1] + keys - 1024]
         mask = AttentionMask.of_documents(documents, of_keys, window=window)
     expected = _results(ExplicitAttention(), qkv, dout, mask)
-    narrow = [x.detach().to("cuda", torch.bfloat16) for x in qkv]
-    found = _results(
-        SinkAttention(FlashKernel(None)), narrow, dout.to("cuda", torch.bfloat16), mask
-    )
+    narrow = [x.detach().bfloat16() for x in qkv]
+    found = _results(SinkAttention(FlashKernel(None)), narrow, dout.bfloat16(), mask)
     for a, b in zip(found, expected, strict=True):
         # bfloat16 keeps 8 bits; inputs, weights and outputs are each rounded once or twice
-        assert float((a.double().cpu() - b).norm() / b.norm()) < 0.03
+        assert float((a.double() - b).norm() / b.norm()) < 0.03

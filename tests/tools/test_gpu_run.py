@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import bench_memory  # noqa: E402
 import bench_mfu  # noqa: E402
 import gpu_run  # noqa: E402
+import gpu_steps  # noqa: E402
 from check_with_torch import shares  # noqa: E402
 from gpu_steps import PARTS, QUESTIONS, STEPS, Step, words  # noqa: E402
 
@@ -290,6 +291,19 @@ def _tiny_folder(folder: Path, preset: str, layers: int | None, device: torch.de
     written = config_json(ModelConfig(**sizes), dtype="bfloat16", context=64)
     (folder / "config.json").write_text(json.dumps(written))
     return int(sizes["num_layers"])
+
+
+def test_each_test_that_needs_a_gpu_is_in_one_step():
+    """Catches a file of tests that no step runs, or two do."""
+    gpu, kernel, nccl = (gpu_steps.tests_of(kind) for kind in ("gpu", "kernel", "nccl"))
+    assert "tests/attention/test_local.py" in kernel
+    assert not {*gpu} & {*kernel}
+    marked = subprocess.run(
+        ["grep", "-rl", "--include=test_*.py", "mark[.]gpu", "tests"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert {*gpu, *kernel} == {*marked.stdout.split()}
+    assert {*nccl} < {*gpu}
 
 
 def test_every_step_names_a_program_that_is_there():
