@@ -263,6 +263,9 @@ class Meshes:
 
 
 def largest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of two series; where 0 is expected, the value itself."""
+    """The largest relative difference of two series; where 0 is expected, the value itself.
+
+    NaN if one is: `max` would drop it.
+    """
     pairs = zip(found, expected, strict=True)
-    return max(abs(a - b) / abs(b) if b else abs(a) for a, b in pairs)
+    return float(np.max([abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]))
