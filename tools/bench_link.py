@@ -11,7 +11,9 @@ of a real run, and losses and gradients mean nothing. NCCL's thread blocks and m
 not modelled: this is the best case, for ours and for fully_shard.
 
 The contestants of `bench_fully_shard` take turns, a step each. Shown are the median times, the
-bytes received, and the exposed time (the step minus compute alone) as a share of the link's time.
+bytes received, the time of the link and how much of it is exposed: the step minus the same
+contestant's step over a link of infinite speed, which is measured first. On a GPU the time of the
+link is measured, as the clock that a kernel sleeps by changes.
 """
 
 from __future__ import annotations
@@ -26,14 +28,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_parts import draw_weights, fault_of, free_memory, save
+from bench_parts import draw_weights, fault_of, free_memory, prepare, save
 from overlap_rows import Compute, Row, compute_alone, ours, theirs
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from isp.attention import make_local_attention
 from isp.comm import Channel, Mesh, Pending, streams
-from isp.comm.cuda import expand_segments
 from isp.comm.tag import UNNAMED, Tag
 from isp.metrics import device_name
 from isp.parallel import Axis, Topology
@@ -51,6 +52,8 @@ class ModelledLink:
         self.device = device
         self.bytes_per_second = bytes_per_second
         self.received = 0
+        self._modelled = 0.0
+        self._sleeps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._stream = streams.new(device)
         self._hertz = _hertz(device)
 
@@ -59,18 +62,39 @@ class ModelledLink:
         self.received += received
         streams.follow(self._stream)  # what is sent has been computed
         with streams.on(self._stream):
-            if self._stream is not None:
-                seconds = LATENCY + received / self.bytes_per_second
+            seconds = LATENCY + received / self.bytes_per_second
+            if self._stream is None:
+                self._modelled += seconds
+            else:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
                 torch.cuda._sleep(int(seconds * self._hertz))
+                end.record()
+                self._sleeps.append((begin, end))
             act()
             done = streams.mark(self.device)
         return Pending((lambda: None) if done is None else done.wait, result=keep[-1], keep=keep)
+
+    def take_seconds(self) -> float:
+        """Return how long the transfers since the last call took; all must have ended.
+
+        On CPU, where none sleeps, how long they would take.
+        """
+        slept = sum(begin.elapsed_time(end) for begin, end in self._sleeps) / 1e3
+        found, self._modelled = self._modelled + slept, 0.0
+        self._sleeps.clear()
+        return found
 
 
 def _hertz(device: torch.device) -> float:
     """Return the cycles per second that a sleeping kernel counts."""
     if device.type == "cpu":
         return 0.0
+    x = torch.zeros(4096, 4096, device=device, dtype=torch.bfloat16)
+    started = time.perf_counter()
+    while time.perf_counter() - started < 0.5:  # the clock of an idle GPU is much slower
+        x @ x
+        torch.cuda.synchronize(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 100_000_000
     torch.cuda._sleep(cycles // 10)  # loads the kernel
@@ -151,7 +175,7 @@ def compute_of(options: argparse.Namespace, device: torch.device) -> Compute:
 
 
 def contestants(compute: Compute, ranks: int, link: ModelledLink) -> dict[str, Callable[[], Row]]:
-    """Compute alone first, then ways to gather weights; each is built by a call."""
+    """Compute alone, and ways to gather weights; each is built by a call."""
     parallel = ParallelConfig(tensor=TensorConfig(size=1), weight=WeightConfig(size=ranks))
     topology = Topology.create(ranks, parallel)
 
@@ -179,31 +203,42 @@ def contestants(compute: Compute, ranks: int, link: ModelledLink) -> dict[str, C
 
 
 def measure(
-    rows: dict[str, Row], link: ModelledLink, rounds: int, faults: dict[str, str]
+    rows: dict[str, Row],
+    link: ModelledLink,
+    rounds: int,
+    faults: dict[str, str],
+    at_once: dict[str, dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Let all take turns over the link; the lines of the table. One that fails leaves `rows`."""
+    """Let all take turns over the link; the lines of the table. One that fails leaves `rows`.
+
+    `at_once`: the line of each over a link of infinite speed; empty for that speed.
+    """
     taken: dict[str, list[float]] = {name: [] for name in rows}
+    on_link: dict[str, list[float]] = {name: [] for name in rows}
     received: dict[str, int] = {}
     for turn in range(rounds + 1):
         names = list(rows)
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             before = link.received
+            link.take_seconds()
             try:
                 taken[name].append(seconds(rows[name], link.device))
+                on_link[name].append(link.take_seconds())
             except Exception as error:
                 faults[name] = fault_of(error)
                 del rows[name]
             received[name] = link.received - before
-    if "compute alone" not in rows:
-        return []
-    medians = {name: statistics.median(taken[name][1:]) for name in rows}  # the first warms up
+            if name in faults:
+                free_memory()
     found = []
-    for name, median in medians.items():
-        wire = received[name] / link.bytes_per_second
-        exposed = (median - medians["compute alone"]) / wire if wire else None
-        one = {"gb_per_second": link.bytes_per_second / 1e9, "who": name, "ms": median * 1e3}
-        found.append({**one, "received_bytes": received[name], "exposed": exposed})
+    for name in rows:
+        ms, link_ms = (1e3 * statistics.median(s[name][1:]) for s in (taken, on_link))  # 1st: warms
+        one = {"who": name, "ms": ms, "link_ms": link_ms, "received_bytes": received[name]}
+        base = at_once.get(name)
+        if base and received[name]:
+            one["exposed"] = (ms - base["ms"]) / (link_ms - base["link_ms"])
+        found.append(one)
     return found
 
 
@@ -234,8 +269,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    prepare(device)
     if device.type == "cuda":
-        expand_segments()
         torch.cuda.set_device(device)
     dist.init_process_group("fake", rank=0, world_size=options.ranks, store=FakeStore())
     link = ModelledLink(device, float("inf"))
@@ -247,15 +282,18 @@ def main() -> int:
             faults[name] = fault_of(error)
             free_memory()
     print(f"rank 0 of {options.ranks}, {device_name(device)}, torch {torch.__version__}\n")
-    print("| GB/s | who | ms a step | MB received | exposed |\n|---:|---|---:|---:|---:|")
+    print("| GB/s | who | ms a step | MB received | ms of the link | exposed |")
+    print("|---:|---|---:|---:|---:|---:|")
     found: list[dict[str, Any]] = []
-    for speed in options.gb_per_second:
+    at_once: dict[str, dict[str, Any]] = {}
+    for speed in (float("inf"), *options.gb_per_second):
         link.bytes_per_second = speed * 1e9
-        for one in measure(rows, link, options.rounds, faults):
-            share = "" if one["exposed"] is None else f"{one['exposed']:.0%}"
-            numbers = f"{one['ms']:.1f} | {one['received_bytes'] / 1e6:.0f} | {share}"
-            print(f"| {speed:g} | {one['who']} | {numbers} |", flush=True)
-            found.append(one)
+        for one in measure(rows, link, options.rounds, faults, at_once):
+            share = f"{one['exposed']:.0%}" if "exposed" in one else ""
+            numbers = f"{one['ms']:.1f} | {one['received_bytes'] / 1e6:.0f} | {one['link_ms']:.1f}"
+            print(f"| {speed:g} | {one['who']} | {numbers} | {share} |", flush=True)
+            found.append({"gb_per_second": speed if speed < float("inf") else None, **one})
+        at_once = at_once or {one["who"]: one for one in found}
         save([*found, *({"who": who, "fault": why} for who, why in faults.items())], options.json)
     for who, why in faults.items():
         print(f"{who}: {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,29 @@ import torch
 from gpu_steps import write_whole
 
 from isp.comm import Mesh
+from isp.comm.cuda import expand_segments
 from isp.config import JobConfig
 from isp.train.step import TrainStep, make_train_step
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["OUT_OF_MEMORY", "draw_weights", "fault_of", "free_memory", "make_step", "save"]
+__all__ = [
+    "OUT_OF_MEMORY",
+    "draw_weights",
+    "fault_of",
+    "free_memory",
+    "make_step",
+    "prepare",
+    "save",
+]
 
 OUT_OF_MEMORY = "out of memory"
+
+
+def prepare(device: torch.device) -> None:
+    """Prepare a process that measures: log what `auto` chooses, and let memory segments grow."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if device.type == "cuda":
+        expand_segments()
 
 
 def make_step(config: JobConfig, device: torch.device) -> TrainStep:

@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 import bench_fully_shard  # noqa: E402
+import bench_link  # noqa: E402
 from bench_balance import PLANS  # noqa: E402
 
 
@@ -85,7 +86,11 @@ def test_all_receive_the_same_over_a_modelled_link(tmp_path: Path, run: Any) -> 
     numbers = tmp_path / "n.json"
     words = ["--device", "cpu", "--quick", "--layers", "2", "--rounds", "1"]
     run("bench_link", *words, "--gb-per-second", "100", "--json", str(numbers))
-    received = {row["who"]: row["received_bytes"] for row in json.loads(numbers.read_text())}
+    rows = json.loads(numbers.read_text())
+    received = {row["who"]: row["received_bytes"] for row in rows}
+    assert len(rows) == 2 * len(received)  # over a link of infinite speed first
+    assert [row["gb_per_second"] for row in rows] == [None] * len(received) + [100] * len(received)
+    assert {row["who"] for row in rows if "exposed" in row} == {*received} - {"compute alone"}
     hidden, vocab = 128, 8 * 128
     block = hidden * (hidden + 64 + 3 * 448 + hidden)  # q, k and v, w1 w2 w3, wo
     # Gathered for forward and backward and summed, but the last block is gathered once.
@@ -94,6 +99,26 @@ def test_all_receive_the_same_over_a_modelled_link(tmp_path: Path, run: Any) -> 
     assert received["ours"] == 4 * elements * 7 // 8  # in float32, of 7 other ranks
     assert {"fully_shard", "fully_shard, explicit prefetch", "ours, per module"} < set(received)
     assert all(0.99 < count / received["ours"] < 1.25 for count in received.values())
+
+
+def test_exposed_time_is_beyond_the_same_step_without_a_link(monkeypatch) -> None:
+    """Catches the compute of one taken for another's link, and a link that sleeps too long."""
+    link = bench_link.ModelledLink(torch.device("cpu"), float("inf"))
+    x = torch.zeros(250_000_000, dtype=torch.int8)
+    slower = {"ours": 1.0, "theirs": 2.0}  # seconds of compute
+
+    def seconds(name: str, device: torch.device) -> float:
+        link.transfer(x.nbytes, lambda: None, x)
+        link.transfer(x.nbytes, lambda: None, x)
+        return slower[name] + 0.125e9 / link.bytes_per_second
+
+    monkeypatch.setattr(bench_link, "seconds", seconds)
+    rows = {name: name for name in slower}
+    at_once = {one["who"]: one for one in bench_link.measure(rows, link, 2, {}, {})}
+    link.bytes_per_second = 1e9
+    for one in bench_link.measure(rows, link, 2, {}, at_once):
+        assert one["link_ms"] == pytest.approx(500 + 2e3 * bench_link.LATENCY)
+        assert one["exposed"] == pytest.approx(0.25)
 
 
 def _beside_fully_shard(rank: int) -> list[str]:
