@@ -18,13 +18,14 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from bench_memory import CONFIG, GIB, peak
-from bench_parts import fault_of, free_memory, make_step, save
+from bench_parts import fault_of, free_memory, make_step, prepare, save
 from torch import Tensor
 
 from isp.attention import AttentionMask, make_local_attention
@@ -128,7 +129,10 @@ def collective(device: torch.device) -> Numbers:
 
 
 def attention(device: torch.device) -> Iterator[dict[str, Any]]:
-    """TFLOP/s of every backend, forward and backward, by half the square of each document."""
+    """TFLOP/s of every backend, forward and backward, by half the square of each document.
+
+    All backends on the first kind of row, then on the next.
+    """
     toy = device.type == "cpu"
     length, dtype = (256, torch.float32) if toy else (131072, torch.bfloat16)
     cases = [("plain", [length], None), ("packed", [length // 16] * 16, None)]
@@ -137,41 +141,42 @@ def attention(device: torch.device) -> Iterator[dict[str, Any]]:
     leaves, dout = [x.requires_grad_() for x in (q, k, v)], torch.randn_like(q)
     print(f"4 heads, 1 KV head of 128, {length:,} tokens, {dtype}; TFLOP/s\n")
     print(f"{'backend':<8} {'row':<7} {'forward':>8} {'both':>8} {'ms':>9}")
+    made = {}
     for backend in AttentionBackend:
         if backend is AttentionBackend.AUTO:
             continue
         try:
-            attend = make_local_attention(
+            made[backend] = make_local_attention(
                 backend, device=device, dtype=dtype, head_dim=128, group=4
             )
         except ValueError as error:
             print(f"{backend:<8} {error}")
-            continue
-        for name, lengths, window in cases:
-            mask = AttentionMask.of_documents(lengths, window=window)
-            reach = min(window or length, lengths[0])
-            pairs = sum(reach * (n - reach / 2) for n in lengths)
+    for (name, lengths, window), (backend, attend) in product(cases, made.items()):
+        mask = AttentionMask.of_documents(lengths, window=window)
+        reach = min(window or length, lengths[0])
+        pairs = sum(reach * (n - reach / 2) for n in lengths)
 
-            def both(attend: Any = attend, mask: AttentionMask = mask) -> None:
-                torch.autograd.grad(attend(*leaves, mask=mask), leaves, dout)
+        def both(attend: Any = attend, mask: AttentionMask = mask) -> None:
+            torch.autograd.grad(attend(*leaves, mask=mask), leaves, dout)
 
-            def forward(attend: Any = attend, mask: AttentionMask = mask) -> None:
-                with torch.no_grad():
-                    attend(*leaves, mask=mask)
+        def forward(attend: Any = attend, mask: AttentionMask = mask) -> None:
+            with torch.no_grad():
+                attend(*leaves, mask=mask)
 
-            try:
-                one, two = seconds(forward, device, 3), seconds(both, device, 3)
-            except Exception as error:  # such as: this kernel has no such mask
-                fault = fault_of(error)
-                print(f"{backend:<8} {name:<7} {fault[:90]}", flush=True)
-                yield {"backend": backend, "row": name, "fault": fault}
-                continue
+        try:
+            one, two = seconds(forward, device, 3), seconds(both, device, 3)
+        except Exception as error:  # such as: this kernel has no such mask
+            fault = fault_of(error)
+            print(f"{backend:<8} {name:<7} {fault[:90]}", flush=True)
+            yield {"backend": backend, "row": name, "fault": fault}
+        else:
             rates = [factor * 4 * 128 * pairs / s / 1e12 for factor, s in ((1, one), (3, two))]
             print(
                 f"{backend:<8} {name:<7} {rates[0]:8.1f} {rates[1]:8.1f} {two * 1e3:9.2f}",
                 flush=True,
             )
             yield {"backend": backend, "row": name, "tflops": rates[1], "forward": rates[0]}
+        free_memory()
 
 
 def loss(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -281,7 +286,7 @@ def kernels(device: torch.device) -> Numbers:
     step, batch = make_step(config, device), rows(config, device, 0)
     for _ in range(3):
         step([batch], 1e-4)
-    wait(device)
+    alone = seconds(lambda: step([batch], 1e-4), device, 3)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -295,11 +300,12 @@ def kernels(device: torch.device) -> Numbers:
     events = [e for e in profile.key_averages() if not on_gpu or e.device_type.name == "CUDA"]
     events.sort(key=lambda e: -getattr(e, own))
     busy = sum(getattr(e, own) for e in events) / 1e6
-    print(f"step {taken * 1e3:.1f} ms, of which kernels take {busy / taken:.0%}; the longest\n")
-    found: Numbers = []
+    print(f"step {alone * 1e3:.1f} ms, kernels {busy * 1e3:.1f} ms, {busy / alone:.0%} of it;")
+    print(f"under the profiler {taken * 1e3:.1f} ms, {busy / taken:.0%}; the longest kernels\n")
+    found: Numbers = [{"step_ms": alone * 1e3, "busy_ms": busy * 1e3, "profiled_ms": taken * 1e3}]
     for event in events[:30]:
         ms = getattr(event, own) / 1e3
-        print(f"{ms:9.3f} ms {ms / taken / 10:5.1f}% {event.count:>6} x {event.key[:90]}")
+        print(f"{ms:9.3f} ms {ms / alone / 10:5.1f}% {event.count:>6} x {event.key[:90]}")
         found.append({"kernel": event.key, "ms": ms, "calls": event.count})
     return found
 
@@ -369,8 +375,7 @@ def main() -> int:
     options = parser.parse_args()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        cuda.expand_segments()
+    prepare(device)
     found: Numbers = []
     try:
         for row in named[options.check](device):
