@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, make_step, save
+from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, make_step, prepare, save
 
-from isp.comm.cuda import expand_segments
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.planner.case import PlanCase
@@ -68,9 +67,12 @@ class Row(NamedTuple):
     peak: int = 0
     """Bytes beside `fixed`."""
     fixed: int = 0
-    """Bytes of weights, gradients and states on the device."""
+    """Bytes that a step begins with: as planned for weights, gradients and states; on CUDA those of
+    the allocator."""
     planned: float = 0.0
     """What is planned, as a part of `peak` and `fixed`."""
+    outside: int = 0
+    """Bytes of the device that the allocator does not have: of CUDA, libraries, other processes."""
     fault: str = ""
     """Why there are no numbers."""
 
@@ -112,9 +114,16 @@ def measure(rung: int, tokens: int, options: argparse.Namespace) -> Row:
     """A rung at a length."""
     step, batch, case = made(rung, tokens, options)
     step([batch], 1e-4)  # buffers are there from the second step on
-    most, planned = peak(step, batch, torch.device(options.device)), memory(case, 0)
-    part = planned.total / (planned.states + most)
-    return Row(list(RUNGS)[rung], tokens, most, planned.states, part)
+    device, planned = torch.device(options.device), memory(case, 0)
+    gc.collect()
+    held, outside = planned.states, 0
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated()
+        free, whole = torch.cuda.mem_get_info()
+        outside = whole - free - torch.cuda.memory_reserved()
+    most = peak(step, batch, device)
+    part = planned.total / (held + most)
+    return Row(list(RUNGS)[rung], tokens, most, held, part, outside)
 
 
 def measure_or_fault(rung: int, tokens: int, options: argparse.Namespace) -> Row:
@@ -174,7 +183,7 @@ def main() -> int:
     parser.add_argument("--lengths", default="2048,4096,8192", help="tokens in a row")
     parser.add_argument("--rungs", type=int, default=len(RUNGS), help="the first so many")
     parser.add_argument("--rounds", type=int, default=0, help="time so many steps of each instead")
-    parser.add_argument("--only", default="", help="these rungs alone, with commas")
+    parser.add_argument("--only", default="", help="these rungs alone, in this order, with commas")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--png", type=Path, help="where to draw the picture")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
@@ -182,20 +191,18 @@ def main() -> int:
     if unknown := [name for name in options.only.split(",") if name and name not in RUNGS]:
         parser.error(f"--only {','.join(unknown)} is no rung: use {', '.join(RUNGS)}")
     torch.set_num_threads(options.threads)
-    if options.device == "cuda":
-        expand_segments()
+    prepare(torch.device(options.device))
+    chosen = options.only.split(",") if options.only else list(RUNGS)[: options.rungs]
     lengths = sorted(int(n) for n in options.lengths.split(","))
     if options.rounds:
-        _time(lengths[-1], options)
+        _time(chosen, lengths[-1], options)
         return 0
     rows: list[Row] = []
     found: dict[str, list[Row]] = {}
     """The rows of each rung that ran."""
-    for rung, name in enumerate(list(RUNGS)[: options.rungs]):
-        if name not in (options.only or name).split(","):
-            continue
+    for name in chosen:
         for tokens in lengths:
-            rows.append(measure_or_fault(rung, tokens, options))
+            rows.append(measure_or_fault(list(RUNGS).index(name), tokens, options))
             save([row._asdict() for row in rows], options.json)
         own = rows[-len(lengths) :]
         found[name] = ran = [row for row in own if not row.fault]
@@ -210,11 +217,8 @@ def main() -> int:
     return int(any(row.fault not in ("", OUT_OF_MEMORY) for row in rows))
 
 
-def _time(tokens: int, options: argparse.Namespace) -> None:
-    """Time a step of each rung in turn, `options.rounds` times, and print ratios."""
-    chosen = list(RUNGS)[: options.rungs]
-    if options.only:
-        chosen = options.only.split(",")
+def _time(chosen: list[str], tokens: int, options: argparse.Namespace) -> None:
+    """Time a step of each chosen rung in turn, `options.rounds` times, and print ratios."""
     steps = {name: made(list(RUNGS).index(name), tokens, options)[:2] for name in chosen}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 1):
