@@ -344,6 +344,9 @@ def main() -> int:
     if options.seconds is None:
         limits = [PARTS[name] for name in options.names if name in PARTS]
         options.seconds = sum(limits) if limits else float("inf")
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # and the step, a session of its own, ends
     with tempfile.TemporaryDirectory() as wheels:
         install_wheels(Path(wheels))
         return run_on_machine(options)

@@ -115,7 +115,7 @@ STEPS = (
         f"{HF} --device cpu --presets tiny --layers 1 --lengths 64 --rounds 1 --recompute-from 64"
         " --also model.compile=false",
         "first",
-        shown=16,
+        shown=28,
     ),
     Step(
         "two_ranks",
