@@ -303,7 +303,7 @@ def kernels(device: torch.device) -> Numbers:
     print(f"step {alone * 1e3:.1f} ms, kernels {busy * 1e3:.1f} ms, {busy / alone:.0%} of it;")
     print(f"under the profiler {taken * 1e3:.1f} ms, {busy / taken:.0%}; the longest kernels\n")
     found: Numbers = [{"step_ms": alone * 1e3, "busy_ms": busy * 1e3, "profiled_ms": taken * 1e3}]
-    for event in events[:30]:
+    for event in events[:20]:
         ms = getattr(event, own) / 1e3
         print(f"{ms:9.3f} ms {ms / alone / 10:5.1f}% {event.count:>6} x {event.key[:90]}")
         found.append({"kernel": event.key, "ms": ms, "calls": event.count})

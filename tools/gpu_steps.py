@@ -143,7 +143,7 @@ STEPS = (
         "{python} tools/bench_link.py --json {json} --device cpu --quick --layers 1 --rounds 1"
         " --gb-per-second 100",
         "second",
-        shown=30,
+        shown=36,
     ),
     check("kernels", "which kernels is a step made of, and is the device ever idle", 40, "second"),
     check("syncs", "what makes the host wait for the device", 40, "second"),
