@@ -51,8 +51,8 @@ class FlexAttention:
         def capped(logit: Tensor, *_: Tensor) -> Tensor:
             return softcap * torch.tanh(logit / softcap)
 
-        # numbers stay numbers: a second cap or scale would become a symbol, which breaks the graph;
-        # with and without gradients, one block or more, each number of heads: soon more than 8
+        # A second cap or scale would become a symbol and break the graph, so floats stay constants.
+        # Gradients or none, one block or more, and head counts each compile: more than the usual 8.
         with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):
             out: Tensor = self._attend(
                 *(x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v)),  # [1, H, T, d]
@@ -67,7 +67,7 @@ class FlexAttention:
 
 @torch.inference_mode(False)  # which serves training, too
 def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.device) -> BlockMask:
-    """The blocks of [B, Sq] queries and [B, Sk] keys, rows one after another."""
+    """Return the block mask of B rows of Sq queries and Sk keys, joined into one sequence."""
     from torch.nn.attention.flex_attention import BlockMask
 
     low, high = (host_memory.send(x, device) for x in _runs(mask, sizes))
@@ -92,7 +92,7 @@ def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.devi
 
 
 def _runs(mask: AttentionMask, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """Where the keys of each query begin and end, int32 [T] each."""
+    """Return the first key of each query and the end of its keys, int32 [T] each."""
     queries, keys = torch.tensor(document_lengths(mask, *sizes)).T
     last = keys.cumsum(0)
     # the last query of a document is aligned with its last key: [Note: Causal alignment]
@@ -109,6 +109,6 @@ def _runs(mask: AttentionMask, sizes: tuple[int, int, int]) -> tuple[Tensor, Ten
 
 
 def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the blocks [R, C] each row has, and their numbers before those of others."""
+    """Return how many of `blocks` [R, C] each row has, and the order of columns, those first."""
     numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]

@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionKind(NamedTuple):
-    """What a layer's attention needs; layers of one kind share what computes it."""
+    """The needs of a layer's attention; layers of one kind share one implementation."""
 
     scale: float | None
-    """Of the logits; None: 1 / sqrt(d)."""
+    """The factor of the logits; None: 1 / sqrt(d)."""
     softcap: float | None
     sinks: bool
     chosen: bool
@@ -55,7 +55,7 @@ class AttentionKind(NamedTuple):
 
     @property
     def extras(self) -> str:
-        """What it needs beyond a mask, in words; empty: nothing."""
+        """The needs beyond a mask, in words for the log; empty if there are none."""
         needs = {
             "a soft cap": self.softcap is not None,
             "sinks": self.sinks,
@@ -73,10 +73,10 @@ def make_attention(
     dtype: torch.dtype,
     everyone: Channel,
 ) -> LocalAttention:
-    """Attention of this kind on a device; `everyone`: as of `make_local_attention`.
+    """Return attention of `kind` on a device; all ranks, `everyone`, call this together.
 
-    Where a mask is not all that it needs, the log says what computes it, and warns if that is not
-    `backend`, or is the loop on CUDA.
+    A mask alone takes `backend`. For other needs the log names the implementation; it warns where
+    that is not `backend`, and where CUDA runs the loop.
     """
     extras = kind.extras
     if not extras:
@@ -95,6 +95,7 @@ def make_attention(
     place = Place(device, dtype, kind.head_size, kind.group)
     sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
     missing = ""
+    # One all-reduce a candidate, also on ranks that cannot run it: all must count the same.
     for name, make in _candidates(kind, backend, place).items():
         for_others = name in FLASH_PACKAGES and name not in fastest_first(device, dtype)
         fault = "not for this device" if for_others else fault_of(make, place, **sinks)
@@ -123,7 +124,7 @@ _TAG = Tag(tensor="attention")
 def _candidates(
     kind: AttentionKind, backend: AttentionBackend, place: Place
 ) -> dict[str, Callable[[], LocalAttention]]:
-    """What may compute it, the first to be preferred; the same on all ranks."""
+    """Return the implementations to try, best first: the same list on all ranks."""
     if place.device.type != "cuda" or place.dtype not in (torch.bfloat16, torch.float16):
         return {}
     scale, softcap = kind.scale, kind.softcap

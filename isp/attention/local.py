@@ -27,6 +27,7 @@ from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import CUDNN_ALONE, SdpaAttention
 from isp.comm import Channel, streams
 from isp.comm.tag import Tag
+from isp.foreign.shown import first_line
 from isp.settings.attention_backend import AttentionBackend
 
 __all__ = [
@@ -59,8 +60,8 @@ class LocalAttention(Protocol):
 class AttentionByRows:
     """Local attention by one backend for equal documents, and by another for packed rows.
 
-    [Note: Choice]. Windows, and queries that are fewer than the keys, go to that for packed rows:
-    SDPA has no kernel for them without a mask in memory.
+    See [Note: Choice]. Windows, and rows with fewer queries than keys, take the backend for packed
+    rows: SDPA would need a mask in memory for them.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class AttentionByRows:
         length = q.shape[1] if mask.cu_seqlens is None else mask.equal_length
         if not length or mask.window is not None or q.shape[1] != k.shape[1]:
             return self._packed(q, k, v, mask=mask)
+        # Equal documents become rows of one document each: one call of a dense kernel.
         rows = (x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v))  # [documents, length, H, d]
         return self._equal(*rows, mask=AttentionMask(causal=mask.causal)).reshape(q.shape)
 
@@ -97,9 +99,10 @@ _CLOSE = 1.05
 """Times this far apart count as equal."""
 
 _TIMED_TOKENS = 8192
-"""Of one row, as one document and packed."""
+"""The tokens of the row that is timed, as one document and packed."""
 _TIMED_DOCUMENTS = (1024, 3072, 512, 3584)
-"""Of the first packed row; each further one has others, for which cuDNN makes another plan."""
+"""The documents of the first packed row. Later rows have other lengths, as in training, and cuDNN
+builds a plan for each."""
 _TIMED_HEADS = 8
 """Query heads, or a few more, so that groups are whole: enough for any device at these tokens."""
 
@@ -115,7 +118,7 @@ class Place(NamedTuple):
 
 
 class _ByRows(NamedTuple, Generic[T]):
-    """Something for each kind of rows, [Note: Choice]."""
+    """A value for equal documents and one for packed rows, [Note: Choice]."""
 
     equal: T
     packed: T
@@ -172,7 +175,7 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
             try:
                 times[backend] = _milliseconds(backend, place)
             except Exception as error:  # at this length; a rank that stops here keeps all waiting
-                faults[backend] = _in_short(error)
+                faults[backend] = first_line(error)[:200]
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
         return _ByRows(AttentionBackend.SDPA, AttentionBackend.SDPA)
@@ -225,18 +228,13 @@ def _fault_on(backend: AttentionBackend, place: Place) -> str:
 
 @torch.inference_mode(False)  # in which nothing goes backward; the choice serves training, too
 def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
-    """As `_fault_on`, of what `make` gives, which takes these `extras`."""
+    """Return why the attention that `make` returns cannot train, given `extras`; empty: it can."""
     try:
         mask = AttentionMask.of_documents([16, 32])
         _forward_and_backward(partial(make(), **extras), _tensors(place, 48, 1), mask)
     except Exception as error:  # a package that compiles as it runs may raise anything
-        return _in_short(error)
+        return first_line(error)[:200]
     return ""
-
-
-def _in_short(error: Exception) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:200]}"
 
 
 @torch.inference_mode(False)

@@ -118,7 +118,7 @@ class AttentionMask:
 
     @cached_property
     def equal_length(self) -> int | None:
-        """The tokens, and keys, of each packed document; None: they are not equal."""
+        """The number of tokens and of keys, if all packed documents have the same; else None."""
         first, *others = {*self.lengths, *self.key_lengths}
         return None if others else first
 

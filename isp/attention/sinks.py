@@ -48,7 +48,7 @@ class SinkAttention:
 @lru_cache(maxsize=16)  # kept with its copy on the device
 @torch.inference_mode(False)  # which serves training, too
 def _of_rows(rows: int, queries: int, keys: int, causal: bool, window: int | None) -> AttentionMask:
-    """The mask of rows of one document each, one after another."""
+    """Return the mask of rows of one document each, joined into one sequence."""
     lengths = [queries] * rows, [keys] * rows
     return AttentionMask.of_documents(*lengths, causal=causal, window=window)
 
@@ -65,7 +65,7 @@ class _Sinks(Function):
         mask: AttentionMask,
     ) -> Tensor:
         out, lse = kernel.with_lse(q, k, v, mask)
-        # where a query sees no key, flash attention's sum is inf, and its output 0
+        # Flash attention returns lse = inf (not -inf) and output 0 where a query sees no key.
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         total = torch.logaddexp(lse, sinks.to(lse.dtype))  # [T, H]
         out.mul_((lse - total).exp_().unsqueeze(-1))
@@ -77,7 +77,9 @@ class _Sinks(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, total = ctx.saved_tensors
+        # With `total` for lse the kernel forms the weights that include the sink.
         grads = ctx.kernel.gradients(dout, q, k, v, out, total, ctx.mask)
+        # By parts, so that the products in float32 are never as large as the output.
         parts = zip(dout.split(_ROWS), out.split(_ROWS), strict=True)
         along = torch.cat([(a.to(total.dtype) * b).sum(-1) for a, b in parts])  # [T, H]
         d_sinks = -((sinks.to(total.dtype) - total).exp_() * along).sum(0)

@@ -49,10 +49,10 @@ def compute_deterministically() -> None:
 
 
 def use_more_connections() -> None:
-    """Let the host have as many queues to a device as there can be.
+    """Set the number of hardware queues to a device to 32, the most there are.
 
-    A run has more streams than the usual 8. A number in the environment stays. To be called before
-    CUDA starts, which reads the number then.
+    A run has more streams than the default of 8. A value in the environment stays. Call this before
+    CUDA starts, which reads the value then.
     """
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_CONNECTIONS, str(_MOST_CONNECTIONS))

@@ -111,7 +111,7 @@ def attainable_bytes() -> int | None:
 
 
 def _room(field: str) -> int | None:
-    """The smaller of this number of the machine and what its cgroup has left."""
+    """Return `field` of /proc/meminfo in bytes, or what the cgroup has left if that is less."""
     if not _MEMINFO.exists():
         return None
     size = 1024 * int(_MEMINFO.read_text().split(f"{field}:")[1].split()[0])

@@ -49,7 +49,7 @@ _OBEYED = re.compile(
 
 def first_line(error: BaseException) -> str:
     """Return the type of `error` and the first line of its text: libraries add pages to it."""
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def redacted(text: str) -> str:

@@ -165,10 +165,11 @@ def losses_and_gradient(
 def _in_three_passes(
     logits: Tensor, target: Tensor, dloss: Tensor | None, *, channel: Channel, first: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The same; what is as large as the logits is in them."""
+    """Do the same without another tensor of the logits' size: compiled, and in place."""
     top = channel.all_reduce(widened(logits.amax(-1)), op="max", tag=_MAX).wait()
     valid = target != IGNORED
     local, held = places_of(target, first, logits.shape[-1])
+    # A target is held by one vocabulary shard, so the sum over ranks is its logit.
     own = widened(logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)) - top
     minuend = channel.all_reduce(own.masked_fill(~held, 0), tag=_TARGET).wait()
     total = channel.all_reduce(_sum_of_exponentials(logits, top), tag=_SUM).wait()
@@ -188,7 +189,7 @@ def _sum_of_exponentials(logits: Tensor, top: Tensor) -> Tensor:
 def _turn_into_gradient(
     logits: Tensor, top: Tensor, total: Tensor, local: Tensor, dloss: Tensor
 ) -> None:
-    """`local` is the place of the target, or -1."""
+    """Overwrite `logits` with (softmax - one-hot) * dloss; `local`: the target's column, or -1."""
     values = (widened(logits) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     at_target = torch.arange(logits.shape[-1], device=logits.device) == local.unsqueeze(-1)
     logits.copy_((values - at_target.to(values.dtype)) * dloss.unsqueeze(-1))

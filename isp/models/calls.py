@@ -70,15 +70,15 @@ class AttentionSizes(NamedTuple):
     index_size: int = 0
     """Of the keys by which it chooses; 0: it does not, or sees what an earlier one chose."""
     scale: float | None = None
-    """Of the logits; None: 1 / sqrt(d)."""
+    """The factor of the logits; None: 1 / sqrt(d)."""
     softcap: float | None = None
-    """Of the logits; None: none."""
+    """The bound of the logits, by tanh; None: no bound."""
     sinks: bool = False
     """Whether each head has a further logit, without a value."""
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """The kind that `isp.attention` is asked for."""
+        """The kind of attention to make for these calls."""
         return AttentionKind(
             self.scale,
             self.softcap,

@@ -327,7 +327,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _gradients(qkv: Sequence[Tensor], work: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, made beside a workspace of `work` bytes."""
+    """Return gradients of q, k and v, counting a workspace of `work` bytes at their peak."""
     dq, dk, dv = (torch.empty_like(x) for x in qkv)
     dq.new_empty(work, dtype=torch.uint8)  # seen at its most, and gone
     return dq, dk, dv
