@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap_rows import Compute, Row, compare, compute_alone, mesh_of, ours, theirs
+from overlap_rows import Compute, Row, compare, compute_alone, llama_layers, mesh_of, ours, theirs
 
 from isp.attention import make_local_attention
 from isp.comm import Mesh, World
 from isp.metrics import device_name
 from isp.parallel import Axis
 from isp.parallel.config import OverlapUnit
-from model.config import ModelConfig
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 """Of losses and gradients, as shares of their norms: bfloat16 keeps 8 bits."""
@@ -40,17 +39,9 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 def compute_of(options: argparse.Namespace, mesh: Mesh, device: torch.device) -> Compute:
     """The work of a rank at the first of the lengths; layers of the sizes of llama3.1-8b."""
     dtype = getattr(torch, options.dtype)
-    hidden, heads = (128, 4) if options.quick else (4096, 32)
-    model = ModelConfig(
-        vocab_size=8 * hidden,
-        hidden_size=hidden,
-        num_layers=options.layers,
-        num_heads=heads,
-        num_kv_heads=heads // 4,
-        intermediate_size=hidden * 7 // 2,
-    )
+    model = llama_layers(options.layers, quick=options.quick)
     attention = make_local_attention(
-        device=device, dtype=dtype, head_dim=hidden // heads, group=4, everyone=mesh.host
+        device=device, dtype=dtype, head_dim=model.head_size, group=4, everyone=mesh.host
     )
     tokens = options.lengths[0]
     return Compute(model, 1, tokens, device=device, dtype=dtype, attention=attention)

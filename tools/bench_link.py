@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_parts import draw_weights, fault_of, free_memory, prepare, save
-from overlap_rows import Compute, Row, compute_alone, ours, theirs
+from overlap_rows import Compute, Row, compute_alone, llama_layers, ours, theirs
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,7 +39,6 @@ from isp.comm.tag import UNNAMED, Tag
 from isp.metrics import device_name
 from isp.parallel import Axis, Topology
 from isp.parallel.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
-from model.config import ModelConfig
 
 LATENCY = 10e-6
 """Seconds that a transfer takes beyond its bytes."""
@@ -158,16 +157,8 @@ class LinkMesh(Mesh):
 def compute_of(options: argparse.Namespace, device: torch.device) -> Compute:
     """The work of a rank: layers of the sizes of llama3.1-8b, as in `bench_fully_shard`."""
     dtype = torch.float32 if options.quick else torch.bfloat16
-    hidden, heads = (128, 4) if options.quick else (4096, 32)
-    model = ModelConfig(
-        vocab_size=8 * hidden,
-        hidden_size=hidden,
-        num_layers=options.layers,
-        num_heads=heads,
-        num_kv_heads=heads // 4,
-        intermediate_size=hidden * 7 // 2,
-    )
-    attention = make_local_attention(device=device, dtype=dtype, head_dim=hidden // heads, group=4)
+    model = llama_layers(options.layers, quick=options.quick)
+    attention = make_local_attention(device=device, dtype=dtype, head_dim=model.head_size, group=4)
     tokens = 64 if options.quick else options.tokens
     return Compute(
         model, 1, tokens, device=device, dtype=dtype, attention=attention, draw=draw_weights

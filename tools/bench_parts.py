@@ -15,6 +15,7 @@ from gpu_steps import write_whole
 from isp.comm import Mesh
 from isp.comm.cuda import expand_segments
 from isp.config import JobConfig
+from isp.foreign.shown import first_line
 from isp.train.step import TrainStep, make_train_step
 from isp.weights.parameter import ShardedParameter
 
@@ -66,8 +67,7 @@ def fault_of(error: Exception) -> str:
     """Return what went wrong, in a line for the row of a contestant."""
     if isinstance(error, torch.OutOfMemoryError):
         return OUT_OF_MEMORY
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}"[:200]
+    return first_line(error)[:200]
 
 
 def free_memory() -> None:
