@@ -290,9 +290,9 @@ def worst(found: Trained, expected: Trained) -> float:
     )
 
 
-def alone(traced: TracedModel) -> TracedChunk:
-    """The model on one rank, in float64, its weights not filled."""
-    layers = RankLayers(
+def local_layers() -> RankLayers:
+    """Return the layers of one rank, in float64."""
+    return RankLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=Channel.solo("weight"),
@@ -300,5 +300,10 @@ def alone(traced: TracedModel) -> TracedChunk:
         device=torch.device("cpu"),
         dtype=torch.float64,
     )
+
+
+def alone(traced: TracedModel) -> TracedChunk:
+    """The model on one rank, in float64, its weights not filled."""
+    layers = local_layers()
     (chunk,) = traced.build(layers)
     return chunk

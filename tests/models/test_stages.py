@@ -12,14 +12,12 @@ import isp
 from isp.attention import CpuAttention
 from isp.attention.call import Relative
 from isp.attention.kinds import AttentionKind
-from isp.comm import Channel
-from isp.layers.rank_layers import RankLayers
 from isp.models.model import TracedModel
-from isp.parallel import Mode, ParallelConfig, PipelineConfig
+from isp.parallel import ParallelConfig, PipelineConfig
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_subjects import Subject
-from isp.weights.wp import LocalWeights
+from tests.models.models import local_layers
 from tests.models.own import VOCAB, OwnBlock
 
 transformers = pytest.importorskip("transformers")
@@ -187,14 +185,7 @@ def test_every_stage_chooses_attention_of_all_when_it_is_built(
         return CpuAttention(scale=kind.scale)
 
     monkeypatch.setattr("isp.models.mixers.make_attention", make)
-    layers = RankLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=Channel.solo("weight"),
-        communicator=LocalWeights(),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    layers = local_layers()
     traced = TracedModel(model, in_place=False)
     for stage in (0, 1):
         traced.build(layers, [stage], 2)
