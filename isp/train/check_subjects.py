@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,19 @@ class Subject:
         return cls.of_module(decoder, config)
 
     @property
+    def ways(self) -> str:
+        """How the plain model and the layouts compute, with versions, for the table."""
+        ways = f"torch {torch.__version__}"
+        if not hasattr(self.model, "set_experts_implementation"):
+            return ways
+        ways += f", transformers {version('transformers')}; the plain model with eager attention"
+        config: Any = self.model.config
+        way = config.get_text_config(decoder=True)._experts_implementation
+        if self.expert_bytes and way == "grouped_mm":
+            ways += " and its experts one by one, the layouts' by grouped products"
+        return ways
+
+    @property
     def expert_bytes(self) -> int:
         """Of the largest expert; 0 without any."""
         of_each = (
@@ -108,13 +122,15 @@ class Subject:
         return max(of_each)
 
     def plain(self) -> nn.Module:
-        """A copy of the model alone, with the weights to begin from.
+        """Return a copy of the model alone, with the initial weights.
 
-        One of transformers has its own attention in plain tensor operations.
+        A model of transformers computes attention in plain tensor operations and its experts one by
+        one; a layout takes the ways of a run, in particular grouped products of experts.
         """
         model: Any = copy.deepcopy(self.model)
-        if hasattr(model, "set_attn_implementation"):
-            model.set_attn_implementation("eager")
+        for choose in ("set_attn_implementation", "set_experts_implementation"):
+            if hasattr(model, choose):
+                getattr(model, choose)("eager")
         return model  # type: ignore[no-any-return]
 
     def logits(self, plain: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:

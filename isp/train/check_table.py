@@ -16,7 +16,7 @@ HEAD = f"{'layout':<12}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result  
 
 
 def heading(check: Check) -> str:
-    """What is compared, and on how many ranks."""
+    """Return two or three lines: what is compared, how, and on how many ranks."""
     rules, replaced = " and ".join(sorted(check.optimizer.rules)), ", ".join(check.replaced)
     step = f"\nthe update is that of {rules}" if rules != "adamw" or replaced else ""
     if replaced:
@@ -26,7 +26,7 @@ def heading(check: Check) -> str:
         )
     return (
         f"{check.subject.name}, on {check.num_ranks} ranks, each difference relative to its tensor"
-        f"{step}"
+        f"\nin float64 on CPU, {check.subject.ways}{step}"
     )
 
 

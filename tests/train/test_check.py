@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import isp
 from isp.cli import main
-from isp.models import forward_pass, swap
+from isp.models import forward_pass, swap, tiny
 from isp.models.tiles import TiledModule
 from isp.models.tiny import tiny_config
 from isp.optim import BucketManager
@@ -104,6 +104,19 @@ def test_experts_in_groups() -> None:
     layouts = [Layout(1, 2), Layout(2, 2)]
     check = Check(Subject.of_decoder(config.model), layouts, parallel=config.parallel)
     assert [str(v.layout) for v in map(check.run, layouts) if not v.agrees] == []
+
+
+def test_grouped_products_are_compared_with_experts_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a check that computes experts another way than a run does, or both sides alike."""
+    from transformers import MixtralConfig
+
+    check = Check(Subject.of_config(MixtralConfig()), [Layout(2, 1)], cases=CASES[:1])
+    assert check.run(Layout(2, 1)).agrees
+    right = tiny._grouped_product
+    monkeypatch.setattr(tiny, "_grouped_product", lambda *given: right(*given) * (1 + 1e-6))
+    assert not check.run(Layout(2, 1)).agrees
 
 
 def test_the_model_of_a_configuration(
