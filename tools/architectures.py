@@ -7,7 +7,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["ARCHITECTURES", "config_of"]
+__all__ = ["ARCHITECTURES", "MECHANISMS", "config_of"]
 
 _EXPERTS = {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
 
@@ -121,6 +121,43 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     if name.split()[0] in CONFIG_MAPPING_NAMES  # older releases lack some types
 }
 """Causal types of the installed transformers, with the keys that their defaults leave out."""
+
+
+MECHANISMS = {
+    "roc_bert": "an encoder's code as a decoder",
+    "gpt_neox": "queries, keys and values of one linear",
+    "gemma4_text": "sizes of their own in each layer",
+    "bloom": "ALiBi",
+    "opt": "a table of positions with rows that stand for none",
+    "phi3 (longrope)": "positions that know of long rows",
+    "inkling2_text": "a bias by distance, sinks of queries, taps of tokens",
+    "diffllama": "two values for each key",
+    "llama4_text": "chunked attention",
+    "lfm2 (conv)": "convolutions",
+    "qwen3_next": "the gated delta rule",
+    "ernie4_5_moe": "a bias of the router",
+    "longcat_flash": "two attentions in a block, experts of nothing",
+    "deepseek_v2 (groups)": "experts in groups",
+    "kimi_linear": "the gated delta rule with a decay for each number, beside latent attention",
+    "nemotron_h": "Mamba2, blocks without mixing",
+    "zamba2": "Mamba2, a transformer that several blocks share",
+    "falcon_h1": "Mamba2 and attention in one block",
+    "jamba": "Mamba",
+    "zamba": "Mamba with weights of each head, beside linears",
+    "minimax": "a forward that is registered",
+    "bart": "a table of positions that counts by itself",
+    "gpt_neo": "a method that is registered, windows",
+    "cohere2": "attention beside the MLP, layers without positions",
+    "gemma2": "windows, a cap on scores",
+    "hy_v4": "keys that an indexer chooses, also for the next layer, and sinks",
+    "minimax_m3_vl_text (sparse)": "blocks of keys that are chosen for each KV head",
+    "gpt_oss": "windows, sinks and experts with biases",
+    "deepseek_v3": "latent attention and experts",
+    "llama": "grouped KV heads, a gated MLP",
+    "gpt2": "transposed linears, a table of positions",
+    "mixtral": "experts in each block",
+}
+"""A type for each mechanism, and what it is here for."""
 
 
 def config_of(architecture: str) -> Any:

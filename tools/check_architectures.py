@@ -2,7 +2,9 @@
 
 python tools/check_architectures.py [NAME ...]    # all layouts, packed or not, recomputed or not
 python tools/check_architectures.py --write [NAME ...]    # their rows of isp/models/README.md
-python tools/check_architectures.py --lost [NAME ...]    # rows that this transformers loses
+python tools/check_architectures.py --compare [NAME ...]    # up to three layouts, noted in the rows
+python tools/check_architectures.py --changes [NAME ...]    # rows that differ from the table
+python tools/check_architectures.py --newest    # these, and a comparison for each mechanism
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from architectures import ARCHITECTURES, config_of
+from architectures import ARCHITECTURES, MECHANISMS, config_of
+from packaging.version import Version
 from transformers import __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -31,7 +34,7 @@ from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 from isp.parallel import Mode, ParallelConfig
 from isp.parallel.config import SequenceScan
 from isp.run.forked import RankError, run_ranks
-from isp.train.check import Check, Verdict
+from isp.train.check import Check, CheckCase, Verdict
 from isp.train.check_layouts import Layout, fault_of, most_stages
 from isp.train.check_layouts import layouts_of as listed_layouts
 from isp.train.check_subjects import Subject
@@ -92,6 +95,24 @@ class Fact(NamedTuple):
     """Why it is not supported, or was not tried; empty if it is supported."""
     not_split: str = ""
     """Why its features are not split; empty if they are."""
+    compared: str = ""
+    """Minor versions of transformers with which it was compared and the same."""
+
+    @classmethod
+    def read(cls, line: str) -> Fact:
+        """Return the fact that a line of the table has."""
+        cells = [cell.strip() for cell in line.strip("|\n").split("|")]
+        name, model, layers, state, split, compared = cells
+        refused = "" if state == "supported" else state
+        not_split = "" if split == "yes" else split
+        return cls(name, model.strip("`"), layers, refused, not_split, compared)
+
+    def __str__(self) -> str:
+        """Return the line of the table."""
+        state = self.refused or "supported"
+        split = self.not_split if self.not_split or self.refused else "yes"
+        cells = self.architecture, f"`{self.model}`", self.layers, state, split, self.compared
+        return f"| {' | '.join(cells)} |"
 
 
 def fact(architecture: str) -> Fact:
@@ -148,63 +169,72 @@ def _attention(sizes: AttentionSizes) -> str:
     return f"{reach} latent" if sizes.value_size != sizes.head_size else reach
 
 
-def table(names: list[str]) -> str:
-    """The text of isp/models/README.md, with the rows of these as they are now."""
-    before = rows_before()
-    new = {*names, *(ARCHITECTURES.keys() - before.keys())}
-    rows = [row(fact(name)) if name in new else before[name] for name in sorted(ARCHITECTURES)]
-    supported = sum(_SUPPORTED in line for line in rows)
-    untried = sum("| not tried: " in line for line in rows)
-    split = sum(line.endswith(f"{_SUPPORTED} yes |") for line in rows)
-    rest = len(rows) - supported - untried
-    versions = {
-        "version": __version__,
-        "oldest": OLDEST_TRANSFORMERS,
-        "newest": NEWEST_TRANSFORMERS,
+def table(facts: Iterable[Fact]) -> str:
+    """Return the text of isp/models/README.md with these rows."""
+    rows = sorted(facts, key=lambda fact: fact.architecture)
+    supported = [fact for fact in rows if not fact.refused]
+    counts = {
+        "supported": len(supported),
+        "untried": sum(fact.refused.startswith("not tried") for fact in rows),
+        "refused": sum(fact.refused.startswith("not supported") for fact in rows),
+        "split": sum(not fact.not_split for fact in supported),
     }
-    counts = {"supported": supported, "untried": untried, "rest": rest, "split": split}
-    return "\n".join([_HEAD.format(**versions, **counts), *rows, ""])
+    versions = {"oldest": OLDEST_TRANSFORMERS, "newest": NEWEST_TRANSFORMERS}
+    head = _HEAD.format(version=__version__, torch=torch.__version__, **versions, **counts)
+    return "\n".join([head, *map(str, rows), ""])
 
 
-_SUPPORTED = "| supported |"
-
-
-def rows_before() -> dict[str, str]:
-    """The rows of isp/models/README.md, by architecture."""
+def facts_before() -> dict[str, Fact]:
+    """Return the rows of isp/models/README.md, by architecture."""
     lines = [line for line in README.read_text().splitlines() if line.startswith("| ")][1:]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
+    facts = map(Fact.read, lines)
+    return {fact.architecture: fact for fact in facts}
 
 
 def version_before() -> str:
-    """The version of transformers with which isp/models/README.md was written."""
+    """Return the version of transformers with which isp/models/README.md was written."""
     (found,) = re.findall(r"--write` with\stransformers ([\d.]+[a-z\d])", README.read_text())
     return str(found)
 
 
-def lost(names: Iterable[str]) -> list[str]:
-    """The rows of isp/models/README.md that are no longer so, as they are now.
+class Change(NamedTuple):
+    """A row of the table that the installed transformers changes."""
 
-    Under another version of transformers than the table's: those that are refused now, since types,
-    plans and reasons differ.
+    name: str
+    before: Fact | None
+    now: Fact | None
+
+    @property
+    def lost(self) -> bool:
+        """Whether a supported architecture is refused now, or gone from transformers."""
+        if self.before is None or self.before.refused:
+            return False
+        return self.now is None or bool(self.now.refused)
+
+    def __str__(self) -> str:
+        if self.now is None:
+            return f"gone     {self.name}"
+        if self.before is None:
+            return f"new      {self.name}: {self.now.refused or self.now.layers}"
+        pairs = zip(self.before[1:5], self.now[1:5], strict=True)
+        cells = [f"{was or 'yes'} -> {now or 'yes'}" for was, now in pairs if was != now]
+        return f"{'LOST' if self.lost else 'changed':<8} {self.name}: {'; '.join(cells)}"
+
+
+def changes(names: Iterable[str] = ()) -> list[Change]:
+    """Return how rows of isp/models/README.md differ from what a trace says now; lost ones first.
+
+    `names`: those alone; else all, with types that are new, and types that are gone.
     """
-    before, found = rows_before(), {name: row(fact(name)) for name in names}
-    changed = [name for name, line in found.items() if line != before[name]]
-    if __version__ != version_before():
-        changed = [
-            name
-            for name in changed
-            if _SUPPORTED in before[name] and "| not supported: " in found[name]
-        ]
-    return [found[name] for name in changed]
-
-
-def row(found: Fact) -> str:
-    """A line of the table."""
-    split = "" if found.refused else found.not_split or "yes"
-    return (
-        f"| {found.architecture} | `{found.model}` | {found.layers} |"
-        f" {found.refused or 'supported'} | {split} |"
-    )
+    before = facts_before()
+    listed = [*names] or sorted({*before, *ARCHITECTURES})
+    found = []
+    for name in listed:
+        now = fact(name) if name in ARCHITECTURES else None
+        was = before.get(name)
+        if now is None or was is None or now[:5] != was[:5]:
+            found.append(Change(name, was, now))
+    return sorted(found, key=lambda change: not change.lost)
 
 
 _HEAD = """# Architectures
@@ -215,25 +245,33 @@ a sample.
 ISP traces a model of transformers and does not know models by name, so this is a list of what was
 tried: the default configuration of each causal model type, shrunk, with a layer of every kind.
 Entries in brackets are further configurations, or the text part of a vision-language model.
-{supported} are supported. {rest} are refused before any process starts; the table says why.
+{supported} are supported. {refused} are refused before any process starts; the table says why.
 {untried} have no small model to try.
 
 **Versions.** ISP supports transformers {oldest} to {newest}; any other version gives a warning.
-Every type was traced with each of them. `python tools/check_architectures.py --lost` lists the rows
-that the installed version loses: with 5.24, `llama4` as a vision-language model, because its own
-forward fails there (`llama4_text` works); with 5.17, `aria_text`.
+`bash tools/check_newest.sh` tries the newest releases of transformers, peft, datasets and
+accelerate and prints what they change in this table ([its last result](../../tools/newest.txt)).
+With 5.17, `aria_text` is lost; with 5.24, `llama4` as a vision-language model, whose own forward
+fails there (`llama4_text` works).
 
 **Supported** means that the loss, every gradient and the weights after a step of AdamW match those
-of the unmodified model within 1e-9 in float64. Every entry was compared with tensor x weight groups
-of 2 x 2 and 4 x 1, with 2 context ranks where possible, packed, and with all blocks recomputed.
-Models with convolutions or scans were also compared on 3 ranks, by heads and by state. The test
-suite has one or more models for each mechanism, in all combinations of groups of 1, 2 and 4. For
-packed sequences, the unmodified model gets one document at a time. Dropout is 0, because ISP does
-not support it. `python tools/check_architectures.py NAME` compares an entry in every layout, and
-`isp check FOLDER` compares any model.
+of the unmodified model within 1e-9. The last column names the versions of transformers with which
+`--compare` found this, with torch {torch}:
+
+* *dtype*: float64 on CPU, casts to float32 inside of the model included;
+* *experts*: the unmodified model computes them one by one, ISP by grouped products, as in a run;
+  these are products of float64 here, since torch's kernel has no float64;
+* *attention*: eager in the unmodified model, which gets one document of a packed row at a time;
+* *layouts*: tensor x weight groups of 2 x 2; 4 x 1, as 2 heads x 2 context ranks where possible;
+  msp on 2 ranks where there is a plan; packed, all blocks recomputed, scans by state.
+
+The test suite has one or more models for each mechanism, in all combinations of groups of 1, 2 and
+4, packed and not, recomputed and not. Dropout is 0, because ISP does not support it.
+`python tools/check_architectures.py NAME` compares an entry in every layout, and `isp check FOLDER`
+compares any model. bfloat16 and CUDA are not compared here.
 
 **mtp, msp and fsp** need a tensor-parallel plan (`base_model_tp_plan`), which {split} entries have;
-for the others, the last column says what is missing. The tensor size must divide the heads. What
+for the others, the column says what is missing. The tensor size must divide the heads. What
 the plan does not shard is whole on every rank, as are experts, unless `parallel.expert.size` equals
 the tensor size. In mtp, every rank computes convolutions and scans for all tokens; msp and fsp
 split them over ranks, as isp does. If a model's code takes a mean or a norm without weights over
@@ -262,8 +300,8 @@ its own document, and the chosen keys are gathered with its query. The choice ha
 indexer's weights do not change, as in the unmodified model. Text is generated on one rank, or on
 several with `--parallel.tensor.mode=isp`.
 
-| type | class | kinds of layers | isp | mtp, msp, fsp |
-|---|---|---|---|---|"""
+| type | class | kinds of layers | isp | mtp, msp, fsp | compared with |
+|---|---|---|---|---|---|"""
 
 
 def layouts_of(subject: Subject) -> list[Layout]:
@@ -301,13 +339,31 @@ def jobs_of(subject: Subject, names: str) -> Iterator[tuple[Check, list[Layout]]
             yield other, layouts
 
 
-def check(architecture: str, names: str = "") -> str:
-    """A line on an architecture in all layouts, or those in `names`; `ok` if nothing differs."""
+def quick_jobs_of(subject: Subject) -> Iterator[tuple[Check, list[Layout]]]:
+    """Yield the comparisons of `--compare`: packed, with all blocks recomputed; scans by state.
+
+    In 2 x 2, in a tensor group of 4, of heads x context if that can be, and in msp with a plan.
+    """
+
+    def fits(layout: Layout) -> bool:
+        return not fault_of(subject, layout, ParallelConfig())
+
+    wide = next((x for x in (Layout(4, 1, context=2), Layout(4, 1)) if fits(x)), Layout(1, 4))
+    layouts = [x for x in (Layout(2, 2), wide, Layout(2, 1, Mode.MSP)) if fits(x)]
+    scans = Kind.SCAN in {call.kind for call in subject.language_model(0.0).trace.calls}
+    way = ParallelConfig(sequence_scan=SequenceScan.STATE if scans else SequenceScan.AUTO)
+    yield Check(subject, layouts, cases=[CheckCase(True, True)], parallel=way), layouts
+
+
+def check(architecture: str, names: str = "", *, quick: bool = False) -> str:
+    """Return a line on an architecture in all layouts, or those in `names`; `ok` if they agree.
+
+    `quick`: in those of `--compare`.
+    """
     began, verdicts = time.monotonic(), list[Verdict]()
     try:
-        jobs = list(
-            jobs_of(Subject.of_config(config_of(architecture), most_stages(names or "all")), names)
-        )
+        subject = Subject.of_config(config_of(architecture), most_stages(names or "all"))
+        jobs = list(quick_jobs_of(subject) if quick else jobs_of(subject, names))
     except ValueError as error:
         return f"refused  {architecture}: {_in_line(str(error))}"
     for job, layouts in jobs:
@@ -335,26 +391,56 @@ def _summary(architecture: str, verdicts: list[Verdict]) -> str:
     return f"{result}: loss {loss:.1e}, gradient {gradient:.1e} ({name}), step {weight:.1e}"
 
 
+def compare(names: Iterable[str]) -> Iterator[str]:
+    """Yield a line of `check` for each architecture; note in the table with which version it is ok.
+
+    After each one, so that an interrupted comparison loses nothing.
+    """
+    minor = ".".join(__version__.split(".")[:2])
+    for name in names:
+        line, facts = check(name, quick=True), facts_before()
+        if name in facts:
+            versions = {v for v in facts[name].compared.split(", ") if v} - {minor}
+            versions |= {minor} if line.startswith("ok") else set()
+            facts[name] = facts[name]._replace(compared=", ".join(sorted(versions, key=Version)))
+            README.write_text(table(facts.values()))
+        yield line
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
-    parser.add_argument("--write", action="store_true", help=f"write {README.name} instead")
-    parser.add_argument("--lost", action="store_true", help="list rows that are no longer so")
-    parser.add_argument("--layouts", default="", metavar="LIST", help="as of isp check")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--write", action="store_true", help=f"trace, and write {README.name}")
+    ways.add_argument("--compare", action="store_true", help="compare three layouts, and write it")
+    ways.add_argument(
+        "--changes", action="store_true", help=f"list what differs from {README.name}"
+    )
+    ways.add_argument("--newest", action="store_true", help="--changes; compare each mechanism")
+    ways.add_argument("--layouts", default="", metavar="LIST", help="as of isp check")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if args.write:
-        README.write_text(table(args.names or [*ARCHITECTURES]))
+        before = facts_before()
+        facts = {n: f for n, f in before.items() if args.names}  # else types that are gone go
+        for name in args.names or ARCHITECTURES:
+            compared = before[name].compared if name in before else ""
+            facts[name] = fact(name)._replace(compared=compared)
+        README.write_text(table(facts.values()))
         return 0
-    if args.lost:
-        lines = lost(args.names or [name for name in rows_before() if name in ARCHITECTURES])
-        print("\n".join(lines) or f"transformers {__version__} loses none")
-        return 1 if lines else 0
     bad = 0
-    for name in args.names or ARCHITECTURES:
-        line = check(name, args.layouts)
+    if args.changes or args.newest:
+        found = changes(args.names)
+        bad += sum(change.lost for change in found)
+        print("\n".join(map(str, found)) or "every row is as in the table", flush=True)
+        if args.changes:
+            return 1 if bad else 0
+    names = args.names or (MECHANISMS if args.newest else ARCHITECTURES)
+    quick = args.newest
+    lines = compare(names) if args.compare else (check(n, args.layouts, quick=quick) for n in names)
+    for line in lines:
         bad += not line.startswith(("ok", "refused"))
         print(line, flush=True)
     return 1 if bad else 0
