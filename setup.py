@@ -38,6 +38,7 @@ setup(
     packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
     package_data={
         "isp": ["py.typed"],
+        "isp.models": ["known_code.txt"],
         "isp.planner": ["fabrics/*.yaml"],
         "isp.report": ["*.html"],
         "model": ["py.typed"],

@@ -5,6 +5,7 @@ python tools/check_architectures.py --write [NAME ...]    # their rows of isp/mo
 python tools/check_architectures.py --compare [NAME ...]    # up to three layouts, noted in the rows
 python tools/check_architectures.py --changes [NAME ...]    # rows that differ from the table
 python tools/check_architectures.py --newest    # these, and a comparison for each mechanism
+python tools/check_architectures.py --sources [PACKAGE ...]    # add their code to known_code.txt
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from architectures import ARCHITECTURES, MECHANISMS, config_of
 from packaging.version import Version
 from transformers import __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from isp.models.adapters import FREE_FUNCTIONS, REPLACED
+from isp.models.known_code import KNOWN, known_code, source_hash
 from isp.models.model import TracedModel
 from isp.models.own_attention import ALIBI_FEATURES
 from isp.models.roles import ParameterRole
@@ -237,6 +241,33 @@ def changes(names: Iterable[str] = ()) -> list[Change]:
     return sorted(found, key=lambda change: not change.lost)
 
 
+def sources(packages: Iterable[str | Path]) -> str:
+    """Return the text of isp/models/known_code.txt, with the code of folders of transformers added.
+
+    To be written when all tests and `--changes` have passed with their versions.
+    """
+    folders = [Path(package) for package in packages]
+    inits = "".join((folder / "__init__.py").read_text() for folder in folders)
+    before = KNOWN.read_text().partition(" of transformers ")[2].partition("\n")[0]
+    versions = {*before.split(), *re.findall(r'^__version__ = "(.*)"', inits, re.MULTILINE)}
+    found = {name: {*hashes} for name, hashes in known_code().items()}
+    for file in (file for folder in folders for file in folder.glob("models/*/modeling_*.py")):
+        place, text = f"{file.parent.name}.{file.stem}.", file.read_text()
+        own = [name.removeprefix(place) for name in REPLACED if name.startswith(place)]
+        bases = "|".join(own) or "no class"
+        own += re.findall(rf"^class (\w+)\((?:{bases})\)", text, re.MULTILINE)
+        names = {place + name: name for name in own}
+        names |= {name: name for name in FREE_FUNCTIONS if f"\ndef {name}(" in text}
+        for full, name in names.items():
+            found.setdefault(full, set()).add(source_hash(text, name) or "")
+    lines = [" ".join((name, *sorted(found[name] - {""}))) for name in sorted(found)]
+    return "\n".join([_SOURCES.format(" ".join(sorted(versions))), *lines, ""])
+
+
+_SOURCES = """# Hashes of code that isp replaces: see isp/models/known_code.py.
+# Written by tools/check_architectures.py --sources, of transformers {}"""
+
+
 _HEAD = """# Architectures
 
 Written by `python tools/check_architectures.py --write` with transformers {version}; a test checks
@@ -417,6 +448,7 @@ def main() -> int:
         "--changes", action="store_true", help=f"list what differs from {README.name}"
     )
     ways.add_argument("--newest", action="store_true", help="--changes; compare each mechanism")
+    ways.add_argument("--sources", action="store_true", help=f"write {KNOWN.name}")
     ways.add_argument("--layouts", default="", metavar="LIST", help="as of isp check")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -429,6 +461,9 @@ def main() -> int:
             compared = before[name].compared if name in before else ""
             facts[name] = fact(name)._replace(compared=compared)
         README.write_text(table(facts.values()))
+        return 0
+    if args.sources:
+        KNOWN.write_text(sources(args.names or [Path(transformers.__file__).parent]))
         return 0
     bad = 0
     if args.changes or args.newest:

@@ -12,8 +12,9 @@ B batch, S' the tokens of this rank, T tokens, C channels, K taps, N numbers of 
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
@@ -34,13 +35,22 @@ from isp.models.own_attention import OWN_FORWARDS, OWN_METHODS
 from isp.models.own_mixers import OWN_MIXERS
 from isp.models.tiny import as_wide
 
-__all__ = ["register_mixer", "use_registered_mixers", "wrap_free_functions"]
+__all__ = [
+    "FREE_FUNCTIONS",
+    "REPLACED",
+    "register_mixer",
+    "replaced_code",
+    "use_registered_mixers",
+    "wrap_free_functions",
+]
+
+REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_BEHIND
+"""What stands for code of transformers and must compute the same, by the name of the class."""
 
 _forwards: dict[str, Callable[..., Any]] = {
     PLACE + name: forward
-    for name, forward in (
-        OWN_FORWARDS | OWN_MIXERS | INDEXERS | COMPRESSORS | SHARED_BEHIND
-    ).items()
+    for name, forward in (REPLACED | COMPRESSORS).items()
+    if name not in OWN_METHODS
 }
 """By the name of the class: its modules need not be imported."""
 
@@ -61,13 +71,50 @@ def use_registered_mixers(model: nn.Module) -> bool:
     """Give modules of registered classes what was registered, in place; whether there are any."""
     found = False
     for module in model.modules():
-        for method, registered in (("forward", _forwards), ("_attn", _methods)):
-            names = (name for name in class_names(module) if name in registered)
-            instead = next((registered[name] for name in names), None)
-            if instead is not None:
-                setattr(module, method, as_wide(module, partial(instead, module)))
-                found = True
+        for method, name in _registered(module):
+            instead = (_forwards if method == "forward" else _methods)[name]
+            setattr(module, method, as_wide(module, partial(instead, module)))
+            found = True
     return found
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the methods of a module that are replaced, with the class they are registered for."""
+    for method, registered in (("forward", _forwards), ("_attn", _methods)):
+        names = [name for name in class_names(module) if name in registered]
+        yield from ((method, name) for name in names[:1])
+
+
+def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield classes and functions of transformers that ISP's own code replaces in a model.
+
+    Each as the module of Python and the name in it; of a subclass that overrides something, itself.
+    What the user registered is left out.
+    """
+    for module in model.modules():
+        bases = dict(zip(class_names(module), type(module).__mro__, strict=True))
+        for method, name in _registered(module):
+            of_isp = REPLACED.get(name.removeprefix(PLACE))
+            if of_isp is (_forwards if method == "forward" else _methods)[name]:
+                own = next(b for b in bases.values() if _overrides(b, bases[name]))
+                yield own.__module__, own.__qualname__
+    for space, names in _spaces(model):
+        yield from ((space, name) for name in sorted(FREE_FUNCTIONS & names.keys()))
+
+
+def _overrides(kind: type, base: type) -> bool:
+    """Return whether a class is `base`, or has methods of its own in the place of some of its."""
+    own = (b for b in base.__mro__ if b not in nn.Module.__mro__)
+    names = (name for b in own for name in vars(b))
+    return kind is base or any(inspect.isfunction(vars(kind).get(name)) for name in names)
+
+
+def _spaces(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the modules of transformers that a model's classes are in, with what they contain."""
+    spaces = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    yield from (
+        (space, vars(sys.modules[space])) for space in sorted(spaces) if space.startswith(PLACE)
+    )
 
 
 _STATES = (
@@ -85,8 +132,7 @@ _STATES = (
 
 def wrap_free_functions(model: nn.Module) -> None:
     """Let the model's convolutions and scans go where `mix_by` says, while it says so."""
-    for space in {cls.__module__ for module in model.modules() for cls in type(module).__mro__}:
-        names = vars(sys.modules[space]) if space.startswith(PLACE) else {}
+    for space, names in _spaces(model):
         masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
         for name, ours in (_OURS | masks).items():
             function = names.get(name)
@@ -192,3 +238,5 @@ _OURS: dict[str, Callable[..., Any]] = {
     "mamba2_split_conv1d_scan_combined": _fused,
     "mamba_inner_fn": _fused,
 }
+
+FREE_FUNCTIONS = frozenset(_OURS)

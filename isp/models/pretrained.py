@@ -21,6 +21,7 @@ from isp.layers.module import MasterStream, RowsOf
 from isp.models.converted import ConvertedFiles
 from isp.models.dequantised import check_readable
 from isp.models.drawn import Drawing, drawings
+from isp.models.known_code import check_code
 from isp.models.lora import AdapterWeights, adapted
 from isp.models.make import folder_config, limited_model, made, parameters_on_meta, take_out_tower
 from isp.models.model import TracedModel
@@ -83,6 +84,7 @@ def _read_and_traced(
                 weights = AdapterWeights(model, weights, adapter.folder)
             if not trains:
                 model.eval()
+            check_code(model)
             return TracedModel(
                 model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
             )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from isp.foreign.launched import rank_and_size
 
-__all__ = ["NEWEST_TRANSFORMERS", "OLDEST_TRANSFORMERS", "warn_of_version"]
+__all__ = ["NEWEST_TRANSFORMERS", "OLDEST_TRANSFORMERS", "is_first_rank", "warn_of_version"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +20,8 @@ NEWEST_TRANSFORMERS = "5.24"
 @cache  # once per process, however many models are traced
 def warn_of_version(found: str) -> None:
     """Warn on rank 0 if `found`, a version of transformers, is not one that was run."""
-    rank = dist.get_rank() if dist.is_initialized() else rank_and_size()[0]
     oldest, newest = _minor(OLDEST_TRANSFORMERS), _minor(NEWEST_TRANSFORMERS)
-    if rank == 0 and not oldest <= _minor(found) <= newest:
+    if is_first_rank() and not oldest <= _minor(found) <= newest:
         logger.warning(
             "transformers %s is not one of the versions that isp was run with, %s to %s: compare"
             " your model with isp check before a long run",
@@ -30,6 +29,11 @@ def warn_of_version(found: str) -> None:
             OLDEST_TRANSFORMERS,
             NEWEST_TRANSFORMERS,
         )
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0; before ranks meet, as its launcher says."""
+    return (dist.get_rank() if dist.is_initialized() else rank_and_size()[0]) == 0
 
 
 def _minor(version: str) -> tuple[int, ...]:

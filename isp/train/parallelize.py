@@ -17,6 +17,7 @@ from isp.config import JobConfig, load_config
 from isp.config.models import how_computed
 from isp.data.config import DataConfig
 from isp.models.build import trained_layouts
+from isp.models.known_code import check_code
 from isp.models.make import limited_model
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model, empty_model
@@ -97,6 +98,7 @@ def _parallelized(
     _check_config(config, model)
     least = config.parallel.pipeline.size  # of each call of `loss`, or of `forward_backward`
     config = replace(config, data=replace(config.data, micro_num=least))
+    check_code(model)
     traced = TracedModel(model, gives_scores=True, weights=weights, **how_computed(config.model))
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)

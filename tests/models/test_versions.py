@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import logging
 import re
 import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import setuptools
+from torch import nn
 
 import isp
+from isp.models import adapters, known_code
+from isp.models.known_code import check_code, source_hash
 from isp.models.model import TracedModel
+from isp.models.tiny import tiny_model
 from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, warn_of_version
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import Layout
@@ -111,3 +120,147 @@ def test_the_range_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> No
     for page in ("README.md", "isp/models/README.md", "constraints.txt"):
         text = " ".join(Path(page).read_text().replace("#", "").split())
         assert f"transformers {OLDEST_TRANSFORMERS} to {NEWEST_TRANSFORMERS}" in text, page
+
+
+_XGLM = "transformers.models.xglm.modeling_xglm"
+
+_SCALED = "self.q_proj(hidden_states) * self.scaling"
+
+
+@pytest.fixture
+def compared(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The log of comparisons, where no code was compared before; no other test sees them."""
+    caches = known_code._is_known, known_code._compare
+    for of_process in caches:
+        of_process.cache_clear()
+    with caplog.at_level(logging.INFO, known_code.__name__):
+        yield caplog
+    for of_process in caches:
+        of_process.cache_clear()
+
+
+def _xglm() -> Any:
+    from transformers import AutoConfig
+
+    return tiny_model(AutoConfig.for_model("xglm", num_layers=2))
+
+
+def _change(monkeypatch: pytest.MonkeyPatch, folder: Path, scaled: str) -> None:
+    """Let XGLM's module be another file, in which queries are `scaled` otherwise."""
+    module = importlib.import_module(_XGLM)
+    text = inspect.getsource(module)
+    assert text.count(_SCALED) == 1
+    file = folder / "modeling_xglm.py"
+    file.write_text(text.replace(_SCALED, scaled))
+    spec = importlib.util.spec_from_file_location(_XGLM, file)
+    assert spec is not None
+    assert spec.loader is not None
+    changed = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, _XGLM, changed)
+    spec.loader.exec_module(changed)
+    package = importlib.import_module("transformers.models.xglm")
+    monkeypatch.setattr(package, "XGLMForCausalLM", changed.XGLMForCausalLM)
+
+
+def _names_of(log: pytest.LogCaptureFixture) -> list[str]:
+    """Return the classes in the log lines of comparisons."""
+    lines = [r.getMessage() for r in log.records if r.name == known_code.__name__]
+    return re.findall(r"(\w+) \(transformers [\d.]+\) is not .* gives the same", "\n".join(lines))
+
+
+def test_known_code_is_not_compared(compared: pytest.LogCaptureFixture) -> None:
+    """Catches a comparison before each run."""
+    with mock.patch.object(known_code, "tiny_model", side_effect=AssertionError):
+        check_code(_xglm())
+        check_code(nn.Linear(1, 1))
+    assert not _names_of(compared)
+
+
+def test_changed_code_that_computes_the_same_is_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compared: pytest.LogCaptureFixture
+) -> None:
+    """Catches a refusal for each release, a comparison for each model, and rounding."""
+    _change(monkeypatch, tmp_path, "self.scaling * self.q_proj(hidden_states)")
+    for _ in range(2):
+        isp.parallelize(_xglm(), job())
+    assert _names_of(compared) == ["XGLMAttention"]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "differs"),
+    [
+        ("self.q_proj(hidden_states * self.scaling)", "has other logits with isp's"),
+        (
+            "self.scaling * self.q_proj(hidden_states.detach())",
+            r"has other gradients \(.*\) with isp's",
+        ),
+        ("self.q_proj(hidden_states) * self.scale", "no attribute 'scale'"),
+    ],
+)
+def test_changed_code_that_computes_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    compared: pytest.LogCaptureFixture,
+    scaled: str,
+    differs: str,
+) -> None:
+    """Catches a run that silently computes what an earlier version did."""
+    _change(monkeypatch, tmp_path, scaled)
+    named = r"XGLMAttention \(transformers [\d.]+\) is not code that isp knows.*"
+    with pytest.raises(ValueError, match=f"{named}{differs}.*: use .* isp.register_mixer"):
+        isp.parallelize(_xglm(), job())
+    # the user's own forward is for the code that there is
+    monkeypatch.setitem(adapters._forwards, f"{_XGLM}.XGLMAttention", lambda *_: None)
+    check_code(_xglm())
+    assert not _names_of(compared)
+
+
+def test_a_subclass_of_known_code_is_known_if_it_overrides_nothing(
+    compared: pytest.LogCaptureFixture,
+) -> None:
+    """Catches the forward of a subclass that is replaced by that of its base."""
+    model = _xglm()
+    attention = model.model.layers[1].self_attn
+    kind = type(attention)
+    attention.__class__ = type("Plain", (kind,), {"more": 1})
+    check_code(model)
+    attention.__class__ = type("Other", (kind,), {"forward": lambda *_: None})
+    with pytest.raises(ValueError, match=r"Other .* a small copy of the model has no .*Other"):
+        check_code(model)
+    with pytest.raises(ValueError, match=r"Other .* Sequential has no configuration"):
+        check_code(nn.Sequential(attention))
+
+
+_TEXT = """
+@final
+class Own(Base):
+    def forward(self, x):
+        return half(x) + 1
+
+def half(x):
+    return x / 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_same"),
+    [
+        (
+            "return half(x) + 1",
+            "'Words.'  # a comment\n        return (half(x)\n            + 1)",
+            True,
+        ),
+        ("def half", "def unread(): ...\n\ndef half", True),
+        ("x / 2", "x / 3", False),
+        ("half(x) + 1", "half(x) + 2", False),
+        ("Base", "nn.Module", False),
+        ("@final\n", "", False),
+    ],
+)
+def test_a_hash_is_of_what_code_computes(old: str, new: str, is_same: bool) -> None:
+    """Catches words and formatting that count, and functions and decorators that do not."""
+    assert old in _TEXT
+    known, found = source_hash(_TEXT, "Own"), source_hash(_TEXT.replace(old, new), "Own")
+    assert known is not None
+    assert (found == known) is is_same
+    assert source_hash(_TEXT, "Other") is None
