@@ -16,7 +16,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from isp.comm import cuda, streams
@@ -33,6 +32,10 @@ logger = logging.getLogger(__name__)
 RENDEZVOUS_FILE = "ISP_RENDEZVOUS_FILE"
 """Variable naming a private file through which the ranks of one machine meet, without a port."""
 
+# Public since torch 2.14, which warns of the old name.
+_set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
+    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+)
 _CONNECT = timedelta(seconds=5)
 """Time to find out that nobody answers at the address of an earlier rank 0."""
 
@@ -328,5 +331,4 @@ class Mesh:
     def set_timeout(self, seconds: float) -> None:
         """Limit how long collectives launched from now on may take."""
         for group in {channel.group for channel in self.opened if channel.group is not None}:
-            # As torchtitan does: torch has no other way to change it.
-            _set_pg_timeout(timedelta(seconds=seconds), group)
+            _set_timeout(timedelta(seconds=seconds), group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,6 +104,19 @@ def test_channels_of_a_group_have_numbers_of_their_own() -> None:
         assert added == 2  # tensor and weight
         counts = {"tensor": 2, "weight": 2, "stage": 1, "world": 1}  # head; expert_weight
         assert progress == {f"{name} group [0, 1]": count for name, count in counts.items()}
+
+
+def _timeouts(rank: int, topology: Topology) -> set[float]:
+    mesh = Mesh(topology, rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mesh.set_timeout(7)
+    return {channel._timeout().total_seconds() for channel in mesh.opened if channel.group}
+
+
+def test_a_timeout_is_set_without_a_warning() -> None:
+    """Catches a name that torch 2.14 deprecates, and a limit that transfers do not have."""
+    assert run_ranks(2, _timeouts, topology(2, tensor=2)) == [{7.0}, {7.0}]
 
 
 def _opened(_: int, job: Path) -> tuple[list[str], list[str], str]:
