@@ -11,7 +11,10 @@ Source: github.com/Dao-AILab/flash-attention, flash_attn_interface.py of `flash_
 and flash_attn/cute/interface.py.
 
 [Note: Signature of varlen_attn] torch's own takes `scale` and `window_size`, where (-1, 0) is
-causal; since 2.12 `enable_gqa` has to be set where KV heads are shared.
+causal; since 2.12 `enable_gqa` has to be set where KV heads are shared. On Hopper and Blackwell it
+prefers cuDNN's kernel unless `sdpa_kernel` forbids that: torch 2.14 without a causal mask and
+shared KV heads, 2.15 also with them. ISP has cuDNN as another backend, and refuses it where torch
+has to be deterministic.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from isp.attention.mask import AttentionMask
@@ -117,13 +121,14 @@ class VarlenAttention:
         else:
             query_ends, key_ends = mask.cu_seqlens_on(q.device)
             longest = mask.max_lengths
-        out = self._attend(
-            *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
-            query_ends,
-            key_ends,
-            *longest,
-            **self._options(mask, grouped=q.shape[2] != k.shape[2]),
-        )
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # [Note: Signature of varlen_attn]
+            out = self._attend(
+                *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
+                query_ends,
+                key_ends,
+                *longest,
+                **self._options(mask, grouped=q.shape[2] != k.shape[2]),
+            )
         return _only_output(out).view(q.shape)
 
     def _options(self, mask: AttentionMask, *, grouped: bool) -> dict[str, Any]:

@@ -420,6 +420,21 @@ def test_options_for_each_signature_of_varlen(knows: bool) -> None:
         assert found == {"scale": 0.5, "window_size": window}
 
 
+def test_varlen_is_flash_attention() -> None:
+    """Catches cuDNN's kernel, which torch 2.15 prefers, and ISP refuses to deterministic runs."""
+    attention, allowed = VarlenAttention(), list[tuple[bool, bool]]()
+
+    def attend(q: Tensor, *_: Any, **__: Any) -> Tensor:
+        kernels = torch.backends.cuda
+        allowed.append((kernels.flash_sdp_enabled(), kernels.cudnn_sdp_enabled()))
+        return q
+
+    attention._attend = attend
+    q = torch.ones(1, 4, 2, 8)
+    attention(q, q, q, mask=AttentionMask())
+    assert allowed == [(True, False)]
+
+
 @pytest.mark.gpu
 def test_gpu_choice() -> None:
     """Catches a backend that is timed on nothing, or by a clock that the device does not see."""
