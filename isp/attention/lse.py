@@ -69,7 +69,7 @@ def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
 
 
 class FlashKernel:
-    """Torch's flash attention on CUDA: `aten::_flash_attention_forward` as in torch 2.11 to 2.13.
+    """Torch's flash attention on CUDA: `aten::_flash_attention_forward` as in torch 2.11 to 2.15.
 
     Its lse is [H, T] for packed documents. Source: torch/nn/attention/varlen.py.
     """
