@@ -306,8 +306,8 @@ for the others, the column says what is missing. The tensor size must divide the
 the plan does not shard is whole on every rank, as are experts, unless `parallel.expert.size` equals
 the tensor size. In mtp, every rank computes convolutions and scans for all tokens; msp and fsp
 split them over ranks, as isp does. If a model's code takes a mean or a norm without weights over
-all features between a column and a row linear, the shapes fit but the result is wrong. Only
-`isp check` finds this.
+all features between a column and a row linear, the shapes fit but the result would be wrong: the
+probe compares each rank's features with those of the whole model, and refuses the model by name.
 
 **Experts.** 51 of 52 types with experts were compared with `parallel.expert.size` 2 and 4 on 4
 ranks, and 2 in mtp, msp and fsp: gradients match within 5e-13. longcat_flash is refused, because

@@ -36,7 +36,7 @@ from isp.models.router_losses import (
     check_router_losses,
     make_router_losses,
 )
-from isp.models.share import run_with_a_share
+from isp.models.share import check_shares, run_with_a_share
 from isp.models.stages import Stage, check_stages, stages_of, tied_weight
 from isp.models.swap import InitialWeights
 from isp.models.tensor_plan import TensorPlan, tensor_plan
@@ -105,7 +105,7 @@ class TracedModel:
         leave_alone(self.shape, self.trace.unused)
         how = self.trace, self.host.forward
         probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
-        self._lengths = LengthCheck(model, self._empty, *how)
+        self._probed, self._lengths = probed, LengthCheck(model, self._empty, *how)
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
                 f"{type(model).__name__} ignores position_ids: positions within each rank's part"
@@ -357,7 +357,7 @@ class TracedModel:
             raise self._not_split(error) from None
 
     def _rehearse(self, size: int) -> None:
-        """Raise ValueError if the model's code does not run with a rank's share of the features."""
+        """Raise ValueError if the model's code needs more than a rank's share of the features."""
         if size == 1:
             return
 
@@ -365,8 +365,14 @@ class TracedModel:
             build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
             run_with_a_share(build, self.trace, self._tensor_plan, size)
 
+        def shares() -> None:
+            if self._probed:  # otherwise it is not known to run on the CPU
+                whole = self.shape, self.model.buffers(), self.trace, self.host.forward
+                check_shares(*whole, self._tensor_plan, size, self._probed)
+
         try:
             self._once(("share", size, self.recomputation), share)
+            self._once(("shares", size), shares)
         except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
             raise self._not_split(error) from None
 

@@ -56,6 +56,7 @@ from isp.models.trace import ModelTrace
 __all__ = [
     "PROBE_TOKENS",
     "Forward",
+    "ProbeRun",
     "check_local",
     "local_calls",
     "refuse_unchecked",
@@ -98,6 +99,13 @@ _KNOWN = "transformers.", "model.decoder"
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
+class ProbeRun(NamedTuple):
+    """A way in which a model ran on random weights."""
+
+    tokens: int
+    training: bool
+
+
 class _Tokens(NamedTuple):
     """The input of a run."""
 
@@ -131,11 +139,11 @@ def check_local(
     forward: Forward,
     *,
     allow_unchecked: bool = False,
-) -> bool:
+) -> ProbeRun | None:
     """Raise ValueError, naming the module, if tokens are mixed other than by attention.
 
     Also if the model does not run on random weights, so that this is not known; if
-    `allow_unchecked`, that is a warning, and the result is False.
+    `allow_unchecked`, that is a warning, and the result is None.
 
     `shape`: the traced model, on meta, whose calls of attention go where `mix_by` says;
     `buffers`: the model's own, in the order of its. See [Note: Locality].
@@ -155,7 +163,7 @@ def check_local(
         else:
             assert why is not None
             refuse_unchecked(model, why, allow_unchecked)
-            return False
+            return None
         for half in (whole.part(slice(0, None, 2)), whole.part(slice(1, None, 2))):
             found = probe.run_part(half)
             if _differ(expected, found) or _gradients_differ(expected, found):
@@ -166,7 +174,7 @@ def check_local(
                     "part": [whole.part(slice(start, None, 2)) for start in (0, 1)],
                 }
                 raise ValueError(probe.difference(whole, cases))
-    return True
+    return ProbeRun(number // 2, model.training)
 
 
 def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bool) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isp
@@ -188,3 +190,145 @@ def test_a_check_that_passed_is_not_taken_for_that_of_other_arguments() -> None:
     cut.check_layout(stages, 16)
     with pytest.raises(ValueError, match="use more from earlier blocks"):
         cut.computed(shape=other.shape, trace=other.trace).check_layout(stages, 16)
+
+
+class _Between(nn.Module):
+    """Does something to the features between the columns and the row of an MLP."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x)
+
+
+def _changed(change: Callable[[Tensor], Tensor], *, inside: bool) -> Any:
+    """A Llama whose second MLP applies `change` before its row; if `inside`, in a module."""
+    model = tiny("llama", num_key_value_heads=4)
+    mlp = model.model.layers[1].mlp
+
+    class _Mlp(type(mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            return self.down_proj(self.between(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+    mlp.__class__ = _Mlp
+    mlp.between = _Between(change) if inside else change
+    return model
+
+
+class _MeanOfGradients(torch.autograd.Function):
+    """Leaves features as they are, and subtracts the mean of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] - gradients[0].mean(-1, keepdim=True)
+
+
+def _rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def _norm_of_heads(x: Tensor) -> Tensor:
+    return _rms_norm(x.unflatten(-1, (-1, 6))).flatten(-2)
+
+
+OVER_ALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": _rms_norm,
+    "mean": lambda x: x - x.mean(-1, keepdim=True),
+    "softmax": lambda x: x.softmax(-1),
+    "largest": lambda x: x * x.amax(-1, keepdim=True),
+    "first": lambda x: x * x[..., :1],
+    "halves": lambda x: torch.cat([*x.chunk(2, -1)][::-1], -1),
+    "backward": _MeanOfGradients.apply,
+}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", OVER_ALL)
+def test_code_that_needs_all_features_is_refused_by_name(name: str, inside: bool) -> None:
+    """Catches code between a column and a row that fits a rank's features, and needs all."""
+    traced = TracedModel(_changed(OVER_ALL[name], inside=inside))
+    # The gradients of a region are compared as a whole.
+    place = "mlp.between (_Between)" if inside and name != "backward" else "mlp (_Mlp)"
+    for size, mode in product((2, 4), (Mode.MTP, Mode.MSP, Mode.FSP)):
+        with pytest.raises(ValueError, match=r"tensor-parallel plan.* use mode isp") as raised:
+            traced.check_layout(job(size, mode=mode).parallel, 16)
+        assert f"needs: model.layers.1.{place} computes over all features" in str(raised.value)
+        assert ("in its backward pass" in str(raised.value)) == (name == "backward")
+        assert f"{48 // size} of the 48 features" in str(raised.value)
+    traced.check_layout(job(2).parallel, 16)
+
+
+def test_a_run_refuses_code_that_needs_all_features_before_ranks_start() -> None:
+    """Catches a check that no run makes."""
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp \(_Mlp\) computes over all"):
+        isp.parallelize(_changed(_rms_norm, inside=False), job(2, mode=Mode.FSP))
+    assert not dist.is_initialized()
+
+
+def _normed_heads() -> nn.Module:
+    """A Llama that normalizes what all heads give, together."""
+    model = tiny("llama", num_key_value_heads=4)
+    attention = model.model.layers[1].self_attn
+    attention.o_proj.register_forward_pre_hook(lambda _, given: _rms_norm(given[0]))
+    return model
+
+
+def _fused() -> nn.Module:
+    """A Phi-3 whose plan cuts two linears in one as if they were one."""
+    model = tiny("phi3")
+    model._tp_plan = {
+        **model.tp_plan,
+        "model.layers.*.mlp.gate_up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+    }
+    return model
+
+
+def _normed_logits() -> nn.Module:
+    """A Llama whose logits have the mean 0."""
+    model = tiny("llama")
+
+    class _Normed(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.logits = out.logits - out.logits.mean(-1, keepdim=True)
+            return out
+
+    model.__class__ = _Normed
+    return model
+
+
+ELSEWHERE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attention": (_normed_heads, r"model\.layers\.1\.self_attn \(LlamaAttention\)"),
+    "fused": (_fused, r"model\.layers\.0\.mlp \(Phi3MLP\)"),
+    "logits": (_normed_logits, "code after lm_head"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_code_that_needs_all_features_is_refused(name: str) -> None:
+    """Catches features of all heads, of a plan that cuts a fused linear, and of all logits."""
+    make, said = ELSEWHERE[name]
+    with pytest.raises(ValueError, match=f"tensor-parallel plan.*: {said}.* use mode isp"):
+        TracedModel(make()).check_layout(job(2, mode=Mode.MTP).parallel, 16)
+
+
+LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "a norm of each head": _norm_of_heads,
+    "in place": lambda x: x.mul_(2).tanh_(),
+    "no gradient": lambda x: x.detach().sign(),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_code_that_needs_a_ranks_features_is_taken(name: str) -> None:
+    """Catches models that are refused, and compute each share of features alone."""
+    traced = TracedModel(_changed(LOCAL[name], inside=True))
+    for size in (2, 4):
+        traced.check_layout(job(size, mode=Mode.MTP).parallel, 16)
