@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 import bench_fully_shard  # noqa: E402
 import bench_link  # noqa: E402
+import check_with_transformers  # noqa: E402
 from bench_balance import PLANS  # noqa: E402
 
 
@@ -165,3 +167,30 @@ def test_namespaces_go_when_their_maker_is_killed() -> None:
 
 def _namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+
+
+def test_isp_is_within_the_tolerance_of_transformers_mixins() -> None:
+    """Catches a comparison that no longer runs, and a gradient that is not the plain model's."""
+    row = check_with_transformers.row_of("tp", "llama", {"transformers tp", "isp mtp"})
+    assert [*row] == ["transformers tp", "isp mtp"]
+    for contestant, found in row.items():
+        assert not isinstance(found, str), (contestant, found)
+        single, double = found
+        assert single.within == check_with_transformers.TOLERANCES[0], contestant
+        assert 0 < double.relative < 1e-12, contestant  # another order of sums
+
+
+@pytest.mark.parametrize(("added", "within"), [(0.0, 1e-5), (1e-3, 5e-3), (1.0, math.inf)])
+def test_differences_from_transformers_are_found(added: float, within: float) -> None:
+    """Catches a comparison that passes whatever a run gives."""
+    outputs, weights = {"loss": torch.ones(())}, {"a": torch.ones(4), "b": torch.ones(4)}
+    plain = check_with_transformers.Found(outputs, weights)
+    shards = {"a": torch.ones(2) + added, "b": torch.ones(2)}
+    halves = dict.fromkeys(weights, lambda whole: whole[:2])
+    compare = check_with_transformers.differences
+    assert compare(plain._replace(tensors=shards, shard=halves), plain).within == within
+    assert (
+        compare(plain._replace(outputs={"loss": torch.tensor(1 + added)}), plain).within == within
+    )
+    if added:
+        assert compare(plain._replace(tensors={"a": torch.ones(4)}), plain).within == math.inf
