@@ -174,8 +174,9 @@ def test_isp_is_within_the_tolerance_of_transformers_mixins() -> None:
     row = check_with_transformers.row_of("tp", "llama", {"transformers tp", "isp mtp"})
     assert [*row] == ["transformers tp", "isp mtp"]
     for contestant, found in row.items():
-        assert not isinstance(found, str), (contestant, found)
         single, double = found
+        assert not isinstance(single, str), single
+        assert not isinstance(double, str), double
         assert single.within == check_with_transformers.TOLERANCES[0], contestant
         assert 0 < double.relative < 1e-12, contestant  # another order of sums
 
