@@ -73,8 +73,8 @@ class _StandIn:
         found = getattr(self._module, name)
         return _StandIn(found, self._call, name) if isinstance(found, nn.Module) else found
 
-    def __call__(self, *args: Any) -> Any:
-        return self._call(self._name, *args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._name, *args, **kwargs)
 
 
 class _Sizes(NamedTuple):
@@ -96,7 +96,7 @@ class _Indexer:
         self._shape = arguments["hidden_states"].shape[:2]
         self._given: dict[str, Tensor] = {}
         cache, positions = _Keys(), arguments["position_ids"]
-        if positions is not None:  # that of the only key
+        if self._run_size > 1:  # blocks are counted by positions, and there is one key
             positions = torch.zeros_like(positions)
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=arguments["hidden_states"].device)
         self._run(self._keep, cache, seen, arguments | {"position_ids": positions})
@@ -123,12 +123,13 @@ class _Indexer:
 
         arguments = tree_map(part, self._arguments)
         given = {name: part(x) for name, x in self._given.items()}
-        found = self._run(lambda name, *_: given[name], _Keys(keys[None]), seen[None], arguments)
+        cache = _Keys(keys[None])
+        found = self._run(lambda name, *_, **__: given[name], cache, seen[None], arguments)
         return found.flatten(0, -3).transpose(0, 1)  # of [1, R, n] or [1, G, R, n]
 
-    def _keep(self, name: str, *args: Any) -> Tensor:
+    def _keep(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         assert name not in self._given, f"{name} is called twice"
-        self._given[name] = getattr(self._module, name)(*args)
+        self._given[name] = getattr(self._module, name)(*args, **kwargs)
         return self._given[name]
 
     def _run(
@@ -142,6 +143,9 @@ class _Indexer:
 
 def _of_tokens(module: Any, arguments: dict[str, Any]) -> _Indexer:
     """DeepSeek-V3.2's, and those made of it: keys one by one, the same for all heads."""
+    positions = arguments["position_ids"]
+    if positions.dim() == 3:  # of time, height and width, which are the same in text
+        arguments = arguments | {"position_ids": positions[0]}
     sizes = _Sizes(module.n_heads, num_choices=1, most=module.index_topk, run=1)
     return _Indexer(module, arguments, sizes)
 
@@ -179,7 +183,9 @@ _KINDS = {
     ("glm_moe_dsa", "GlmMoeDsaIndexer"): _of_tokens,
     ("axk2", "AXK2Indexer"): _of_tokens,
     ("hy_v4", "HYV4Indexer"): _of_tokens,
+    ("hy_v4_vl", "HYV4VLIndexer"): _of_tokens,
     ("dots3_note", "Dots3NoteTextIndexer"): _of_tokens,
+    ("mistral_large4", "MistralLarge4TextIndexer"): _of_tokens,
     ("minimax_m3_vl", "MiniMaxM3VLIndexer"): _of_blocks,
 }
 
