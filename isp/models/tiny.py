@@ -39,9 +39,9 @@ _SIZES = {
     6: "v_head_dim state_size ssm_state_size mamba_d_state",
     5: "time_step_rank mamba_dt_rank log_scaling_n_floor",
     4: """num_experts num_local_experts n_routed_experts qk_rope_head_dim linear_num_heads
-        linear_num_value_heads adapter_rank index_block_size d_rel rotary_dim""",
+        linear_num_value_heads adapter_rank index_block_size d_rel rotary_dim moe_num_experts""",
     3: "index_n_heads index_topk_blocks",
-    2: """num_experts_per_tok zero_expert_num n_group linear_num_key_heads n_groups
+    2: """num_experts_per_tok moe_k zero_expert_num n_group linear_num_key_heads n_groups
         mamba_n_groups mamba_ngroups eos_token_id""",
     1: "topk_group bos_token_id",
     0: "pad_token_id",
@@ -151,7 +151,9 @@ def _at_most(value: Any, *names: str) -> Any:
     most = next((_AT_MOST[name] for name in names if name in _AT_MOST), None)
     if most is None or type(value) not in (int, list) or not value:
         return value
-    return most if isinstance(value, list) else min(value, most)  # several ends of a text
+    if isinstance(value, list):  # several ends of a text, or a size of each kind of experts
+        return [min(size, most) for size in value]
+    return min(value, most)
 
 
 def _value(config: Any, name: str) -> Any:
@@ -254,6 +256,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
         if isinstance(value, list | tuple)
         and len(value) == number
         and list(value) != list(range(number))  # numbers of layers: of all of them
+        and name != "kv_source_layers"
     }
     numbers = {
         name: value
@@ -263,18 +266,21 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     own = [_of_layer(config, index) for index in range(number)]
     dense = [_is_dense(config, index) for index in range(number)]
     sharing = _value(config, "num_kv_shared_layers") or 0
+    sources = _value(config, "kv_source_layers") or range(number)  # the layer with the keys of each
 
     def kind_of(layer: int) -> str:
         listed = [value[layer] for value in lists.values()]
         named = [layer in value for value in numbers.values()]
-        return str([dense[layer], layer >= number - sharing, own[layer], *listed, *named])
+        shares = layer >= number - sharing or sources[layer] != layer
+        return str([dense[layer], shares, own[layer], *listed, *named])
 
     kinds = [kind_of(layer) for layer in range(number)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
     first += [index for index in hybrid[:2] if index not in first]  # two share one transformer
     rest = [index for index in range(number) if index not in first]
-    layers = sorted(first + rest[: max(0, least - len(first))])
+    chosen = first + rest[: max(0, least - len(first))]
+    layers = sorted({*chosen, *(sources[index] for index in chosen)})
     for name in _LAYERS:
         _set(tiny, name, len(layers))
     for name, value in lists.items():
@@ -284,6 +290,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     for name in _FIRST_DENSE:
         _set(tiny, name, sum(dense[index] for index in layers))
     _set(tiny, "num_kv_shared_layers", sum(index >= number - sharing for index in layers))
+    _set(tiny, "kv_source_layers", [layers.index(sources[index]) for index in layers])
     if _value(config, "decoder_sparse_step") is not None:
         tiny.decoder_sparse_step = 1
         tiny.mlp_only_layers = [place for place, index in enumerate(layers) if dense[index]]
