@@ -93,21 +93,60 @@ def _angles(*sections: int, **more: Any) -> dict[str, Any]:
     return {"text_config": {"rope_parameters": rope}}
 
 
+_SEEING = """apertus1p5 aria cohere2_vision cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid
+exaone4_5 granite_docling hy_v4_vl hyperclovax_vision_v2 idefics2 idefics3 inkling2 internvl janus
+kimi_k25 kosmos-2.5 lfm3_vl lighton_ocr llava llava_next llava_next_video llava_onevision
+minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 muse_glimmer muse_spark nemotron_h_omni
+ovis2 pp_chart2table qianfan_ocr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe smolvlm
+unlimited_ocr video_llama_3 video_llava vipllava"""
+
+_SHARED = ["full", *["full", "shared", "shared", "shared"] * 18][:72]
+"""Of Mistral Large 4: whether a layer has an indexer, or the keys that one before has chosen."""
+
 _TEXT_PARTS: dict[str, dict[str, Any]] = {
-    "cosmos3_edge (text part)": {},
-    "cosmos3_omni (text part)": {},
+    **{f"{name} (text part)": {} for name in _SEEING.split()},
+    "aya_vision (text part)": {
+        "vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}
+    },
+    "cohere_compass (text part)": {"text_config": _GIVEN["cohere_compass_text"]},
+    "deepseek_ocr2 (text part)": {
+        "text_config": {
+            "mlp_layer_types": ["dense", *["sparse"] * 31],
+            "num_experts_per_tok": 6,
+            "num_key_value_heads": 32,
+        }
+    },
+    "ernie4_5_vl_moe (text part)": _angles(22, 22, 20),
+    "glm46v (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
     "glm4v (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
     "glm4v_moe (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
     "glm_ocr (text part)": _angles(16, 24, 24),
-    "granite_docling (text part)": {},
-    "muse_glimmer (text part)": {},
-    "muse_spark (text part)": {},
+    "glmga (text part)": _angles(8, 12, 12, partial_rotary_factor=0.5),
+    "granite4_vision (text part)": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "4/8"},
+    "hunyuan_vl (text part)": {
+        "text_config": {"head_dim": 128, **_angles(16, 16, 16, 16)["text_config"]}
+    },
+    "lfm2_vl (text part)": {"text_config": _GIVEN["lfm2 (conv)"]},
+    "mistral3 (text part of Mistral Small 4)": {"text_config": {"model_type": "mistral4"}},
+    "mistral_large4 (text part)": {},
+    "mistral_large4 (text part, shared)": {
+        "text_config": {
+            "indexer_types": _SHARED,
+            # of 8 layers, those with positions have the keys of the first, the others of the fourth
+            "kv_source_layers": [i - i % 8 + (3 if i % 4 == 3 else 0) for i in range(72)],
+        }
+    },
     "paddleocr_vl (text part)": _angles(16, 24, 24),
+    "qwen2_5_omni_thinker (text part)": _angles(16, 24, 24),
     "qwen2_5_vl (text part)": _angles(16, 24, 24),
     "qwen2_vl (text part)": _angles(16, 24, 24),
-    "qwen3_vl (text part)": {},
-    "qwen3_vl_moe (text part)": {},
-    "unlimited_ocr (text part)": {},
+    "step3p7 (text part)": {
+        "text_config": {
+            "layer_types": ["full_attention", *["sliding_attention"] * 3] * 11 + ["full_attention"],
+            "sliding_window": 512,
+            "attention_other_setting": {"num_attention_heads": 96},
+        }
+    },
 }
 """Of types that see, and whose text has no causal class of its own."""
 
@@ -150,6 +189,8 @@ MECHANISMS = {
     "cohere2": "attention beside the MLP, layers without positions",
     "gemma2": "windows, a cap on scores",
     "hy_v4": "keys that an indexer chooses, also for the next layer, and sinks",
+    "mistral_large4 (text part, shared)": "latents and chosen keys of a layer before, an indexer"
+    " that reads positions",
     "minimax_m3_vl_text (sparse)": "blocks of keys that are chosen for each KV head",
     "gpt_oss": "windows, sinks and experts with biases",
     "deepseek_v3": "latent attention and experts",

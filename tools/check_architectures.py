@@ -80,6 +80,8 @@ _UNTRIED = {
 
 
 _REFUSED = {
+    "inkling2_loop_text": "12 of its blocks are called 3 times in one forward, but isp gathers a"
+    " block's weights for one call",
     "rwkv": "the numerator and the denominator of its recurrence are scaled by a running maximum of"
     " the keys, for which isp has no scan, and a token is mixed with the one before",
     "xlstm": "the exponential gates of its recurrence (mLSTM) are scaled by a running maximum, for"
