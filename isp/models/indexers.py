@@ -144,7 +144,7 @@ class _Indexer:
 def _of_tokens(module: Any, arguments: dict[str, Any]) -> _Indexer:
     """DeepSeek-V3.2's, and those made of it: keys one by one, the same for all heads."""
     positions = arguments["position_ids"]
-    if positions.dim() == 3:  # of time, height and width, which are the same in text
+    if positions is not None and positions.dim() == 3:  # time, height, width: the same in text
         arguments = arguments | {"position_ids": positions[0]}
     sizes = _Sizes(module.n_heads, num_choices=1, most=module.index_topk, run=1)
     return _Indexer(module, arguments, sizes)
