@@ -28,7 +28,7 @@ from transformers import __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from isp.models.adapters import FREE_FUNCTIONS, REPLACED
-from isp.models.known_code import KNOWN, known_code, source_hash
+from isp.models.known_code import KNOWN, known_code, source_hash, unknown_code
 from isp.models.model import TracedModel
 from isp.models.own_attention import ALIBI_FEATURES
 from isp.models.roles import ParameterRole
@@ -175,8 +175,8 @@ def _attention(sizes: AttentionSizes) -> str:
     return f"{reach} latent" if sizes.value_size != sizes.head_size else reach
 
 
-def table(facts: Iterable[Fact]) -> str:
-    """Return the text of isp/models/README.md with these rows."""
+def table(facts: Iterable[Fact], version: str) -> str:
+    """Return the text of isp/models/README.md with these rows, traced with this version."""
     rows = sorted(facts, key=lambda fact: fact.architecture)
     supported = [fact for fact in rows if not fact.refused]
     counts = {
@@ -186,7 +186,7 @@ def table(facts: Iterable[Fact]) -> str:
         "split": sum(not fact.not_split for fact in supported),
     }
     versions = {"oldest": OLDEST_TRANSFORMERS, "newest": NEWEST_TRANSFORMERS}
-    head = _HEAD.format(version=__version__, torch=torch.__version__, **versions, **counts)
+    head = _HEAD.format(version=version, **versions, **counts)
     return "\n".join([head, *map(str, rows), ""])
 
 
@@ -212,7 +212,7 @@ class Change(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether a supported architecture is refused now, or gone from transformers."""
+        """True if a supported architecture is refused now, or gone from transformers."""
         if self.before is None or self.before.refused:
             return False
         return self.now is None or bool(self.now.refused)
@@ -223,7 +223,7 @@ class Change(NamedTuple):
         if self.before is None:
             return f"new      {self.name}: {self.now.refused or self.now.layers}"
         pairs = zip(self.before[1:5], self.now[1:5], strict=True)
-        cells = [f"{was or 'yes'} -> {now or 'yes'}" for was, now in pairs if was != now]
+        cells = [f"{was or '-'} -> {now or '-'}" for was, now in pairs if was != now]
         return f"{'LOST' if self.lost else 'changed':<8} {self.name}: {'; '.join(cells)}"
 
 
@@ -243,10 +243,18 @@ def changes(names: Iterable[str] = ()) -> list[Change]:
     return sorted(found, key=lambda change: not change.lost)
 
 
+def has_unknown_code(architecture: str) -> bool:
+    """Return whether ISP replaces code of this type that it was not compared with."""
+    try:
+        return bool(unknown_code(tiny_model(config_of(architecture))))
+    except ValueError:  # no small model
+        return False
+
+
 def sources(packages: Iterable[str | Path]) -> str:
     """Return the text of isp/models/known_code.txt, with the code of folders of transformers added.
 
-    To be written when all tests and `--changes` have passed with their versions.
+    To be written when all tests and `--compare` of all have passed with their versions.
     """
     folders = [Path(package) for package in packages]
     inits = "".join((folder / "__init__.py").read_text() for folder in folders)
@@ -289,7 +297,7 @@ fails there (`llama4_text` works).
 
 **Supported** means that the loss, every gradient and the weights after a step of AdamW match those
 of the unmodified model within 1e-9. The last column names the versions of transformers with which
-`--compare` found this, with torch {torch}:
+`--compare` found this, with the torch that `constraints.txt` pins:
 
 * *dtype*: float64 on CPU, casts to float32 inside of the model included;
 * *experts*: the unmodified model computes them one by one, ISP by grouped products, as in a run;
@@ -436,7 +444,7 @@ def compare(names: Iterable[str]) -> Iterator[str]:
             versions = {v for v in facts[name].compared.split(", ") if v} - {minor}
             versions |= {minor} if line.startswith("ok") else set()
             facts[name] = facts[name]._replace(compared=", ".join(sorted(versions, key=Version)))
-            README.write_text(table(facts.values()))
+            README.write_text(table(facts.values(), version_before()))
         yield line
 
 
@@ -460,9 +468,11 @@ def main() -> int:
         before = facts_before()
         facts = {n: f for n, f in before.items() if args.names}  # else types that are gone go
         for name in args.names or ARCHITECTURES:
-            compared = before[name].compared if name in before else ""
-            facts[name] = fact(name)._replace(compared=compared)
-        README.write_text(table(facts.values()))
+            found = fact(name)
+            if name in before and before[name][:5] == found[:5]:
+                found = before[name]  # with the versions that it was compared with
+            facts[name] = found
+        README.write_text(table(facts.values(), __version__))
         return 0
     if args.sources:
         KNOWN.write_text(sources(args.names or [Path(transformers.__file__).parent]))
@@ -474,8 +484,9 @@ def main() -> int:
         print("\n".join(map(str, found)) or "every row is as in the table", flush=True)
         if args.changes:
             return 1 if bad else 0
-    names = args.names or (MECHANISMS if args.newest else ARCHITECTURES)
-    quick = args.newest
+    names, quick = args.names or [*ARCHITECTURES], args.newest
+    if args.newest and not args.names:  # a type a mechanism, and those whose replaced code changed
+        names = [n for n in names if n in MECHANISMS or has_unknown_code(n)]
     lines = compare(names) if args.compare else (check(n, args.layouts, quick=quick) for n in names)
     for line in lines:
         bad += not line.startswith(("ok", "refused"))

@@ -29,9 +29,12 @@ import datetime, importlib.metadata as found
 names = "torch", "transformers", "peft", "datasets", "accelerate"
 print(datetime.date.today(), *(f"{name} {found.version(name)}" for name in names), sep=", ")
 VERSIONS
-    "$python" tools/check_architectures.py --newest 2>/dev/null || failed=1
-    "$python" -m pytest -q -n 0 --no-header tests/integrations tests/models/test_adapters.py \
+    "$python" tools/check_architectures.py --newest 2>"$environment/errors.txt" || {
+        failed=1
+        tail -n 3 "$environment/errors.txt"
+    }
+    "$python" -m pytest -q -n 0 --no-header -rf tests/integrations tests/models/test_adapters.py \
         tests/models/test_versions.py tests/data/test_tables.py tests/data/test_stream.py |
-        tail -n 1 || failed=1
+        grep -E "^(FAILED|ERROR)|passed|failed" || failed=1
     exit "$failed"
 } | tee tools/newest.txt

@@ -380,7 +380,7 @@ def main() -> int:
             for contestant, found in row.items():
                 errors = [error for error in found if isinstance(error, str)]
                 reasons += [f"* {name}, {contestant}: {error}" for error in dict.fromkeys(errors)]
-                worse = cell(*found).count(",") > 2 or bool(errors)
+                worse = any(isinstance(x, str) or x.within > TOLERANCES[0] or x.lost for x in found)
                 bad |= worse and contestant.startswith("isp")
     print("", *reasons, sep="\n")
     return int(bad)

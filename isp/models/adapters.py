@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_BEHIND
-"""What stands for code of transformers and must compute the same, by the name of the class."""
+"""Code of ISP that must compute what the class of transformers by this name computes."""
 
 _forwards: dict[str, Callable[..., Any]] = {
     PLACE + name: forward
@@ -103,9 +103,9 @@ def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _overrides(kind: type, base: type) -> bool:
-    """Return whether a class is `base`, or has methods of its own in the place of some of its."""
+    """Return whether a class is `base`, or overrides methods of it other than its constructor."""
     own = (b for b in base.__mro__ if b not in nn.Module.__mro__)
-    names = (name for b in own for name in vars(b))
+    names = (name for b in own for name in vars(b) if name != "__init__")
     return kind is base or any(inspect.isfunction(vars(kind).get(name)) for name in names)
 
 

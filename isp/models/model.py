@@ -373,11 +373,13 @@ class TracedModel:
         try:
             self._once(("share", size, self.recomputation), share)
             self._once(("shares", size), shares)
-        except (ValueError, RuntimeError) as error:  # of somebody else's code, on other shapes
+        except Exception as error:  # the model's own code, on a rank's shapes: anything may come
             raise self._not_split(error) from None
 
     def _not_split(self, why: Exception) -> ValueError:
         reason = next(iter(str(why).splitlines()), "")
+        if not isinstance(why, ValueError | RuntimeError):
+            reason = f"its code does not run on a rank's features: {type(why).__name__}: {reason}"
         return ValueError(
             f"{type(self.model).__name__} cannot be sharded by its tensor-parallel plan, as"
             f" parallel.tensor.mode needs: {reason}; use mode isp, which needs no plan"

@@ -58,8 +58,8 @@ def folder_model(
     `keys`: as of `TracedModel.computed`; the folder is read and traced once for all of them. A
     model that does not train may have dropout. Of one with an `adapter`, only that is trained.
 
-    In float64 all of it is computed in float64, experts one by one. Raises ValueError if the folder
-    does not hold such a model, or one that is not supported.
+    In float64 all of it is computed in float64. Raises ValueError if the folder does not hold such
+    a model, or one that is not supported.
     """
     read = _read_and_traced(folder, dtype, adapter, trains=trains, allow_unchecked=allow_unchecked)
     return read.computed(**keys)
@@ -84,7 +84,7 @@ def _read_and_traced(
                 weights = AdapterWeights(model, weights, adapter.folder)
             if not trains:
                 model.eval()
-            check_code(model)
+            check_code(model, allow_unchecked=allow_unchecked)
             return TracedModel(
                 model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
             )

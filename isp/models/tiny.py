@@ -152,7 +152,7 @@ def _at_most(value: Any, *names: str) -> Any:
     if most is None or type(value) not in (int, list) or not value:
         return value
     if isinstance(value, list):  # several ends of a text, or a size of each kind of experts
-        return [min(size, most) for size in value]
+        return [min(size, most) if type(size) is int else size for size in value]
     return min(value, most)
 
 

@@ -101,7 +101,7 @@ class Subject:
 
     @property
     def ways(self) -> str:
-        """How the plain model and the layouts compute, with versions, for the table."""
+        """Words on how the plain model and the layouts compute, with versions."""
         ways = f"torch {torch.__version__}"
         if not hasattr(self.model, "set_experts_implementation"):
             return ways

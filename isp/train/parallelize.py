@@ -98,7 +98,7 @@ def _parallelized(
     _check_config(config, model)
     least = config.parallel.pipeline.size  # of each call of `loss`, or of `forward_backward`
     config = replace(config, data=replace(config.data, micro_num=least))
-    check_code(model)
+    check_code(model, allow_unchecked=config.model.allow_unchecked)
     traced = TracedModel(model, gives_scores=True, weights=weights, **how_computed(config.model))
     traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
     world = make_world(config)

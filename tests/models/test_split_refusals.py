@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -290,14 +291,15 @@ def _fused() -> nn.Module:
     return model
 
 
-def _normed_logits() -> nn.Module:
-    """A Llama whose logits have the mean 0."""
+def _normed_logits(least: float = -torch.inf) -> nn.Module:
+    """A Llama whose logits have the mean 0; those below `least` become -inf."""
     model = tiny("llama")
 
     class _Normed(type(model)):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **kwargs)
-            out.logits = out.logits - out.logits.mean(-1, keepdim=True)
+            logits = out.logits - out.logits.mean(-1, keepdim=True)
+            out.logits = logits.masked_fill(logits < least, -torch.inf)
             return out
 
     model.__class__ = _Normed
@@ -308,6 +310,7 @@ ELSEWHERE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "attention": (_normed_heads, r"model\.layers\.1\.self_attn \(LlamaAttention\)"),
     "fused": (_fused, r"model\.layers\.0\.mlp \(Phi3MLP\)"),
     "logits": (_normed_logits, "code after lm_head"),
+    "infinite logits": (partial(_normed_logits, -0.5), "code after lm_head"),
 }
 
 
