@@ -349,7 +349,7 @@ class _Widened(TorchFunctionMode):
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
         if func is torch.full and type(args[1]) is float:  # of XGLM, the least of all numbers
             wide.setdefault("dtype", torch.float64)
-        if func is torch._grouped_mm and args[0].dtype is torch.float64:
+        if func is torch._grouped_mm and args[0].dtype is torch.float64 and not args[0].is_meta:
             return _grouped_product(args[0], args[1], wide["offs"])
         return func(*map(_wide, args), **wide)
 
@@ -360,8 +360,6 @@ def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     x [N, I], weights [E, I, O], ends [E], the row after each run -> [N, O]; rows after the last run
     are zeros.
     """
-    if x.is_meta:
-        return x.new_empty(len(x), weights.shape[2])
     *runs, rest = x.tensor_split(ends.tolist())
     products = [run @ weight for run, weight in zip(runs, weights, strict=True)]
     return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[2])])
