@@ -101,7 +101,7 @@ ovis2 pp_chart2table qianfan_ocr qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe sm
 unlimited_ocr video_llama_3 video_llava vipllava"""
 
 _SHARED = ["full", *["full", "shared", "shared", "shared"] * 18][:72]
-"""Of Mistral Large 4: whether a layer has an indexer, or the keys that one before has chosen."""
+"""Layers of Mistral Large 4 with an indexer of their own; others use an earlier layer's choice."""
 
 _TEXT_PARTS: dict[str, dict[str, Any]] = {
     **{f"{name} (text part)": {} for name in _SEEING.split()},

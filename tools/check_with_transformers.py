@@ -59,7 +59,7 @@ FSDP_TESTER = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 4, "moe_intermediate_size": 32,
 }  # fmt: skip
-"""What `_get_tiny_config` of the FSDP mixin sets."""
+"""Sizes that the FSDP mixin sets in `_get_tiny_config`."""
 
 MODELS: dict[str, dict[str, Any]] = {
     # Windows of 16, the shared KV heads of llama and the 8 experts of gpt_oss are ours: with
@@ -91,7 +91,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["full_attention", "conv"]},
 }  # fmt: skip
-"""What each model's own tester sets besides."""
+"""Further sizes, from each model's own tester."""
 
 
 class Case(NamedTuple):
@@ -116,7 +116,7 @@ class Found(NamedTuple):
     lost: bool = False
     """Whether weights that were saved and loaded are others, in any bit."""
     shard: dict[str, Callable[[Tensor], Tensor]] = {}  # noqa: RUF012
-    """What gives this rank's shard of a whole tensor; without one, tensors are whole."""
+    """Functions from a whole tensor to this rank's shard, by name; empty if tensors are whole."""
 
 
 Measure = Callable[[Case], Found]

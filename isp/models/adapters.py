@@ -89,7 +89,7 @@ def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield classes and functions of transformers that ISP's own code replaces in a model.
 
     Each as the module of Python and the name in it; of a subclass that overrides something, itself.
-    What the user registered is left out.
+    Forwards that the user registered are left out.
     """
     for module in model.modules():
         bases = dict(zip(class_names(module), type(module).__mro__, strict=True))

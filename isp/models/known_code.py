@@ -43,7 +43,7 @@ from isp.parallel import Mode
 from isp.weights.parameter import by_whole
 from isp.weights.wp import LocalWeights
 
-__all__ = ["KNOWN", "check_code", "known_code", "source_hash", "unknown_code"]
+__all__ = ["KNOWN", "check_code", "known_code", "local_layers", "source_hash", "unknown_code"]
 
 logger = logging.getLogger(__name__)
 
@@ -220,13 +220,9 @@ def _compare(case: _Case) -> None:
         )
 
 
-def _difference(small: Any) -> str:
-    """Return what differs if ISP runs a model, in words; empty: nothing. Changes the model."""
-    plain = copy.deepcopy(small)
-    plain.set_attn_implementation("eager")
-    plain.set_experts_implementation("eager")
-    host = host_of(plain)
-    layers = RankLayers(
+def local_layers() -> RankLayers:
+    """Return the layers of one rank without a process group, in float64 on the CPU."""
+    return RankLayers(
         mode=Mode.ISP,
         tensor=Channel.solo("tensor"),
         weight=Channel.solo("weight"),
@@ -234,7 +230,15 @@ def _difference(small: Any) -> str:
         device=torch.device("cpu"),
         dtype=torch.float64,
     )
-    (chunk,) = TracedModel(small, allow_unchecked=True).build(layers)
+
+
+def _difference(small: Any) -> str:
+    """Return what differs if ISP runs a model, in words; empty: nothing. Changes the model."""
+    plain = copy.deepcopy(small)
+    plain.set_attn_implementation("eager")
+    plain.set_experts_implementation("eager")
+    host = host_of(plain)
+    (chunk,) = TracedModel(small, allow_unchecked=True).build(local_layers())
     ids = torch.randint(3, min(chunk.vocab_size, 150), (1, sum(_LENGTHS)))
     positions = [torch.arange(n)[None] for n in _LENGTHS]
     parts = zip(ids.split(_LENGTHS, 1), positions, strict=True)

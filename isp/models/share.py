@@ -119,7 +119,7 @@ def check_shares(
 
 
 class _Given(NamedTuple):
-    """What a row is given and gives in the whole run."""
+    """The input and output of a row linear in the whole run, and gradients before it."""
 
     x: Tensor
     """[.., I]"""
@@ -137,10 +137,10 @@ class _Shares:
         self._rank: int | None = None
         """None: the run is the whole one."""
         self._whole: dict[tuple[str, int], Any] = {}
-        """What was noted in the whole run, by module and number of its call."""
+        """Outputs of columns and records of rows in the whole run, by module and call number."""
         self._calls = Counter[str]()
         self._leaves: list[Tensor] = []
-        """What columns gave since the last row."""
+        """Outputs of columns since the last row, as leaves of the graph."""
         self._other = ""
         """The first module since then whose output is not a rank's share of that before."""
         self.of_gradients = ""

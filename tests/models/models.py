@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.comm import Channel
 from isp.config import JobConfig
 from isp.data.config import DataConfig
 from isp.layers.loss import IGNORED
-from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
+from isp.models.known_code import local_layers
 from isp.models.model import TracedModel
 from isp.models.tiny import kept_in_float64
 from isp.parallel.config import (
@@ -29,7 +32,6 @@ from isp.parallel.config import (
 from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
-from isp.weights.wp import LocalWeights
 from model.config import ModelConfig
 
 VOCAB = 96
@@ -290,16 +292,24 @@ def worst(found: Trained, expected: Trained) -> float:
     )
 
 
-def local_layers() -> RankLayers:
-    """Return the layers of one rank, in float64."""
-    return RankLayers(
-        mode=Mode.ISP,
-        tensor=Channel.solo("tensor"),
-        weight=Channel.solo("weight"),
-        communicator=LocalWeights(),
-        device=torch.device("cpu"),
-        dtype=torch.float64,
-    )
+def instead_of(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, model: str, text: str
+) -> None:
+    """Let `text`, written into `folder`, take the place of a modeling file for one test.
+
+    name: the module of transformers; model: its class of which models are made.
+    """
+    package = importlib.import_module(name.rpartition(".")[0])
+    getattr(package, model)  # loaded before the copy, which would stay after the test otherwise
+    file = folder / "modeling.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    changed = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, changed)
+    spec.loader.exec_module(changed)
+    monkeypatch.setattr(package, model, getattr(changed, model))
 
 
 def alone(traced: TracedModel) -> TracedChunk:

@@ -12,12 +12,12 @@ import isp
 from isp.attention import CpuAttention
 from isp.attention.call import Relative
 from isp.attention.kinds import AttentionKind
+from isp.models.known_code import local_layers
 from isp.models.model import TracedModel
 from isp.parallel import ParallelConfig, PipelineConfig
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_subjects import Subject
-from tests.models.models import local_layers
 from tests.models.own import VOCAB, OwnBlock
 
 transformers = pytest.importorskip("transformers")

@@ -8,7 +8,6 @@ import inspect
 import logging
 import re
 import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, warn_o
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import Layout
 from isp.train.check_subjects import Subject
-from tests.models.models import job, tiny
+from tests.models.models import instead_of, job, tiny
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
@@ -150,16 +149,7 @@ def _change(monkeypatch: pytest.MonkeyPatch, folder: Path, scaled: str) -> None:
     module = importlib.import_module(_XGLM)
     text = inspect.getsource(module)
     assert text.count(_SCALED) == 1
-    file = folder / "modeling_xglm.py"
-    file.write_text(text.replace(_SCALED, scaled))
-    spec = importlib.util.spec_from_file_location(_XGLM, file)
-    assert spec is not None
-    assert spec.loader is not None
-    changed = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, _XGLM, changed)
-    spec.loader.exec_module(changed)
-    package = importlib.import_module("transformers.models.xglm")
-    monkeypatch.setattr(package, "XGLMForCausalLM", changed.XGLMForCausalLM)
+    instead_of(monkeypatch, folder, _XGLM, "XGLMForCausalLM", text.replace(_SCALED, scaled))
 
 
 def _names_of(log: pytest.LogCaptureFixture) -> list[str]:
