@@ -29,6 +29,7 @@ from isp.cli.output import say
 from isp.cli.plan_command import add_calibrate, add_layouts
 from isp.cli.profile_command import add_options as add_profile
 from isp.cli.topology_command import add_options as add_topology
+from isp.config.removed import check_command
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         words = sys.argv[1:] if argv is None else list(argv)
+        check_command(words)
         args = _parse(_split(words))
         args.words = words
         code: int = args.run(args)

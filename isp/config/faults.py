@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pydantic_core import ErrorDetails
 
 from isp.config.keys import KeyTable, general
+from isp.config.removed import REMOVED_KEYS
 from isp.config.yaml_file import KeyPath
 from isp.settings.section import describe_value
 
@@ -60,6 +61,8 @@ def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
         case "value_error" if general(path) in keys.sections:
             return str(error["ctx"]["error"]).splitlines()
         case "unexpected_keyword_argument":
+            if removed := REMOVED_KEYS.get(".".join(general(path))):
+                return [f"{key} was removed: {removed.instead}"]
             return [f"{key}: {_REFUSED.get(path[-1]) or f'no such key{keys.suggest(path)}'}"]
         case "missing":
             return [f"{key} is missing: it has no default"]

@@ -16,6 +16,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any
 
+from isp.config.removed import without_removed
 from isp.config.yaml_file import KeyPath, parse_value
 from isp.settings.section import KeyRole, absent_values, role_of
 from isp.settings.suggestion import suggest
@@ -75,9 +76,13 @@ class KeyTable:
                     hints[*path, name], defaults[*path, name] = hint, default
         return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
 
-    def with_absent(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a configuration that a run kept, with the keys that came later as it had them."""
+    def brought_up(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a configuration that an earlier version kept as this version writes it.
+
+        Keys that came later have the values that the run had; removed keys without effect go.
+        """
         filled = copy.deepcopy(dict(kept))
+        without_removed(filled)
         for path, section in self.classes.items():
             values: Any = filled
             for name in path:

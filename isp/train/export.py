@@ -17,7 +17,10 @@ from isp.checkpoint import CheckpointInfo
 from isp.checkpoint.folder import describe_contents
 from isp.checkpoint.state import check_shapes, saved_rows
 from isp.checkpoint.whole import WholeWeights
+from isp.config import JobConfig
+from isp.config.keys import KeyTable
 from isp.config.models import language_model
+from isp.config.removed import REMOVED_KEYS
 from isp.foreign.files import copy_regular
 from isp.models.build import parameter_shapes
 from isp.settings import DTYPES
@@ -120,7 +123,7 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
         found = values.get(name) if isinstance(values, dict) else None
         if not is_known(found):
             raise ValueError(f"{info.path} is damaged: its configuration has {key}={found!r}")
-    return kept
+    return KeyTable.of(JobConfig).brought_up(kept)
 
 
 class _Plan(NamedTuple):
@@ -187,9 +190,11 @@ def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         fault = error.errors()[0]
+        key = ".".join(map(str, ("model", *fault["loc"])))
+        removed = REMOVED_KEYS.get(key)
+        why = fault["msg"] if removed is None else f"it was removed: {removed.instead}"
         raise ValueError(
-            f"{info.path} is of a model that this version does not read:"
-            f" {'.'.join(map(str, fault['loc']))}: {fault['msg']}"
+            f"{info.path} is of a model that this version does not read: {key}: {why}"
         ) from None
 
 
