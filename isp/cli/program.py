@@ -6,6 +6,7 @@ Imports stand in the functions that need them: most commands answer without load
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -28,8 +29,8 @@ from isp.cli.options import Run, add_nproc
 from isp.cli.output import say
 from isp.cli.plan_command import add_calibrate, add_layouts
 from isp.cli.profile_command import add_options as add_profile
+from isp.cli.removed import check_command
 from isp.cli.topology_command import add_options as add_topology
-from isp.config.removed import check_command
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -237,6 +238,22 @@ class _HelpKeys(argparse.Action):
         parser.exit()
 
 
+class _JsonSchema(argparse.Action):
+    """Prints the JSON schema of a configuration file and ends."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        from isp.config import json_schema
+
+        say(json.dumps(json_schema(), indent=1))
+        parser.exit()
+
+
 def _add_config(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--help-keys",
@@ -244,6 +261,12 @@ def _add_config(parser: argparse.ArgumentParser) -> Run:
         action=_HelpKeys,
         metavar="SECTION",
         help="explain the keys (of SECTION), with their types and defaults",
+    )
+    parser.add_argument(
+        "--json-schema",
+        nargs=0,
+        action=_JsonSchema,
+        help="print the JSON schema of a configuration, from which editors complete keys",
     )
     return _config
 

@@ -3,10 +3,19 @@
 from isp.config.job import (
     ConfigError,
     JobConfig,
+    json_schema,
     load_config,
     sections_from,
     to_plain,
     to_yaml,
 )
 
-__all__ = ["ConfigError", "JobConfig", "load_config", "sections_from", "to_plain", "to_yaml"]
+__all__ = [
+    "ConfigError",
+    "JobConfig",
+    "json_schema",
+    "load_config",
+    "sections_from",
+    "to_plain",
+    "to_yaml",
+]

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "JobConfig",
+    "json_schema",
     "load_config",
     "sections_from",
     "to_plain",
@@ -327,6 +328,11 @@ def to_yaml(config: JobConfig, *, redact: bool = False, of_decoder: bool = True)
         for key in defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE).keys() - kept:
             del plain["model"][key]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a configuration file, with types, bounds, defaults and docs."""
+    return TypeAdapter(JobConfig).json_schema()
 
 
 def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, Any]:

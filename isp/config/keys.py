@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
 import json
@@ -13,15 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
-from itertools import pairwise
 from typing import Any
 
 from isp.config.removed import without_removed
 from isp.config.yaml_file import KeyPath, parse_value
-from isp.settings.section import KeyRole, absent_values, role_of
+from isp.settings.section import KeyRole, absent_values, docs_of, role_of
 from isp.settings.suggestion import suggest
 
-__all__ = ["KeyTable", "differences", "docs_of", "general"]
+__all__ = ["KeyTable", "differences", "general"]
 
 _ENTRY = "*"
 """Stands for the number of an entry in a list."""
@@ -162,20 +160,6 @@ class KeyTable:
         paths = (*self.hints, *self.sections)
         every = [".".join(p) for p in paths if p and _ENTRY not in p]
         return suggest(name, known, section=".".join(section), paths=every)
-
-
-def docs_of(section: type) -> dict[str, str]:
-    """The line of doc below each field of the dataclass `section`, from its source."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        ast.unparse(key.target): inspect.cleandoc(doc)
-        for key, below in pairwise(definition.body)
-        if isinstance(key, ast.AnnAssign)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-        and isinstance(doc := below.value.value, str)
-    }
 
 
 def differences(

@@ -1,11 +1,11 @@
-"""Keys, commands and options that earlier versions had, and what to use in their place."""
+"""Keys that earlier versions had, and what to use in their place; commands: `isp.cli.removed`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["REMOVED_KEYS", "RemovedKey", "check_command", "without_removed"]
+__all__ = ["REMOVED_KEYS", "RemovedKey", "without_removed"]
 
 
 class RemovedKey(NamedTuple):
@@ -21,12 +21,6 @@ class RemovedKey(NamedTuple):
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {}
 
-_REMOVED_COMMANDS: Mapping[str, str] = {}
-"""What to use, by command (`checkpoint import`)."""
-
-_REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {}
-"""What to use, by command and option (`evaluate`, `--tasks`)."""
-
 
 def without_removed(kept: dict[str, Any]) -> None:
     """Drop the removed keys that had no effect from `kept`, the sections of an earlier run.
@@ -41,14 +35,3 @@ def without_removed(kept: dict[str, Any]) -> None:
         is_kept = isinstance(values, dict) and name in values
         if is_kept and (removed.is_spent or values[name] == removed.default):
             del values[name]
-
-
-def check_command(words: Sequence[str]) -> None:
-    """Raise ValueError if the words of a command line name a removed command or option."""
-    for command, instead in _REMOVED_COMMANDS.items():
-        if list(words[: len(command.split())]) == command.split():
-            raise ValueError(f"isp {command} was removed: {instead}")
-    given = {word.partition("=")[0] for word in words}
-    for (command, option), instead in _REMOVED_OPTIONS.items():
-        if list(words[: len(command.split())]) == command.split() and option in given:
-            raise ValueError(f"isp {command} {option} was removed: {instead}")

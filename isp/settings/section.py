@@ -31,6 +31,7 @@ __all__ = [
     "absent_values",
     "defaults_of",
     "describe_value",
+    "docs_of",
     "role_of",
     "section",
 ]
@@ -99,7 +100,9 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+        config = ConfigDict(
+            strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+        )
         made: Any = dataclass(frozen=True, kw_only=True, config=config)(cls)
         validate = made.__init__
 
@@ -127,6 +130,12 @@ def role_of(section: type, name: str) -> KeyRole | None:
     """The role of the key `name` of a section; None for one that has none, or is a section."""
     role: KeyRole | None = section.__dataclass_fields__[name].metadata["role"]  # type: ignore[attr-defined]
     return role
+
+
+def docs_of(section: type) -> dict[str, str]:
+    """Return the doc below each field of a section, by name."""
+    found = section.__pydantic_fields__.items()  # type: ignore[attr-defined]
+    return {name: field.description or "" for name, field in found}
 
 
 def absent_values(section: type) -> dict[str, Any]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from isp.config import ConfigError, JobConfig, load_config, to_yaml
-from isp.config.keys import KeyTable, docs_of
+from isp.config import ConfigError, JobConfig, json_schema, load_config, to_yaml
+from isp.config.keys import KeyTable
 from isp.inference.source import _to_read
 from isp.parallel import Mode
 from isp.planner.declared import bare
 from isp.settings.attention_backend import AttentionBackend
-from isp.settings.section import KeyRole, defaults_of
+from isp.settings.section import KeyRole, defaults_of, docs_of
 from model.config import ModelConfig
 
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
@@ -117,8 +118,21 @@ def test_every_key_is_documented():
     """Catches a key without its line of doc below it."""
     keys = KeyTable.of(JobConfig)
     for path, names in keys.sections.items():
-        assert tuple(docs_of(keys.classes[path])) == names, path
+        docs = docs_of(keys.classes[path])
+        assert [name for name in names if not docs[name]] == [], path
     assert sum(map(len, keys.sections.values())) > 100
+
+
+def test_the_schema_for_editors_is_that_of_the_keys():
+    """Catches a schema in configs/ of other keys than a configuration has."""
+    folder = Path(__file__).parents[2] / "configs"
+    written = json.loads((folder / "schema.json").read_text())
+    assert written == json_schema(), "isp config --json-schema > configs/schema.json"
+    for path in folder.rglob("*.yaml"):
+        line = path.read_text().splitlines()[0]
+        assert (path.parent / line.removeprefix("# yaml-language-server: $schema=")).samefile(
+            folder / "schema.json"
+        ), path
 
 
 def test_every_key_has_a_role():

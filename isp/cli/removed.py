@@ -1,0 +1,24 @@
+"""Commands and options that earlier versions had, and what to use in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["check_command"]
+
+_REMOVED_COMMANDS: Mapping[str, str] = {}
+"""What to use, by command (`checkpoint import`)."""
+
+_REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {}
+"""What to use, by command and option (`evaluate`, `--tasks`)."""
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Raise ValueError if the words of a command line name a removed command or option."""
+    for command, instead in _REMOVED_COMMANDS.items():
+        if list(words[: len(command.split())]) == command.split():
+            raise ValueError(f"isp {command} was removed: {instead}")
+    given = {word.partition("=")[0] for word in words}
+    for (command, option), instead in _REMOVED_OPTIONS.items():
+        if list(words[: len(command.split())]) == command.split() and option in given:
+            raise ValueError(f"isp {command} {option} was removed: {instead}")
