@@ -57,12 +57,14 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="begin texts with what the tokenizer begins texts with, as data.add_bos (default)",
     )
-    parser.add_argument("--text-key", default="text", help="key of the text in .jsonl lines")
+    parser.add_argument(
+        "--text-key", default="text", help="key of the text in JSON objects and tables"
+    )
     parser.add_argument(
         "--format",
         choices=("auto", "text", "messages", "tokens", "completions"),
         default="auto",
-        help="what .jsonl lines contain; auto (default): decide by the keys of a file's first line",
+        help="what objects or rows contain; auto (default): decide by the keys of the first one",
     )
     parser.add_argument(
         "--chat-template",

@@ -54,7 +54,7 @@ def _blend(source: Any) -> Any:
 
 
 class Format(StrEnum):
-    """What the lines of a .jsonl file, or the rows of a table, hold."""
+    """What the objects of a JSON file, or the rows of a table, hold."""
 
     AUTO = "auto"
     TEXT = "text"
@@ -113,18 +113,18 @@ class DataConfig:
     """`data`: where the text comes from, and the shape of a micro-batch."""
 
     source: Sources
-    """Text files, .jsonl, .parquet and .arrow files, folders (also of `save_to_disk`), globs,
-    prefixes of Megatron .bin/.idx files, s3:// and other URLs, hf://OWNER/NAME[:SPLIT],
-    `python-stdlib`; or a mixture: entries with `path`, `weight`, `epochs` and `name`, or
-    Megatron's [WEIGHT, PATH, WEIGHT, PATH]."""
+    """Text files, JSON lines and arrays, Parquet, Arrow and CSV files, folders (also of
+    `save_to_disk`), globs, prefixes of Megatron .bin/.idx files, s3:// and other URLs,
+    hf://OWNER/NAME[:SPLIT], `python-stdlib`; or a mixture: entries with `path`, `weight`,
+    `epochs` and `name`, or Megatron's [WEIGHT, PATH, WEIGHT, PATH]."""
 
     format: Format = Format.AUTO
-    """What each line of a .jsonl file or row of a table holds: `text`, `messages` (conversations),
+    """What each object of a JSON file or row of a table holds: `text`, `messages` (conversations),
     `tokens` (`input_ids` and `labels`), `preferences` (`chosen` and `rejected`) or `completions`
-    (`prompt` and `completion`); `auto`: found from the keys of the first line."""
+    (`prompt` and `completion`); `auto`: found from the keys of the first one."""
 
     text_key: Text = "text"
-    """Key of a .jsonl line, or column of a table, that holds the text."""
+    """Key of a JSON object, or column of a table, that holds the text."""
 
     valid_source: Annotated[Sources | None, KeyRole.METHOD] = None
     """Held-out text for evaluation, in the same forms as `source`. Each source of a mixture is

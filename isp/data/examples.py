@@ -66,7 +66,7 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
         if (prefix := indexed_prefix(item)) is not None:
             found.setdefault(_pair_format(prefix, asked), str(prefix))
             continue
-        for path in find_files(item, key=key):
+        for path in find_files(item, key=key, as_text=asked is Format.TEXT):
             found.setdefault(file_format(path, asked, text_key), str(path))
     for form, mixed in (
         (Format.TEXT, "text with examples that have labels"),
@@ -83,7 +83,7 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
     """What the lines of a file hold: as asked, else as the keys of its first line say."""
     if asked is not Format.AUTO:
         if not has_records(path) and asked is not Format.TEXT:
-            raise ValueError(f"data.format={asked}: {path} is neither a .jsonl file nor a table")
+            raise ValueError(f"data.format={asked}: {path} is neither JSON nor a table")
         return asked
     if not has_records(path):
         return Format.TEXT
@@ -163,7 +163,10 @@ class SourceReader:
     def files(self) -> list[Path]:
         """All files but those of pairs."""
         items = [item for item in self.items if indexed_prefix(item) is None]
-        return find_files(items, key=self._key)
+        return self._find(items)
+
+    def _find(self, items: list[str]) -> list[Path]:
+        return find_files(items, key=self._key, as_text=self._asked is Format.TEXT)
 
     def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:
         """The examples of each line, or of a text, and how many bytes it took of the file.
@@ -248,7 +251,7 @@ class SourceReader:
         dtype = token_dtype(self._tokenizer.vocab_size)
         examples = (
             example
-            for path in ([] if prefix is not None else find_files(item, key=self._key))
+            for path in ([] if prefix is not None else self._find([item]))
             for of_line, _ in self.read(path)
             for example in of_line
         )

@@ -52,6 +52,7 @@ def _copied(url: str) -> list[str]:
 
     Of a folder it is the copied folder, whose files lie as they did.
     """
+    from filelock import FileLock  # comes with torch
     from fsspec.core import url_to_fs
 
     system, path = url_to_fs(url)
@@ -74,15 +75,15 @@ def _copied(url: str) -> list[str]:
     above = path if is_folder else os.path.commonpath([os.path.dirname(name) for name in names])
     root = Path(os.environ.get("ISP_CACHE", "~/.cache/isp")).expanduser()
     named = root / sha256("".join(map(system.ukey, found)).encode()).hexdigest()[:16]
-    copies = []
-    for file, name in zip(found, names, strict=True):
-        copy = named / os.path.relpath(name, above)
-        if not copy.exists():
-            part = copy.with_name(f".{copy.name}.{os.getpid()}")
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            system.get_file(file, str(part))
-            part.replace(copy)  # in one piece: other ranks may copy at the same time
-        copies.append(str(copy))
+    copies = [str(named / os.path.relpath(name, above)) for name in names]
+    named.mkdir(parents=True, exist_ok=True)
+    with FileLock(named.with_suffix(".lock")):  # one rank copies, the others wait
+        for file, copy in zip(found, map(Path, copies), strict=True):
+            if not copy.exists():
+                part = copy.with_name(f".{copy.name}.part")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(file, str(part))
+                part.replace(copy)  # in one piece: a copy that was cut off is made again
     if is_folder:
         return [str(named)]
     return copies[-1:] if is_pair else copies

@@ -1,11 +1,14 @@
 """Documents of text sources: which, in which order, and what is said when there are none."""
 
+import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from isp.data import documents
 from isp.data.documents import find_files, read_documents
 
 
@@ -25,7 +28,7 @@ def documents_of(
 
 def test_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
     """Catches line endings that Python translates."""
-    assert documents_of(write(tmp_path / "a.log", "x\r\ny\n")) == ["x\r\ny\n"]
+    assert documents_of(write(tmp_path / "a.txt", "x\r\ny\n")) == ["x\r\ny\n"]
 
 
 def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
@@ -41,6 +44,79 @@ def test_jsonl_is_one_document_a_line(tmp_path: Path) -> None:
     assert documents_of(source, text_key="body") == ["one\n", "two\u2028three", "4"]
 
 
+def _zst(data: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    return bytes(pyarrow.compress(data, codec="zstd", asbytes=True))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "packed"),
+    [("", bytes), (".gz", gzip.compress), (".GZ", gzip.compress), (".zst", _zst)],
+)
+def test_json_is_read_by_its_name(
+    tmp_path: Path, suffix: str, packed: Callable[[bytes], bytes]
+) -> None:
+    """Catches JSON that becomes the text of a document: arrays, compressed lines, other cases."""
+    texts = ["one\n", 'tw"o], {', "3" * 100]
+    objects = [{"text": text, "more": [{"a": None}]} for text in texts]
+    lines = "\n".join(map(json.dumps, objects))
+    whole = {"a.jsonl": lines, "b.NDJSON": lines, "c.json": lines}
+    for indent in (None, 2):
+        whole[f"d{indent}.json"] = json.dumps(objects, indent=indent)
+    whole["e.Json"] = "\ufeff " + json.dumps(objects) + " \n"
+    for name, text in whole.items():
+        source = write(tmp_path / f"{name}{suffix}", packed(text.encode()))
+        assert documents_of(source) == texts, name
+
+
+def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an entry that is lost, or read twice, where a piece of the file ends."""
+    texts = [f"{i} é] , [" * (i % 7) + "." for i in range(40)]
+    source = write(tmp_path / "a.json", json.dumps([{"text": t} for t in texts], indent=1))
+    for size in (1, 2, 3, 7, 64, 1000):
+        monkeypatch.setattr(documents, "_CHUNK", size)
+        assert documents_of(source) == texts, size
+    assert documents_of(write(tmp_path / "empty.json", "[ ]")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"text": "a"}, {"text": ]', "entry 2 is not JSON"),
+        ('[{"text": "a"}, 3]', "entry 2 is a JSON int: it must be an object"),
+        ('[{"text": "a"}', "entry 1 is not JSON (it has no end)"),
+        ('[{"text": "a"} {"text": "b"}]', "entry 1 is not JSON"),
+        ('"text"', "is not JSON: it must be an array of objects, or JSON lines"),
+        ('{\n"text": "a"}', "line 1 is not JSON"),
+        (b'[{"text": "\xff"}]', "is not UTF-8 text"),
+        ("[" + "[" * 100_000, "entry 1 is nested too deeply"),
+    ],
+)
+def test_bad_json_array(tmp_path: Path, text: str | bytes, message: str) -> None:
+    """Catches a traceback, and a fault without its place."""
+    source = write(tmp_path / "a.json", text)
+    with pytest.raises(ValueError, match=r"a\.json") as refused:
+        documents_of(source)
+    assert message in str(refused.value)
+
+
+def test_a_cut_off_archive(tmp_path: Path) -> None:
+    """Catches a traceback of gzip, and lines that are silently lost."""
+    whole = gzip.compress(b'{"text": "a"}\n' * 1000)
+    source = write(tmp_path / "a.jsonl.gz", whole[:-10])
+    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read: "):
+        documents_of(source)
+
+
+def test_a_name_that_says_nothing_is_refused(tmp_path: Path) -> None:
+    """Catches a file that becomes text to train on because nothing is known about it."""
+    for name in ("a.log", "a", "a.jsonl.bz2"):
+        source = write(tmp_path / name, "text")
+        with pytest.raises(ValueError, match=rf"{name} does not say what it holds. Known are text"):
+            documents_of(source)
+        assert find_files(source, as_text=True) == [tmp_path / name]
+
+
 def test_folder_is_sorted_and_filtered(tmp_path: Path) -> None:
     """Catches the file system's order, hidden files, caches and binaries among the documents."""
     for name in ("b.txt", "a/z.py", "a.txt", "a/b/c.md", "a!/x.txt"):
@@ -49,17 +125,17 @@ def test_folder_is_sorted_and_filtered(tmp_path: Path) -> None:
         write(tmp_path / name, "no")
     write(tmp_path / "empty.txt", "")
     write(tmp_path / "c.jsonl", '{"text": "c1"}\n{"text": "c2"}\n')
-    documents = documents_of(str(tmp_path))
+    found = documents_of(str(tmp_path))
     # Parts are compared: "a/.." goes before "a!/.." although "!" sorts before "/".
-    assert documents == ["a/b/c.md", "a/z.py", "a!/x.txt", "a.txt", "b.txt", "c1", "c2"]
+    assert found == ["a/b/c.md", "a/z.py", "a!/x.txt", "a.txt", "b.txt", "c1", "c2"]
 
 
 def test_glob_and_list_keep_the_order_of_the_items(tmp_path: Path) -> None:
     """Catches a global sort, which would change the order when an item is added."""
-    for name in ("a.log", "b.log", "sub/c.log"):
+    for name in ("a.txt", "b.txt", "sub/c.txt"):
         write(tmp_path / name, name)
-    items = [str(tmp_path / "b.log"), str(tmp_path / "**" / "*.log")]
-    assert documents_of(items) == ["b.log", "a.log", "b.log", "sub/c.log"]
+    items = [str(tmp_path / "b.txt"), str(tmp_path / "**" / "*.txt")]
+    assert documents_of(items) == ["b.txt", "a.txt", "b.txt", "sub/c.txt"]
 
 
 def test_a_name_with_glob_characters_is_a_file_first(tmp_path: Path) -> None:

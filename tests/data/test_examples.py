@@ -155,7 +155,9 @@ def test_messages_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"b.jsonl has no token to train on: no message with"):
         opened(users, tokenizer=folder)
     (tmp_path / "c.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"data.format=messages: .*c.txt is neither a .jsonl file"):
+    with pytest.raises(
+        ValueError, match=r"data.format=messages: .*c.txt is neither JSON nor a table"
+    ):
         opened(tmp_path / "c.txt", tokenizer=folder, format=Format.MESSAGES)
     with pytest.raises(ValueError, match=r"b.jsonl, line 1 has no 'input_ids'"):
         opened(users, tokenizer=folder, format=Format.TOKENS)

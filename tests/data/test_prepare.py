@@ -70,12 +70,12 @@ def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("q*"))
 
 
-@pytest.mark.parametrize("output", ["file/x", "file/x/y"])
+@pytest.mark.parametrize("output", ["file.txt/x", "file.txt/x/y"])
 def test_an_output_that_cannot_be_written(tmp_path: Path, output: str) -> None:
     """Catches "File exists" alone, which does not say what is wrong with the output."""
-    (tmp_path / "file").write_text("text")
+    (tmp_path / "file.txt").write_text("text")
     with pytest.raises(ValueError, match=rf"^output=.*{output}: cannot write to .*: name a path"):
-        prepare(str(tmp_path / "file"), tmp_path / output)
+        prepare(str(tmp_path / "file.txt"), tmp_path / output)
 
 
 def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +20,7 @@ from isp.data.dataset import Dataset
 from isp.data.prepare import prepare
 from tests.data.chat_folder import CHATML, chat_folder, write_lines
 from tests.data.test_examples import TALK, opened
+from tests.ranks import run_ranks
 
 MORE = [{"role": "user", "content": "d"}, {"role": "assistant", "content": "ef", "name": "x"}]
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "bc"}]
@@ -81,10 +85,17 @@ def test_tables_hold_what_lines_hold(tmp_path: Path) -> None:
     writers["jsonl"] = lambda: str(write_lines(tmp_path / "nulls.jsonl", rows))
     for name, write in writers.items():
         assert samples(opened(write(), **keys).train) == expected, name
-    texts: list[dict[str, Any]] = [{"text": "abcdefgh"}, {"text": "ijk"}]
+    texts: list[dict[str, Any]] = [{"text": "abcdefgh", "id": 1}, {"text": "i, j\nk", "id": 2}]
     expected = samples(opened(write_lines(tmp_path / "b.jsonl", texts)).train)
     path = _writers(tmp_path, texts)["parquet"]()
-    assert samples(opened(path).train) == expected
+    odd = shutil.copy(path, tmp_path / "a[1].parquet")
+    for name, separator in (("a.CSV", ","), ("b.tsv", "\t")):
+        with (tmp_path / name).open("w", newline="") as file:
+            rows_of = csv.DictWriter(file, texts[0], delimiter=separator)
+            rows_of.writeheader()
+            rows_of.writerows(texts)
+    for source in (path, odd, tmp_path / "a.CSV", tmp_path / "b.tsv"):
+        assert samples(opened(source).train) == expected, source
     assert samples(opened(str(prepare(path, tmp_path / "pair").prefix)).train) == expected
 
 
@@ -96,6 +107,11 @@ def test_saved_folders_that_are_not_one_table(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data.source=.*both holds the splits train, test: name"):
         opened(tmp_path / "both")
     assert opened(tmp_path / "both" / "test").train.samples_per_epoch == 4
+    whole.select([2, 0]).save_to_disk(tmp_path / "chosen")
+    assert opened(tmp_path / "chosen").train.samples_per_epoch == 2
+    next((tmp_path / "chosen").glob("*.arrow")).unlink()
+    with pytest.raises(ValueError, match=r"data.source=.*chosen cannot be read: "):
+        opened(tmp_path / "chosen")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     with pytest.raises(ValueError, match=r"bad.parquet cannot be read"):
         opened(tmp_path / "bad.parquet")
@@ -115,10 +131,13 @@ def test_rows_without_text(tmp_path: Path) -> None:
     no_text = pa.array([b"\xff"], pa.binary()).view(pa.string())
     for column, fault in (
         (["a", None], r"a.parquet, row 2 \(null: text\) has no key 'text', only 'id': set data"),
-        (no_text, "a.parquet, column 'text', cannot be read: 'utf-8' codec can't decode"),
-        (pa.array([2**62], pa.timestamp("us")), "column 'text', cannot be read: date value out of"),
-        (pa.array([2**62], pa.duration("s")), "column 'text', cannot be read: Python int too"),
-        (pa.array([2**31 - 1], pa.date32()), "column 'text', cannot be read: days=2147483647"),
+        (no_text, "a.parquet, column 'text', cannot be read: .*'utf-8' codec can't decode"),
+        (
+            pa.array([2**62], pa.timestamp("us")),
+            "column 'text', cannot be read: .*date value out of",
+        ),
+        (pa.array([2**62], pa.duration("s")), "column 'text', cannot be read: .*Python int too"),
+        (pa.array([2**31 - 1], pa.date32()), "column 'text', cannot be read: .*days=2147483647"),
     ):
         table = pa.table({"text": column, "id": list(range(len(column)))})
         pq.write_table(table, tmp_path / "a.parquet")
@@ -138,7 +157,7 @@ def test_a_package_or_a_network_that_is_missing(
         opened(f"file://{tmp_path}/absent")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for source, package in ((tmp_path / "a.parquet", "pyarrow"), ("hf://a/b", "datasets")):
+    for source, package in ((tmp_path / "a.parquet", "datasets"), ("hf://a/b", "datasets")):
         with pytest.raises(ValueError, match=f"needs the {package} package: bash .* data "):
             opened(source)
 
@@ -181,6 +200,34 @@ def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert samples(labelled) == samples(opened(str(prefix)).train)
     with pytest.raises(ValueError, match=r"memory://none/a.txt cannot be read \(FileNotFound"):
         opened("memory://none/a.txt")
+
+
+def test_one_rank_copies_and_the_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a file that every rank of a machine downloads."""
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("ISP_CACHE", str(tmp_path / "cache"))
+    write_lines(tmp_path / "a.jsonl", [{"text": "abcdefgh"}])
+
+    class Counted(fsspec.get_filesystem_class("file")):  # type: ignore[misc]
+        protocol = "counted"
+        root_marker = ""
+
+        def get_file(self, source: str, target: str, **_: object) -> None:
+            with (tmp_path / "copies").open("a") as file:
+                file.write("x")
+            time.sleep(0.2)
+            shutil.copy(source, target)
+
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    url = f"counted://{tmp_path}/a.jsonl"
+    run_ranks(3, _open_source, url)
+    assert (tmp_path / "copies").read_text() == "x"
+
+
+def _open_source(rank: int, source: str) -> None:
+    assert opened(source).train.samples_per_epoch
 
 
 def test_a_query_is_no_part_of_a_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
