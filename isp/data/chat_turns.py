@@ -1,19 +1,13 @@
 """The assistant's part of a rendered conversation.
 
 [Note: Assistant's tokens] A template marks what the assistant writes with `{% generation %}`. In
-one that does not, it is what the template writes of an assistant's message, from behind the
-generation prompt, as far as the message begins with it, to the special token that ends the turn.
-What follows that token (ChatML's line feed) is not the assistant's. Some templates are known to
-have it otherwise: [Note: Templates of TRL]. Where a message stands in the text of the whole
-conversation is known from marks: [Note: Marks]. So a template may render earlier turns differently,
-trim them or remove their reasoning: the loss is computed on a turn as it is rendered. A message
-whose place is not known is refused.
-
-[Note: Templates of TRL] Of these, a turn has all that the template writes of the message, and the
-last one what the template writes behind all messages, too (Phi-3's end of text). Reasoning that the
-generation prompt begins is the turn's. Source: the chat templates of TRL 1.16, with which its
-assistant_only_loss finds tokens; those that it renders otherwise (Qwen3's earlier turns with empty
-reasoning) are rendered as they are here.
+one that does not, a turn is all that the template writes of an assistant's message, without the
+generation prompt, as far as the message begins with it; reasoning that the prompt begins is the
+turn's. The last turn has what the template writes after all messages, too (Phi-3's end of text).
+That is what TRL's training templates mark (TRL 1.16), except for `_HEADERS`. Where a message stands
+in the text of the whole conversation is known from marks: [Note: Marks]. So a template may render
+earlier turns differently, trim them or remove their reasoning: the loss is computed on a turn as it
+is rendered. A message whose place is not known is refused.
 """
 
 import hashlib
@@ -26,19 +20,17 @@ from isp.data.tokenizer import HFTokenizer
 
 __all__ = ["Conversation", "Span", "TurnNotFound"]
 
-_TURNS = {
-    "turn": """
-        2147c474 90c33aee 9aeb7eac 8d9e3a3c ecd6ae51 0d7e56ca cef18740 5504d163 ba03a121
-        2c17243a 58933db7 43a92aac 3b74d76d 82753bef 78d976a4 dcaee66d a0bc6f6f 273d8e0e a4aee8af
-        e84f32a2 c3cf9e34 64f85b19 a55ee1b1 9d879ef9 83000508""",
-    "line feed": "55b2f4a2",  # Qwen2.5: with that of the generation prompt
-    "role": "56a1447a 563b1ce7 a4c9919c 6cd0e94d",  # DeepSeek, gpt-oss: with all of the prompt
+_HEADERS = {
+    "55b2f4a2": "line feed",  # Qwen2.5
+    "563b1ce7": "all",  # DeepSeek V3
+    "56a1447a": "all",  # DeepSeek R1, distilled
+    "6cd0e94d": "all",  # Muse Glimmer
+    "a4c9919c": "all",  # gpt-oss
 }
-"""What a turn begins with, by the SHA-256 of templates: [Note: Templates of TRL].
+"""What of the generation prompt a turn has in some of TRL's templates: its line feed, or all of it.
 
-`tools/check_masks_with_trl.py --digests` names them.
+By the first digits of the SHA-256 of the template; `tools/check_masks_with_trl.py --digests`.
 """
-_KNOWN = {digest: begin for begin, digests in _TURNS.items() for digest in digests.split()}
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -123,27 +115,26 @@ class Conversation(NamedTuple):
         return text, [self._turn(i, text, places.messages[i][0]) for i in turns], []
 
     def _turn(self, turn: int, text: str, span: Span) -> Span:
-        """Without the generation prompt, and to the token that ends it."""
+        """Return the turn without the generation prompt, and with what ends it."""
         start, end = span
         prompt = text[start : start + self._length_of_prompt(turn, text[start:end])]
-        if self._known is not None:
-            own = {"turn": prompt.partition("<think>")[0], "line feed": prompt.rstrip(), "role": ""}
-            end = len(text) if turn == len(self.messages) - 1 else end
-            return start + len(own[self._known]), end
+        match _HEADERS.get(hashlib.sha256(self.template.strip().encode()).hexdigest()[:8]):
+            case "all":
+                prompt = ""
+            case "line feed":
+                prompt = prompt.rstrip()
+            case _:
+                prompt = prompt.partition("<think>")[0]
         start += len(prompt)
+        if turn == len(self.messages) - 1:
+            return start, len(text)
         special = self.tokenizer.special_tokens()
-        written = text[start:end].rstrip()
-        if written.endswith(special):
-            return start, start + len(written)
+        if text[start:end].rstrip().endswith(special):
+            return start, end
         # Where each role's token ends what is before it (GLM), that is the next message's.
         first = self.variables.get("bos_token")
         after = [token for token in special if token != first and text.startswith(token, end)]
         return start, end + max(map(len, after), default=0)
-
-    @property
-    def _known(self) -> str | None:
-        """What a turn begins with in a template of [Note: Templates of TRL]."""
-        return _KNOWN.get(hashlib.sha256(self.template.strip().encode()).hexdigest()[:8])
 
     def _length_of_prompt(self, turn: int, written: str) -> int:
         """The characters with which a message begins as the generation prompt before it does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,20 @@ Parts = list[tuple[str, bool]]
 """Pieces of a text, and whether they are trained."""
 
 
-def chatml(messages: list[dict[str, Any]]) -> Parts:
+def chatml(messages: list[dict[str, Any]], *, line_feed: bool = True) -> Parts:
+    """ChatML; `line_feed`: the line feed after a turn is trained, as without generation blocks."""
     parts = []
     for message in messages:
+        is_turn = message["role"] == "assistant"
         parts += [
             (f"<|im_start|>{message['role']}\n", False),
-            (message["content"] + "<|im_end|>", message["role"] == "assistant"),
-            ("\n", False),
+            (message["content"] + "<|im_end|>", is_turn),
+            ("\n", is_turn and line_feed),
         ]
     return parts
+
+
+marked_chatml = partial(chatml, line_feed=False)
 
 
 def llama3(messages: list[dict[str, Any]]) -> Parts:
@@ -62,7 +68,7 @@ def check(example: Example, folder: Path, parts: Parts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "by_hand"), [(CHATML, chatml), (CHATML_MARKED, chatml), (LLAMA3, llama3)]
+    ("template", "by_hand"), [(CHATML, chatml), (CHATML_MARKED, marked_chatml), (LLAMA3, llama3)]
 )
 def test_the_assistants_tokens_are_trained(tmp_path: Path, template: str, by_hand: Any) -> None:
     """Catches an end of turn that is not trained, a header that is, also of the first message."""
@@ -80,13 +86,11 @@ PHI3_ON_HUB = (
     "{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
-"""Character by character; TRL has a variant of it."""
+"""Character by character."""
 
 
-def test_turns_of_known_templates_are_those_of_trl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a line feed behind a turn, or an end of text, that TRL alone trains on."""
+def test_turns_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a line feed after a turn, an end of text or a header that TRL alone trains on."""
     folder = chat_folder(tmp_path / "phi3", PHI3_ON_HUB)
     parts: Parts = []
     for message in TALK:
@@ -97,20 +101,24 @@ def test_turns_of_known_templates_are_those_of_trl(
     folder = chat_folder(tmp_path / "chatml", CHATML)
     digest = hashlib.sha256(CHATML.strip().encode()).hexdigest()[:8]
     header = "<|im_start|>assistant\n"
-    for begin, trained in {"turn": "", "line feed": "\n", "role": header}.items():
-        monkeypatch.setitem(chat_turns._KNOWN, digest, begin)
+    for part, trained in {"line feed": "\n", "all": header}.items():
+        monkeypatch.setitem(chat_turns._HEADERS, digest, part)
         parts = [*chatml(TALK[1:2]), (header.removesuffix(trained), False), (trained, True)]
         parts += [(TALK[2]["content"] + "<|im_end|>\n", True)]
         check(load(folder).example(TALK[1:3], "here"), folder, parts)
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])
-def test_the_last_turn_or_all_tokens_are_trained(tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "by_hand"), [(CHATML, chatml), (CHATML_MARKED, marked_chatml)]
+)
+def test_the_last_turn_or_all_tokens_are_trained(
+    tmp_path: Path, template: str, by_hand: Any
+) -> None:
     """Catches an earlier turn that is trained, and a part of the whole that is not."""
     folder = chat_folder(tmp_path, template)
     tokenizer, talk = HFTokenizer(folder), [*TALK, {"role": "user", "content": "so?"}]
     last = ChatTemplate(tokenizer, train_on=TrainOn.LAST).example(talk, "here")
-    parts = enumerate(chatml(talk))
+    parts = enumerate(by_hand(talk))
     check(last, folder, [(text, trained and i > 8) for i, (text, trained) in parts])
     whole = ChatTemplate(tokenizer, train_on=TrainOn.ALL)
     assert whole.example(talk, "here").labels.tolist() == last.tokens.tolist()
@@ -204,10 +212,11 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
         tmp_path, template.replace("message.role +", "message.role ~ message.weight ~")
     )
     talk = [{**TALK[1], "weight": 0}, {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
-    assert trained_texts(folder, talk) == ["No idea é<|im_end|>"]
+    end = "<|im_end|>\n" if template is CHATML else "<|im_end|>"
+    assert trained_texts(folder, talk) == [f"No idea é{end}"]
     assert trained_texts(folder, [{**m, "weight": None} for m in talk]) == [
-        "Là-bas, 日本<|im_end|>",
-        "No idea é<|im_end|>",
+        f"Là-bas, 日本{end}",
+        f"No idea é{end}",
     ]
     assert not trained_texts(folder, talk[:2])
     for message, fault in (
@@ -247,7 +256,7 @@ def test_a_turn_without_a_place_of_its_own(tmp_path: Path, template: str, place:
         load(folder).example(TALK, "talks, line 3")
     other = tmp_path / "marked.jinja"
     other.write_text(CHATML_MARKED)
-    check(load(folder, other).example(TALK, "here"), folder, chatml(TALK))
+    check(load(folder, other).example(TALK, "here"), folder, marked_chatml(TALK))
 
 
 def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:

@@ -108,20 +108,20 @@ CALLS: list[dict[str, Any]] = [
     [
         (
             QWEN3,
-            ["A<|im_end|>", "<think></think>\n B <|im_end|>"],
-            ["A<|im_end|>", "<think>y</think>\nB<|im_end|>"],
+            ["A<|im_end|>\n", "<think></think>\n B <|im_end|>\n"],
+            ["A<|im_end|>\n", "<think>y</think>\nB<|im_end|>\n"],
             [
-                "<think></think>\n<tool_call>f</tool_call><|im_end|>",
-                "<think></think>\nB<|im_end|>",
+                "<think></think>\n<tool_call>f</tool_call><|im_end|>\n",
+                "<think></think>\nB<|im_end|>\n",
             ],
         ),
         (
             NEMOTRON,
-            ["<think></think>\nA<|im_end|>", "<think></think>\n B <|im_end|>"],
-            ["<think>x</think>\nA<|im_end|>", "<think>y</think>\nB<|im_end|>"],
+            ["<think></think>\nA<|im_end|>\n", "<think></think>\n B <|im_end|>\n"],
+            ["<think>x</think>\nA<|im_end|>\n", "<think>y</think>\nB<|im_end|>\n"],
             [
-                "<think></think>\n<tool_call>f</tool_call><|im_end|>",
-                "<think></think>\nB<|im_end|>",
+                "<think></think>\n<tool_call>f</tool_call><|im_end|>\n",
+                "<think></think>\nB<|im_end|>\n",
             ],
         ),
         (
@@ -145,10 +145,10 @@ CALLS: list[dict[str, Any]] = [
             ["\n<think></think>\nA<|user|>", "\n<think>y</think>\nB"],
             None,
         ),
-        (PHI3, ["A<|end|>", " B <|end|>"], None, None),
-        (GRANITE, ["A<|end|>", " B <|end|>"], None, None),
+        (PHI3, ["A<|end|>\n", " B <|end|>\n<|im_end|>"], None, None),
+        (GRANITE, ["A<|end|>\n", " B <|end|>\n"], None, None),
         (MISTRAL, [" A<|endoftext|>", "  B <|endoftext|>"], None, None),
-        (GEMMA, ["A<|end|>", "B<|end|>"], None, None),
+        (GEMMA, ["A<|end|>\n", "B<|end|>\n"], None, None),
     ],
 )
 def test_templates_of_the_main_families(
@@ -182,5 +182,6 @@ def test_reasoning_of_its_own(tmp_path: Path) -> None:
         "<|return|>"
     ]
     folder = chat_folder(tmp_path / "b", QWEN3)
-    assert trained_texts(folder, talk) == ["<think>why</think>\nB<|im_end|>"]
-    assert trained_texts(folder, SHORT[:2], variables={"enable_thinking": False}) == ["A<|im_end|>"]
+    assert trained_texts(folder, talk) == ["<think>why</think>\nB<|im_end|>\n"]
+    found = trained_texts(folder, SHORT[:2], variables={"enable_thinking": False})
+    assert found == ["<think></think>\nA<|im_end|>\n"]

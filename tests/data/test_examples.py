@@ -73,7 +73,7 @@ def test_messages_become_rows(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}] * 2)
     data = opened(path, tokenizer=str(folder), seq_len=64)
     tokenizer = HFTokenizer(folder)
-    turn = tokenizer.encode("bc<|im_end|>").tolist()
+    turn = tokenizer.encode("bc<|im_end|>\n").tolist()
     sample = data.train.sample(0)
     assert sample.labels[sample.labels != IGNORE_INDEX].tolist() == turn * 2
     first, second, padding = np.flatnonzero(sample.positions == 0)
