@@ -48,7 +48,7 @@ setup(
         "torch>=2.13; python_version >= '3.13'",  # older ones hang where a save fails
         "numpy",
         "einops",
-        "pydantic>=2.8",
+        "pydantic>=2.10",
         "pyyaml",
         "safetensors",
         "tqdm",

@@ -3,16 +3,16 @@
 [Note: Assistant's tokens] A template marks what the assistant writes with `{% generation %}`. In
 one that does not, a turn is all that the template writes of an assistant's message, without the
 generation prompt, as far as the message begins with it; reasoning that the prompt begins is the
-turn's. The last turn has what the template writes after all messages, too (Phi-3's end of text).
-That is what TRL's training templates mark (TRL 1.16), except for `_HEADERS`. Where a message stands
-in the text of the whole conversation is known from marks: [Note: Marks]. So a template may render
-earlier turns differently, trim them or remove their reasoning: the loss is computed on a turn as it
-is rendered. A message whose place is not known is refused.
+turn's. The last turn has the token that the template writes after all messages, too (Phi-3's end
+of text). That is what TRL's training templates mark (TRL 1.16), except for `_HEADERS`. Where a
+message stands in the text of the whole conversation is known from marks: [Note: Marks]. So a
+template may render earlier turns differently, trim them or remove their reasoning: the loss is
+computed on a turn as it is rendered. A message whose place is not known is refused.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from isp.data.rendering import Rendered, TemplateFailure, render
@@ -20,14 +20,23 @@ from isp.data.tokenizer import HFTokenizer
 
 __all__ = ["Conversation", "Span", "TurnNotFound"]
 
-_HEADERS = {
-    "55b2f4a2": "line feed",  # Qwen2.5
-    "563b1ce7": "all",  # DeepSeek V3
-    "56a1447a": "all",  # DeepSeek R1, distilled
-    "6cd0e94d": "all",  # Muse Glimmer
-    "a4c9919c": "all",  # gpt-oss
+
+def _before_reasoning(prompt: str) -> str:
+    return prompt.partition("<think>")[0]
+
+
+def _none_of(prompt: str) -> str:
+    return ""
+
+
+_HEADERS: Mapping[str, Callable[[str], str]] = {
+    "55b2f4a2": str.rstrip,  # Qwen2.5: the line feed at its end is the turn's
+    "563b1ce7": _none_of,  # DeepSeek V3: all of it is the turn's
+    "56a1447a": _none_of,  # DeepSeek R1, distilled
+    "6cd0e94d": _none_of,  # Muse Glimmer
+    "a4c9919c": _none_of,  # gpt-oss
 }
-"""What of the generation prompt a turn has in some of TRL's templates: its line feed, or all of it.
+"""The part of the generation prompt that is not the turn's, where TRL has it otherwise.
 
 By the first digits of the SHA-256 of the template; `tools/check_masks_with_trl.py --digests`.
 """
@@ -118,23 +127,18 @@ class Conversation(NamedTuple):
         """Return the turn without the generation prompt, and with what ends it."""
         start, end = span
         prompt = text[start : start + self._length_of_prompt(turn, text[start:end])]
-        match _HEADERS.get(hashlib.sha256(self.template.strip().encode()).hexdigest()[:8]):
-            case "all":
-                prompt = ""
-            case "line feed":
-                prompt = prompt.rstrip()
-            case _:
-                prompt = prompt.partition("<think>")[0]
-        start += len(prompt)
-        if turn == len(self.messages) - 1:
-            return start, len(text)
+        digest = hashlib.sha256(self.template.strip().encode()).hexdigest()[:8]
+        start += len(_HEADERS.get(digest, _before_reasoning)(prompt))
         special = self.tokenizer.special_tokens()
+        after = text[end:].strip()
+        if turn == len(self.messages) - 1 and (not after or after in special):
+            return start, len(text)
         if text[start:end].rstrip().endswith(special):
             return start, end
         # Where each role's token ends what is before it (GLM), that is the next message's.
         first = self.variables.get("bos_token")
-        after = [token for token in special if token != first and text.startswith(token, end)]
-        return start, end + max(map(len, after), default=0)
+        ends = [token for token in special if token != first and text.startswith(token, end)]
+        return start, end + max(map(len, ends), default=0)
 
     def _length_of_prompt(self, turn: int, written: str) -> int:
         """The characters with which a message begins as the generation prompt before it does."""

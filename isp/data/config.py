@@ -104,7 +104,11 @@ class SourcePart:
 
 
 Sources = Annotated[
-    str | list[str] | list[SourcePart], BeforeValidator(_blend), AfterValidator(_readable)
+    str | list[str] | list[SourcePart],
+    BeforeValidator(
+        _blend, json_schema_input_type=str | list[str] | list[SourcePart] | list[float | str]
+    ),
+    AfterValidator(_readable),
 ]
 
 

@@ -1,10 +1,10 @@
 """The files of a source, by their names, and the documents or rows in them.
 
-The order depends on the source's paths alone. Lines and arrays of JSON are read here, one object at
-a time: one schema for all rows, as tables have, would lose keys of mixed conversations. Tables are
-read by `datasets`, batch by batch.
+The order depends on the source's paths alone. JSON is read one object at a time, without a schema
+for all of them, which would lose keys of mixed conversations.
 """
 
+import csv
 import glob
 import gzip
 import json
@@ -12,15 +12,14 @@ import os
 import re
 import sys
 import sysconfig
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from isp.data.config import PYTHON_STDLIB
-from isp.foreign.shown import first_line
+from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files
 from isp.settings.packages import require
 
 __all__ = [
@@ -41,21 +40,18 @@ _TEXT_SUFFIXES = frozenset({
 })
 # fmt: on
 _LINES = (".jsonl", ".ndjson")
-_TABLES = {
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-    ".csv": "csv",
-    ".tsv": "csv",
-}
-"""Suffixes of tables, and the readers of `datasets`."""
-_OF_FOLDERS = frozenset({*_LINES, ".parquet", ".arrow", ".feather"})
-"""What a folder contributes beside text; .json and .csv files in it often describe other things."""
-_BATCH_ROWS = 1024
+_CSV = {".csv": ",", ".tsv": "\t"}
+"""Suffixes of tables that are text, and what separates their cells."""
+_RECORDS = (*_LINES, ".json", *_CSV, *sorted(TABLE_SUFFIXES))
+_OF_FOLDERS = _TEXT_SUFFIXES | {*_LINES, *TABLE_SUFFIXES}
+"""Suffixes taken from a folder, in which .json and .csv files often describe other files."""
 _CHUNK = 2**20
 """Characters of a JSON array that are read at a time."""
+_BEGIN = 2**16
+"""Bytes among which an array begins."""
 _SPACE = re.compile(r"[ \t\r\n]*")
-
+_MOST_MISSING = 12
+"""Characters before the end of a text that is cut off at which a fault may be, as in \\u00e9."""
 
 # Tests hold odd encodings and generated tables; packages are not the library's own.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -71,9 +67,10 @@ class Document(NamedTuple):
 
 
 class JsonLine(NamedTuple):
-    """A line or entry of a JSON file, or a row of a table: its keys, its place, its bytes.
+    """A line or entry of a JSON file, or a row of a table: its keys, its place, its size.
 
-    Keys that are null are not in it.
+    Keys that are null are not in it. The size is in bytes of the decompressed file, in characters
+    for entries of an array and rows of a .csv file.
     """
 
     record: dict[str, Any]
@@ -86,27 +83,27 @@ def find_files(
 ) -> list[Path]:
     """Return the files of `source`, item by item, sorted inside each folder and glob.
 
-    `as_text` takes any file, as plain text if its name does not say what it holds.
+    `as_text`: also files of unknown suffixes, which are plain text.
     Raises FileNotFoundError for an item that matches nothing, ValueError for an empty file or one
-    whose name does not say what it holds.
+    of an unknown suffix.
     """
     items = [source] if isinstance(source, str) else source
     found = [path for item in items for path in _files_of_item(item, key)]
     for path in found:
-        if not (as_text or has_records(path) or _suffix(path) in _TEXT_SUFFIXES):
+        if not (as_text or _suffix(path) in (*_RECORDS, *_TEXT_SUFFIXES)):
             raise ValueError(
-                f"{key}: the name of {path} does not say what it holds. Known are text"
-                f" ({' '.join(sorted(_TEXT_SUFFIXES))}), JSON (.jsonl .ndjson .json, also with .gz"
-                f" or .zst), tables ({' '.join(_TABLES)}) and .bin/.idx pairs: rename it, or read"
-                f" such files as plain text with data.format=text (--format text)"
+                f"{key}: {path.name} has no suffix that tells how to read it. Known are text"
+                f" ({' '.join(sorted(_TEXT_SUFFIXES))}), JSON (.jsonl .ndjson .json) and .csv .tsv,"
+                f" also with .gz or .zst, tables ({' '.join(sorted(TABLE_SUFFIXES))}) and .bin/.idx"
+                f" pairs. To read it as plain text: data.format=text (--format text)"
             )
     return found
 
 
 def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
-    """The non-empty documents of one file.
+    """Yield the non-empty documents of one file.
 
-    Raises ValueError naming the file, and the line of a .jsonl file, or the row.
+    Raises ValueError naming the file, and the line, entry or row.
     """
     if has_records(path):
         for line in read_records(path):
@@ -126,20 +123,22 @@ def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
 
 
 def _files_of_item(item: str, key: str) -> list[Path]:
-    """The files that one item of a source stands for."""
+    """Return the files of one item of a source."""
     path = Path(item).expanduser()
     if item == PYTHON_STDLIB:
         return _stdlib_files()
     if path.is_dir():
-        of_datasets = ("dataset_dict.json", "dataset_info.json")
-        if any((path / name).is_file() for name in of_datasets):
-            return _saved_files(path, key)
-        if files := _walk(path, _is_of_folder, frozenset({"__pycache__"})):
+        try:
+            saved = saved_files(path)
+        except ValueError as error:
+            raise ValueError(f"{key}={item} {error}") from None
+        if saved is not None:
+            return saved
+        if files := _walk(path, _OF_FOLDERS, frozenset({"__pycache__"})):
             return files
-        taken = " ".join(sorted(_TEXT_SUFFIXES | _OF_FOLDERS))
         raise FileNotFoundError(
-            f"{key}={item} is a folder without text files (suffixes taken from a folder: {taken}):"
-            f" name other files with a glob, {item}/**/*.json"
+            f"{key}={item} is a folder without text files (suffixes taken from a folder:"
+            f" {' '.join(sorted(_OF_FOLDERS))}): name other files with a glob, {item}/**/*.json"
         )
     if path.exists():
         if not path.is_file():
@@ -168,7 +167,7 @@ def _stdlib_files() -> list[Path]:
     They differ between Python versions, so curves compare only between runs of one version.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, lambda path: path.suffix == ".py", _STDLIB_EXCLUDED_FOLDERS)
+    files = _walk(root, frozenset({".py"}), _STDLIB_EXCLUDED_FOLDERS)
     if not files:
         raise FileNotFoundError(
             f"data.source={PYTHON_STDLIB}: this Python has no library sources in {root}: install "
@@ -177,55 +176,34 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def _is_of_folder(path: Path) -> bool:
-    return path.suffix in _TEXT_SUFFIXES or _suffix(path) in _OF_FOLDERS
-
-
-def _saved_files(folder: Path, key: str) -> list[Path]:
-    """Return the Arrow files of a folder that `save_to_disk` of `datasets` wrote, in their order.
-
-    Raises ValueError for a damaged one, several splits, and rows that were selected, not written.
-    """
-    require(f"{key}={folder}", "datasets", extra="data")
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        saved: Any = load_from_disk(str(folder))
-    except Exception as error:
-        raise ValueError(f"{key}={folder} cannot be read: {first_line(error)}") from error
-    if isinstance(saved, DatasetDict):
-        splits = list(saved)
-        raise ValueError(
-            f"{key}={folder} holds the splits {', '.join(splits)}: name one, {folder / splits[0]}"
-        )
-    if saved._indices is not None:
-        raise ValueError(
-            f"{key}={folder} holds a selection of its rows: save it after flatten_indices()"
-        )
-    return [Path(file["filename"]) for file in saved.cache_files]
-
-
 def _suffix(path: Path) -> str:
-    """Return the suffix that says what a file holds, in lower case: .jsonl of A.JSONL.gz."""
-    *before, last = ["", *(suffix.lower() for suffix in path.suffixes)]
-    is_compressed = last in (".gz", ".zst") and before[-1:] in ([x] for x in (*_LINES, ".json"))
-    return before[-1] if is_compressed else last
+    """Return the suffix that tells how to read a file, in lower case: .jsonl for A.JSONL.gz."""
+    name = Path(path.name.lower())
+    inner = Path(name.stem).suffix if name.suffix in (".gz", ".zst") else ""
+    return inner if inner in (*_LINES, ".json", *_CSV) else name.suffix
 
 
-def _walk(root: Path, takes: Callable[[Path], bool], excluded: frozenset[str]) -> list[Path]:
-    """Return the visible files below `root` that `takes`, sorted by their path inside it."""
+def _walk(root: Path, suffixes: frozenset[str], excluded: frozenset[str]) -> list[Path]:
+    """Return the visible files below `root` with one of `suffixes`, sorted by their path inside it.
+
+    Raises ValueError for a file that stands beside an archive of itself.
+    """
     files = []
     for folder, names, file_names in os.walk(root):
         names[:] = [n for n in names if n not in excluded and not n.startswith(".")]
         paths = (Path(folder, name) for name in file_names if not name.startswith("."))
-        files += [path for path in paths if takes(path) and path.is_file()]
+        files += [path for path in paths if _suffix(path) in suffixes and path.is_file()]
+    whole = {str(path) for path in files}
+    for path in files:
+        if path.suffix.lower() in (".gz", ".zst") and str(path.with_suffix("")) in whole:
+            raise ValueError(f"{path} stands beside {path.stem}, its text: remove one of them")
     # Parts, not strings: the separator must not take part in the order.
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
 def has_records(path: Path) -> bool:
     """Return whether a file holds objects with keys: JSON, or rows of a table."""
-    return _suffix(path) in (*_LINES, ".json", *_TABLES)
+    return _suffix(path) in _RECORDS
 
 
 def read_records(path: Path) -> Iterator[JsonLine]:
@@ -238,8 +216,10 @@ def read_records(path: Path) -> Iterator[JsonLine]:
         yield from read_jsonl(path)
     elif suffix == ".json":
         yield from _read_json(path)
+    elif suffix in _CSV:
+        yield from _read_csv(path, _CSV[suffix])
     else:
-        for number, (row, num_bytes) in enumerate(_read_table(path), start=1):
+        for number, (row, num_bytes) in enumerate(read_table(path), start=1):
             yield _json_line(row, f"{path}, row {number}", num_bytes)
 
 
@@ -258,8 +238,8 @@ def read_jsonl(path: Path) -> Iterator[JsonLine]:
 def _read_json(path: Path) -> Iterator[JsonLine]:
     """Yield the entries of a JSON array; a file that begins with an object is one of JSON lines."""
     with _opened(path) as file:
-        begin = file.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    if begin == b"{":
+        begin = file.read(_BEGIN).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if begin in (b"{", b""):
         yield from read_jsonl(path)
         return
     if begin != b"[":
@@ -267,32 +247,56 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
     decoder = json.JSONDecoder()
     with _opened(path) as file:
         text = TextIOWrapper(file, encoding="utf-8-sig")
-        held = text.read(_CHUNK)
+        held = text.read(_BEGIN)
         at, number, size = held.index("[") + 1, 1, _CHUNK
         while True:
-            where, fault = f"{path}, entry {number}", "it has no end"
-            at = _behind_space(held, at)
-            if held[at : at + 1] == "]":
-                return
+            where, end, fault = f"{path}, entry {number}", len(held), "it is cut off"
+            at = _after_space(held, at)
+            if held[at : at + 1] == "]" and number == 1:  # an empty array
+                at += 1
+                break
             try:
                 record, end = decoder.raw_decode(held, at)
-                end = _behind_space(held, end)
+                end = _after_space(held, end)
+                is_cut_off = end == len(held)
+                fault = fault if is_cut_off else "no comma follows it"
             except RecursionError:
                 raise ValueError(f"{where} is nested too deeply: correct or remove it") from None
-            except ValueError as error:
-                end, fault = len(held), str(error)
+            except json.JSONDecodeError as error:
+                is_cut_off = error.pos > len(held) - _MOST_MISSING or "Unterminated" in error.msg
+                fault = f"{error.msg}, {max(0, error.pos - at)} characters after its beginning"
             if held[end : end + 1] in (",", "]"):
                 yield _json_line(_checked(record, where), where, end - at)
-                at, number, size = end + (held[end] == ","), number + 1, _CHUNK
+                at, number, size = end + 1, number + 1, _CHUNK
+                if held[end] == "]":
+                    break
                 continue
-            # The entry goes on beyond what is held. Twice as much each time: a long one is not
-            # decoded from its beginning a thousand times.
-            if not (more := text.read(size)):
+            # Twice as much each time: a long entry is not decoded a thousand times.
+            if not is_cut_off or not (more := text.read(size)):
                 raise ValueError(f"{where} is not JSON ({fault}): correct or remove it")
             held, at, size = held[at:] + more, 0, 2 * size
+        if rest := (held[at:] + text.read(_CHUNK)).strip():
+            raise ValueError(f"{path}: {rest[:20]!r} follows the array: write one array, or lines")
 
 
-def _behind_space(text: str, at: int) -> int:
+def _read_csv(path: Path, separator: str) -> Iterator[JsonLine]:
+    """Yield the rows of a .csv or .tsv file, whose first row has the keys; every cell is text."""
+    csv.field_size_limit(sys.maxsize)  # 131,072 characters, else: less than a long document
+    with _opened(path) as file:
+        text = TextIOWrapper(file, encoding="utf-8-sig", newline="")
+        rows = csv.DictReader(text, delimiter=separator, strict=True)
+        number = 0
+        try:
+            for number, row in enumerate(rows, start=1):
+                where = f"{path}, row {number}"
+                if None in row or None in row.values():
+                    raise ValueError(f"{where} has more or fewer cells than the first row")
+                yield JsonLine(row, where, sum(map(len, row.values())))
+        except csv.Error as error:
+            raise ValueError(f"{path}, row {number + 1} is not CSV: {error}") from None
+
+
+def _after_space(text: str, at: int) -> int:
     """Return the place of the first character from `at` on that is not white space."""
     found = _SPACE.match(text, at)
     assert found is not None
@@ -300,18 +304,21 @@ def _behind_space(text: str, at: int) -> int:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed as its suffix says.  Raises ValueError if it is damaged."""
     try:
         with _decompressed(path) as file:
             yield file
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
+    except ValueError:
+        raise
+    except Exception as error:  # each of the decompressors has its own
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _decompressed(path: Path) -> Any:
+    """Open a file for reading through the decompressor that its suffix names."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(path)
@@ -321,42 +328,10 @@ def _decompressed(path: Path) -> Any:
         from compression import zstd
 
         return zstd.open(path)
-    require(f"data.source={path}", "pyarrow", extra="data")
+    require(f"reading {path}", "pyarrow", extra="data")
     import pyarrow
 
     return BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
-
-
-def _read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each row of a table, and its bytes in memory, as of its batch's mean.
-
-    Raises ValueError if the file is damaged or has a value that Python cannot represent, or
-    `datasets` is not installed.
-    """
-    require(f"data.source={path}", "datasets", extra="data")
-    from datasets import load_dataset
-
-    suffix, column = _suffix(path), ""
-    how = {"sep": "\t"} if suffix == ".tsv" else {}
-    try:
-        # In a stream: a copy in the cache of `datasets` would be larger than the file.
-        table = load_dataset(
-            _TABLES[suffix],
-            data_files=glob.escape(str(path)),
-            split="train",
-            streaming=True,
-            **how,
-        )
-        for batch in table.with_format("arrow").iter(_BATCH_ROWS):
-            num_bytes, columns = batch.nbytes // max(1, batch.num_rows), []
-            for name in batch.column_names:
-                column = f", column {name!r},"
-                columns.append(batch[name].to_pylist())
-            column = ""
-            for row in zip(*columns, strict=True):
-                yield dict(zip(batch.column_names, row, strict=True)), num_bytes
-    except Exception as error:  # also of values that Python lacks, such as a date in the year 10000
-        raise ValueError(f"{path}{column} cannot be read: {first_line(error)}") from error
 
 
 def _json_line(record: dict[str, Any], where: str, num_bytes: int) -> JsonLine:
@@ -381,23 +356,28 @@ def _without_null(value: Any) -> Any:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    """Return the object in a line.  Raises ValueError if there is none."""
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is not JSON ({error}): correct or remove the line") from None
+        hint = ": write each object on one line, or an array" * (line.strip() in (b"{", b"["))
+        raise ValueError(
+            f"{where} is not JSON ({error}){hint or ': correct or remove the line'}"
+        ) from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply: correct or remove it") from None
     return _checked(record, where)
 
 
 def _checked(record: Any, where: str) -> dict[str, Any]:
+    """Return `record`.  Raises ValueError unless it is an object."""
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}: it must be an object")
     return record
 
 
 def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
-    """The text of one .jsonl line, or ValueError saying `where` and what is wrong with it."""
+    """Return the text of one object, or raise ValueError saying where and what is wrong."""
     if text_key not in record:
         raise ValueError(
             f"{where} has no key {text_key!r}, only {', '.join(map(repr, record)) or 'none'}: set "

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from socket import gethostname
 
 from isp.foreign.shown import check_complete, first_line
 from isp.settings.packages import require
@@ -80,10 +81,12 @@ def _copied(url: str) -> list[str]:
     with FileLock(named.with_suffix(".lock")):  # one rank copies, the others wait
         for file, copy in zip(found, map(Path, copies), strict=True):
             if not copy.exists():
-                part = copy.with_name(f".{copy.name}.part")
+                part = copy.with_name(f".{copy.name}.{gethostname()}.{os.getpid()}")
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 system.get_file(file, str(part))
-                part.replace(copy)  # in one piece: a copy that was cut off is made again
+                # In one piece: a copy that was cut off is made again, and on a file system whose
+                # locks hold on one machine only, two machines do not write into one file.
+                part.replace(copy)
     if is_folder:
         return [str(named)]
     return copies[-1:] if is_pair else copies

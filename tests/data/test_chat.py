@@ -101,11 +101,19 @@ def test_turns_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = chat_folder(tmp_path / "chatml", CHATML)
     digest = hashlib.sha256(CHATML.strip().encode()).hexdigest()[:8]
     header = "<|im_start|>assistant\n"
-    for part, trained in {"line feed": "\n", "all": header}.items():
+    for part, trained in ((str.rstrip, "\n"), (chat_turns._none_of, header)):
         monkeypatch.setitem(chat_turns._HEADERS, digest, part)
         parts = [*chatml(TALK[1:2]), (header.removesuffix(trained), False), (trained, True)]
         parts += [(TALK[2]["content"] + "<|im_end|>\n", True)]
         check(load(folder).example(TALK[1:3], "here"), folder, parts)
+
+
+def test_a_header_after_all_messages_is_not_trained(tmp_path: Path) -> None:
+    """Catches the header of a turn that is not there in the last one."""
+    end = "{%- if not add_generation_prompt %}{{- '<|im_start|>user\\n' }}{%- endif %}"
+    folder = chat_folder(tmp_path, CHATML + end)
+    parts = [*chatml(TALK), ("<|im_start|>user\n", False)]
+    check(load(folder).example(TALK, "here"), folder, parts)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Documents of text sources: which, in which order, and what is said when there are none."""
 
 import gzip
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -71,12 +72,15 @@ def test_json_is_read_by_its_name(
 
 def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an entry that is lost, or read twice, where a piece of the file ends."""
-    texts = [f"{i} é] , [" * (i % 7) + "." for i in range(40)]
-    source = write(tmp_path / "a.json", json.dumps([{"text": t} for t in texts], indent=1))
-    for size in (1, 2, 3, 7, 64, 1000):
+    texts = [f"{i} é日] , [\n" * (i % 7) + "." for i in range(40)]
+    entries = [{"text": text, "n": [-1.5e10, True, None]} for text in texts]
+    for size, is_ascii in itertools.product((1, 2, 3, 7, 64, 1000), (True, False)):
+        body = json.dumps(entries, indent=1, ensure_ascii=is_ascii)
+        source = write(tmp_path / "a.json", f"\r\n{body}\r\n")
         monkeypatch.setattr(documents, "_CHUNK", size)
         assert documents_of(source) == texts, size
-    assert documents_of(write(tmp_path / "empty.json", "[ ]")) == []
+        for empty in ("[ ]", "[]", ""):
+            assert documents_of([write(tmp_path / "b.json", f"{empty}\n")]) == []
 
 
 @pytest.mark.parametrize(
@@ -84,10 +88,14 @@ def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     [
         ('[{"text": "a"}, {"text": ]', "entry 2 is not JSON"),
         ('[{"text": "a"}, 3]', "entry 2 is a JSON int: it must be an object"),
-        ('[{"text": "a"}', "entry 1 is not JSON (it has no end)"),
-        ('[{"text": "a"} {"text": "b"}]', "entry 1 is not JSON"),
+        ('[{"text": "a"}', "entry 1 is not JSON (it is cut off)"),
+        ('[{"text": "a"} {"text": "b"}]', "entry 1 is not JSON (no comma follows it)"),
+        ('[{"text": "a"}, {"text" "a", "b": 1234567890}]', "delimiter, 8 characters after its"),
+        ('[{"text": "a"},]', "entry 2 is not JSON"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', '\'[{"text": "b"}]\' follows the array'),
+        ("[] x", "'x' follows the array"),
         ('"text"', "is not JSON: it must be an array of objects, or JSON lines"),
-        ('{\n"text": "a"}', "line 1 is not JSON"),
+        ('{\n"text": "a"}', "write each object on one line, or an array"),
         (b'[{"text": "\xff"}]', "is not UTF-8 text"),
         ("[" + "[" * 100_000, "entry 1 is nested too deeply"),
     ],
@@ -100,19 +108,42 @@ def test_bad_json_array(tmp_path: Path, text: str | bytes, message: str) -> None
     assert message in str(refused.value)
 
 
-def test_a_cut_off_archive(tmp_path: Path) -> None:
-    """Catches a traceback of gzip, and lines that are silently lost."""
-    whole = gzip.compress(b'{"text": "a"}\n' * 1000)
-    source = write(tmp_path / "a.jsonl.gz", whole[:-10])
-    with pytest.raises(ValueError, match=r"a.jsonl.gz cannot be read: "):
-        documents_of(source)
+@pytest.mark.parametrize(("suffix", "packed"), [(".gz", gzip.compress), (".zst", _zst)])
+def test_archives_that_are_joined_or_cut_off(
+    tmp_path: Path, suffix: str, packed: Callable[[bytes], bytes]
+) -> None:
+    """Catches a traceback, and lines that are silently lost."""
+    whole = packed(b'{"text": "a"}\n' * 1000)
+    assert len(documents_of(write(tmp_path / f"a.jsonl{suffix}", whole * 2))) == 2000
+    with pytest.raises(ValueError, match=r"b.jsonl.* cannot be read: "):
+        documents_of(write(tmp_path / f"b.jsonl{suffix}", whole[:-10]))
+
+
+def test_every_cell_of_csv_is_text(tmp_path: Path) -> None:
+    """Catches numbers, NA and empty cells that are guessed at, and rows of another length."""
+    body = 'id,text\r\n1,NA\r\n2,"a ""b"",\r\nc"\r\n3,\r\n4,17\r\n'
+    texts = ["NA", 'a "b",\r\nc', "17"]
+    assert documents_of(write(tmp_path / "a.csv", "\ufeff" + body)) == texts
+    assert documents_of(write(tmp_path / "b.CSV.gz", gzip.compress(body.encode()))) == texts
+    long = "x" * 200_000
+    assert documents_of(write(tmp_path / "c.tsv", f"text\tid\n{long}\t1\n")) == [long]
+    for row, fault in (
+        ("5", "row 2 has more or fewer"),
+        ("5,a,b", "row 2 has"),
+        ('5,"a', "is not CSV"),
+    ):
+        source = write(tmp_path / "d.csv", f"id,text\n1,a\n{row}\n")
+        with pytest.raises(ValueError, match=rf"d\.csv, row 2.*{fault.removeprefix('row 2 ')}"):
+            documents_of(source)
 
 
 def test_a_name_that_says_nothing_is_refused(tmp_path: Path) -> None:
     """Catches a file that becomes text to train on because nothing is known about it."""
     for name in ("a.log", "a", "a.jsonl.bz2"):
         source = write(tmp_path / name, "text")
-        with pytest.raises(ValueError, match=rf"{name} does not say what it holds. Known are text"):
+        with pytest.raises(
+            ValueError, match=rf"{name} has no suffix that tells how to read it. Known"
+        ):
             documents_of(source)
         assert find_files(source, as_text=True) == [tmp_path / name]
 
@@ -124,10 +155,19 @@ def test_folder_is_sorted_and_filtered(tmp_path: Path) -> None:
     for name in (".git/x.txt", ".hidden.txt", "__pycache__/x.py", "image.png"):
         write(tmp_path / name, "no")
     write(tmp_path / "empty.txt", "")
-    write(tmp_path / "c.jsonl", '{"text": "c1"}\n{"text": "c2"}\n')
+    write(tmp_path / "c.JSONL", '{"text": "c1"}\n{"text": "c2"}\n')
+    write(tmp_path / "config.json", '{"a": 1}')
     found = documents_of(str(tmp_path))
     # Parts are compared: "a/.." goes before "a!/.." although "!" sorts before "/".
     assert found == ["a/b/c.md", "a/z.py", "a!/x.txt", "a.txt", "b.txt", "c1", "c2"]
+
+
+def test_a_file_beside_its_archive_is_refused(tmp_path: Path) -> None:
+    """Catches lines that are trained twice."""
+    write(tmp_path / "a.jsonl", "{}")
+    write(tmp_path / "a.jsonl.gz", gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match=r"a.jsonl.gz stands beside a.jsonl, its text: remove one"):
+        documents_of(str(tmp_path))
 
 
 def test_glob_and_list_keep_the_order_of_the_items(tmp_path: Path) -> None:

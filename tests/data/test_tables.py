@@ -107,11 +107,6 @@ def test_saved_folders_that_are_not_one_table(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data.source=.*both holds the splits train, test: name"):
         opened(tmp_path / "both")
     assert opened(tmp_path / "both" / "test").train.samples_per_epoch == 4
-    whole.select([2, 0]).save_to_disk(tmp_path / "chosen")
-    assert opened(tmp_path / "chosen").train.samples_per_epoch == 2
-    next((tmp_path / "chosen").glob("*.arrow")).unlink()
-    with pytest.raises(ValueError, match=r"data.source=.*chosen cannot be read: "):
-        opened(tmp_path / "chosen")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 no PAR1")
     with pytest.raises(ValueError, match=r"bad.parquet cannot be read"):
         opened(tmp_path / "bad.parquet")
@@ -131,13 +126,10 @@ def test_rows_without_text(tmp_path: Path) -> None:
     no_text = pa.array([b"\xff"], pa.binary()).view(pa.string())
     for column, fault in (
         (["a", None], r"a.parquet, row 2 \(null: text\) has no key 'text', only 'id': set data"),
-        (no_text, "a.parquet, column 'text', cannot be read: .*'utf-8' codec can't decode"),
-        (
-            pa.array([2**62], pa.timestamp("us")),
-            "column 'text', cannot be read: .*date value out of",
-        ),
-        (pa.array([2**62], pa.duration("s")), "column 'text', cannot be read: .*Python int too"),
-        (pa.array([2**31 - 1], pa.date32()), "column 'text', cannot be read: .*days=2147483647"),
+        (no_text, "a.parquet, column 'text', cannot be read: 'utf-8' codec can't decode"),
+        (pa.array([2**62], pa.timestamp("us")), "column 'text', cannot be read: date value out of"),
+        (pa.array([2**62], pa.duration("s")), "column 'text', cannot be read: Python int too"),
+        (pa.array([2**31 - 1], pa.date32()), "column 'text', cannot be read: days=2147483647"),
     ):
         table = pa.table({"text": column, "id": list(range(len(column)))})
         pq.write_table(table, tmp_path / "a.parquet")
@@ -157,7 +149,7 @@ def test_a_package_or_a_network_that_is_missing(
         opened(f"file://{tmp_path}/absent")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    for source, package in ((tmp_path / "a.parquet", "datasets"), ("hf://a/b", "datasets")):
+    for source, package in ((tmp_path / "a.parquet", "pyarrow"), ("hf://a/b", "datasets")):
         with pytest.raises(ValueError, match=f"needs the {package} package: bash .* data "):
             opened(source)
 
