@@ -239,7 +239,7 @@ class _HelpKeys(argparse.Action):
 
 
 class _JsonSchema(argparse.Action):
-    """Prints the JSON schema of a configuration file and ends."""
+    """Option that prints the JSON schema of a configuration file and ends."""
 
     def __call__(
         self,

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 __all__ = ["check_command"]
 
 _REMOVED_COMMANDS: Mapping[str, str] = {}
-"""What to use, by command (`checkpoint import`)."""
+"""Replacements in words, by command (`checkpoint import`)."""
 
 _REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {}
-"""What to use, by command and option (`evaluate`, `--tasks`)."""
+"""Replacements in words, by command and option (`evaluate`, `--tasks`)."""
 
 
 def check_command(words: Sequence[str]) -> None:

@@ -271,7 +271,7 @@ def load_config(
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
         # What a run kept says what the run was, also of keys that came later.
         is_kept = RunFolder(Path(path).parent).environment_file.is_file()
-        given = keys.brought_up(file.values) if is_kept else file.values
+        given = keys.upgraded(file.values) if is_kept else file.values
         values = _without(given, unread)
         values = _override(values, origins, overrides, keys)
     except ValueError as error:

@@ -74,7 +74,7 @@ class KeyTable:
                     hints[*path, name], defaults[*path, name] = hint, default
         return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
 
-    def brought_up(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+    def upgraded(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return a configuration that an earlier version kept as this version writes it.
 
         Keys that came later have the values that the run had; removed keys without effect go.

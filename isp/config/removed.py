@@ -14,9 +14,9 @@ class RemovedKey(NamedTuple):
     default: Any
     """Its default, which a configuration kept by a run may have."""
     instead: str
-    """What to use, which follows the name of the key in an error."""
+    """The replacement, in words that follow the name of the key in an error."""
     is_spent: bool = False
-    """Whether no value has an effect on a run that has begun."""
+    """True if no value has an effect on a run that has begun."""
 
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {}

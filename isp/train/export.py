@@ -123,7 +123,7 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
         found = values.get(name) if isinstance(values, dict) else None
         if not is_known(found):
             raise ValueError(f"{info.path} is damaged: its configuration has {key}={found!r}")
-    return KeyTable.of(JobConfig).brought_up(kept)
+    return KeyTable.of(JobConfig).upgraded(kept)
 
 
 class _Plan(NamedTuple):

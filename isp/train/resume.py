@@ -403,7 +403,7 @@ def _goes_on(config: JobConfig) -> bool:
 def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:
     """The plain values of the configuration in a checkpoint; None if it does not say."""
     found = info.manifest.shared.get(_CONFIG)
-    return KeyTable.of(JobConfig).brought_up(found) if isinstance(found, dict) else None
+    return KeyTable.of(JobConfig).upgraded(found) if isinstance(found, dict) else None
 
 
 def saved_sequences(info: CheckpointInfo) -> int | None:

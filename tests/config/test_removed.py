@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 
@@ -17,7 +17,7 @@ CONFIG = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"
 
 @pytest.mark.parametrize("key", REMOVED_KEYS)
 def test_a_removed_key_is_refused_where_given_and_dropped_where_kept(key: str, write) -> None:
-    """Catches a removed key without its way on, and an earlier run that cannot be resumed."""
+    """Catches a removed key without what replaces it, and an earlier run that cannot be resumed."""
     *sections, name = key.split(".")
     with pytest.raises(ConfigError, match=f"{key} was removed: ") as refused:
         load_config(write(CONFIG), [f"--{key}=1"])
@@ -27,13 +27,15 @@ def test_a_removed_key_is_refused_where_given_and_dropped_where_kept(key: str, w
         kept = {name: value}
         for section in reversed(sections):
             kept = {section: kept}
-        is_dropped = removed.is_spent or value == removed.default
-        assert (name in json.dumps(KeyTable.of(JobConfig).brought_up(kept))) != is_dropped
+        found: Any = KeyTable.of(JobConfig).upgraded(kept)
+        for section in sections:
+            found = found[section]
+        assert (name in found) != (removed.is_spent or value == removed.default)
 
 
 @pytest.mark.parametrize("command", _REMOVED_COMMANDS)
 def test_a_removed_command_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches argparse's list of all commands in place of the way on."""
+    """Catches argparse's list of all commands in place of what replaces it."""
     assert main([*command.split(), "folder"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: isp {command} was removed: ")
@@ -43,7 +45,7 @@ def test_a_removed_command_is_refused(command: str, capsys: pytest.CaptureFixtur
 def test_a_removed_option_is_refused(
     command: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches `unrecognized arguments` in place of the way on, also for `--option=value`."""
+    """Catches `unrecognized arguments` in place of what replaces it, also for `--option=value`."""
     assert main([*command.split(), "folder", f"{option}=1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: isp {command} {option} was removed: ")

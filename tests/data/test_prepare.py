@@ -112,7 +112,7 @@ def test_prepared_examples_are_the_samples_of_their_lines(tmp_path: Path) -> Non
     ]
     assert pieces[0] == pieces[1]
     assert len(pieces[0]) == 19 == done.num_documents
-    trained = sum(len(f"{'so ' * (i % 7)}") + 1 for i in range(20) if i != 5)
+    trained = sum(len(f"{'so ' * (i % 7)}") + 2 for i in range(20) if i != 5)
     assert (done.num_trained, done.num_dropped) == (trained, 1)
 
 
