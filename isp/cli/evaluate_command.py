@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks
-from isp.cli.options import Run, add_html, add_option, not_negative, positive
+from isp.cli.options import Run, add_option, not_negative, positive
 from isp.cli.output import say
 from isp.cli.reading import Reading, add_reading
 from isp.foreign.files import write_whole
@@ -55,7 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
         help="where to write evaluation.json, or tasks.json (default: RUN/evaluation; nowhere if"
         " there is no run)",
     )
-    add_html(parser)
+    parser.add_argument(
+        "--png", metavar="FILE", type=Path, help="also draw the loss by position, or the passkeys"
+    )
     add_task_options(parser)
     parser.epilog = (
         "A checkpoint of any layout can be read. N ranks read it in mtp mode. With"
@@ -77,10 +79,10 @@ def _run(args: argparse.Namespace) -> int:
     from isp.inference.passkey import PasskeyPrompts
     from isp.inference.rows import open_rows
 
-    if args.html:
-        from isp.report import require_packages
+    if args.png is not None:
+        from isp.settings.packages import require
 
-        require_packages()
+        require("--png", "matplotlib", extra="report")
     reading, path = Reading.of(args), Path(args.path)
     source = reading.source
     if args.tasks:
@@ -101,6 +103,8 @@ def _run(args: argparse.Namespace) -> int:
         notes.append(f"a passkey prompt has {prompts.shortest} tokens and more: none are shorter")
     if args.output is not None:
         Path(args.output).mkdir(parents=True, exist_ok=True)  # what fails, fails before the work
+    if args.png is not None:
+        args.png.parent.mkdir(parents=True, exist_ok=True)
     reading.describe(*notes)
     if args.nproc is not None and reading.layout.ranks > 1:
         return start_ranks(reading.layout.ranks, args.words)
@@ -129,8 +133,6 @@ def _output(args: argparse.Namespace, path: Path) -> str | None:
 
     if args.output is None and RunFolder(path).config_file.is_file():
         return str(path / "evaluation")
-    if args.output is None and args.html:
-        raise ValueError(f"--html: {path} is not the folder of a run: name one with --output")
     output: str | None = args.output
     return output
 
@@ -185,14 +187,13 @@ def _evaluate(
         passkeys=passkeys,
     )
     say(describe(evaluation))
+    if args.png is not None:
+        from isp.cli.evaluation_picture import draw_evaluation
+
+        draw_evaluation(evaluation, args.png)
+        say(f"\nwrote {args.png}")
     if args.output is None:
         return
-    folder = Path(args.output)
-    file = folder / EVALUATION_FILE
+    file = Path(args.output) / EVALUATION_FILE
     write_whole(file, evaluation.to_json(indent=1))
-    written = f"wrote {file}"
-    if args.html:
-        from isp.report import write_report
-
-        written += f" and {write_report(folder, folder).html}"
-    say(f"\n{written}")
+    say(f"\nwrote {file}")

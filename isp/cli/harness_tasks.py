@@ -49,9 +49,9 @@ def add_task_options(parser: argparse.ArgumentParser) -> None:
 
 def check_tasks(args: argparse.Namespace, source: Source) -> None:
     """Raise ValueError, in a line, for what cannot be; sets `max_length`."""
-    if args.html or args.data or args.lengths:
+    if args.png or args.data or args.lengths:
         raise ValueError(
-            "--tasks: leave out --html, --data and --lengths, which do not apply to tasks"
+            "--tasks: leave out --png, --data and --lengths, which do not apply to tasks"
         )
     from isp.settings.packages import require
 

@@ -9,7 +9,9 @@ __all__ = ["check_command"]
 _REMOVED_COMMANDS: Mapping[str, str] = {}
 """Replacements in words, by command (`checkpoint import`)."""
 
-_REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {}
+_REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
+    ("evaluate", "--html"): "use --png FILE for a picture, and evaluation.json",
+}
 """Replacements in words, by command and option (`evaluate`, `--tasks`)."""
 
 

@@ -242,7 +242,6 @@ def test_faults_are_told_in_a_line(
         ((str(tmp_path / "none"),), "does not exist"),
         ((str(run), f"--data={short}"), "no sequences of 128 tokens"),
         ((str(run), "--lengths=1000000"), "or name files with --data"),
-        ((str(run / "checkpoint"), "--html"), "--output"),
         ((str(run), f"--output={short}"), "File exists"),
         ((str(gpt2), "--tokenizer=bytes", "--lengths=65"), "table of 64 positions"),
         ((str(run), "--optimizer.lr=1"), "optimizer"),

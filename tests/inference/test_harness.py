@@ -192,7 +192,7 @@ def test_the_command_finds_what_the_harness_finds(
     ("words", "told"),
     [
         (["--tasks=chess"], "--tasks chess: KeyError"),
-        (["--tasks=choice", "--html"], "leave out --html"),
+        (["--tasks=choice", "--png=a.png"], "leave out --png"),
         (["--tasks=choice", "--max-length=3"], "between 1 and 3 are supported"),
         (["--tasks=writing", "--max-length=20"], "leaves none of 20 for a prompt"),
     ],
