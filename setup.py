@@ -24,7 +24,7 @@ def transformers() -> str:
 
 DATA = ["pyarrow", "datasets", "fsspec"]
 HF = ["tokenizers", transformers(), "jinja2"]
-REPORT = ["matplotlib", "jinja2"]
+REPORT = ["matplotlib"]
 TENSORBOARD = ["tensorboard"]
 TRAINER = [*HF, "accelerate"]
 
@@ -40,7 +40,6 @@ setup(
         "isp": ["py.typed"],
         "isp.models": ["known_code.txt"],
         "isp.planner": ["fabrics/*.yaml"],
-        "isp.report": ["*.html"],
         "model": ["py.typed"],
     },
     install_requires=[

@@ -255,32 +255,29 @@ def show_failures(found: Sequence[dict[str, Any]], folder: Path) -> None:
 
 def write_page(machine: Machine, found: Sequence[dict[str, Any]], folder: Path) -> Path:
     """Write the report of the steps run so far."""
+    from isp.profile.page import facts, listing, page, section, table
     from isp.profile.table import Table
-    from isp.report.page import Page, Section
 
     passed = sum(one["exit"] == 0 for one in found)
     rows = [(o["step"], f"{o['seconds']:.0f}", o["result"], o["asks"]) for o in found]
-    table = Table([("step", "seconds", "result", "what it shows"), *rows], text_from=2)
-    sections = [Section(title="Machine", facts=tuple(machine.facts.items()))]
-    sections.append(Section(title="Steps", table=table))
+    steps = Table([("step", "seconds", "result", "what it shows"), *rows], text_from=2)
+    sections = [section("Machine", facts(machine.facts.items())), section("Steps", table(steps))]
     for one in found:
-        facts = (("result", one["result"]), ("command", one["command"]))
-        shown = "\n".join(log_of(one["step"], folder)[-SHOWN_LINES:])
-        title = f"{one['step']}: {one['asks']}"
-        sections.append(Section(title=title, facts=facts, listing=shown))
+        named = (("result", one["result"]), ("command", one["command"]))
+        shown = listing("\n".join(log_of(one["step"], folder)[-SHOWN_LINES:]))
+        sections.append(section(f"{one['step']}: {one['asks']}", facts(named), shown))
     answers = Table([("question that no CPU answers", "steps"), *QUESTIONS], text_from=0)
-    sections.append(Section(title="Questions", table=answers))
+    sections.append(section("Questions", table(answers)))
     toy = "" if machine.device == "cuda" else ", at toy size on a CPU: no number means anything"
-    page = Page(
+    text = page(
         title=f"isp on {machine.facts['GPUs'] if machine.device == 'cuda' else 'a CPU'}",
-        name="index",
         lead=f"{passed} of {len(found)} steps passed{toy}",
-        sections=tuple(sections),
+        body="".join(sections),
         command="bash tools/gpu.sh",
     )
     path = folder / "report" / "index.html"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(page.to_html(), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     return path
 
 

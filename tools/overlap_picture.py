@@ -9,24 +9,26 @@ transfers take as long as compute alone. Shown is rank 0, of the step of median 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from bench_overlap import Bench, options_parser, run_ranks
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 
 from isp.comm import TimedTransfer
-from isp.report.style import FONT, Color, Look, Picture, add_bar, key, to_png
 
 ROUNDS = 5
+FONT = 13
+EDGE = "#333333"
 ROWS = {
     "fully_shard, default": "fully_shard, default settings",
     "fully_shard, async prefetch, reduce deferred": "fully_shard, explicit prefetch, best settings",
     "ours, per layer, wo": "ISP",
 }
-FORWARD, BACKWARD, WAIT = Look("#dcdcdc"), Look("#b4b4b4"), Look(Color.VERMILLION)
-KINDS = {"all_gather": Look(Color.SKY), "reduce_scatter": Look(Color.GREEN, "///")}
+FORWARD, BACKWARD, WAIT = ("#dcdcdc", ""), ("#b4b4b4", ""), ("#d55e00", "")
+"""Color and hatch of a bar; as in the page of a profile."""
+KINDS = {"all_gather": ("#56b4e9", ""), "reduce_scatter": ("#009e73", "///")}
 NAMES = {"all_gather": "all-gather of weights", "reduce_scatter": "reduce-scatter of gradients"}
 
 
@@ -64,29 +66,32 @@ class Drawing(Bench):
 def draw(steps: dict[str, Step], alone: float, path: str) -> None:
     """A panel for each of `steps`, on one axis of time."""
 
-    def figure() -> Figure:
-        made = Figure(figsize=(15, 6.6), layout="constrained")
-        panels = made.subplots(len(steps), sharex=True)
-        for axes, (name, step) in zip(panels, steps.items(), strict=True):
-            _panel(axes, name, step, alone)
-        panels[-1].set_xlabel("ms since the step began")
-        panels[-1].set_xlim(0, max(step.end for step in steps.values()) * 1e3)
-        looks = {"forward": FORWARD, "backward": BACKWARD, "compute waits": WAIT}
-        looks |= {NAMES[kind]: look for kind, look in KINDS.items()}
-        handles = [key(name, look) for name, look in looks.items()]
-        made.legend(handles=handles, loc="outside upper center", ncols=len(handles))
-        return made
-
-    picture = Picture(name="overlap", caption="", alt="", draw=figure)
-    to_png(picture, Path(path))
+    figure = Figure(figsize=(15, 6.6), layout="constrained")
+    panels = figure.subplots(len(steps), sharex=True)
+    for axes, (name, step) in zip(panels, steps.items(), strict=True):
+        _panel(axes, name, step, alone)
+    panels[-1].set_xlabel("ms since the step began", fontsize=FONT)
+    panels[-1].set_xlim(0, max(step.end for step in steps.values()) * 1e3)
+    looks = {"forward": FORWARD, "backward": BACKWARD, "compute waits": WAIT}
+    looks |= {NAMES[kind]: look for kind, look in KINDS.items()}
+    handles = [
+        Patch(facecolor=color, hatch=hatch, edgecolor=EDGE, label=name)
+        for name, (color, hatch) in looks.items()
+    ]
+    place = {"loc": "outside upper center", "ncols": len(handles)}
+    figure.legend(handles=handles, frameon=False, fontsize=FONT, **place)
+    figure.savefig(path, dpi=144)
 
 
 def _panel(axes: Axes, name: str, step: Step, alone: float) -> None:
     axes.set_yticks([0, 1], ["compute", "link"])
     axes.set_ylim(1.5, -0.5)
+    axes.tick_params(axis="both", labelsize=FONT)
     axes.tick_params(axis="y", length=0)
-    axes.grid(visible=False, axis="y")
-    axes.axvline(alone * 1e3, color=Color.BLACK, linestyle="--", linewidth=1.5)
+    axes.set_axisbelow(True)
+    axes.grid(axis="x", color="#dddddd")
+    axes.spines[["right", "top"]].set_visible(False)
+    axes.axvline(alone * 1e3, color="black", linestyle="--", linewidth=1.5)
     blocked = sum(t.exposed for t in step.transfers)
     text = f"{name}: {step.end / alone:.2f} x compute alone, blocked for {blocked * 1e3:.0f} ms"
     axes.set_title(text, loc="left", fontsize=FONT + 1)
@@ -104,8 +109,11 @@ def _panel(axes: Axes, name: str, step: Step, alone: float) -> None:
             _bar(axes, 0, waited, waited + t.exposed, WAIT)
 
 
-def _bar(axes: Axes, lane: int, begin: float, end: float, look: Look) -> None:
-    add_bar(axes, begin * 1e3, end * 1e3, top=lane - 0.38, height=0.76, look=look, hover="")
+def _bar(axes: Axes, lane: int, begin: float, end: float, look: tuple[str, str]) -> None:
+    color, hatch = look
+    style = {"facecolor": color, "hatch": hatch, "edgecolor": EDGE, "linewidth": 0.4}
+    place = (begin * 1e3, lane - 0.38), max(0.0, end - begin) * 1e3, 0.76
+    axes.add_patch(Rectangle(*place, **style))
 
 
 def main() -> None:

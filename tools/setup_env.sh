@@ -2,9 +2,9 @@
 # Makes the virtual environment .venv with every version pinned by constraints.txt.
 #
 #   bash tools/setup_env.sh             what a run needs
-#   bash tools/setup_env.sh report hf   and what these extras of setup.py need: `isp report`,
-#                                       Hugging Face tokenizers (others: data, tensorboard, flash,
-#                                       lm-eval, peft)
+#   bash tools/setup_env.sh report hf   and what these extras of setup.py need: pictures
+#                                       of isp evaluate, Hugging Face tokenizers (others: data,
+#                                       tensorboard, flash, lm-eval, peft)
 #   bash tools/setup_env.sh dev         and what tests, lints and types need
 #
 # PYTHON chooses the interpreter. An environment made from the same files is reused; a stamp,

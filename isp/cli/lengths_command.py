@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -61,10 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     from isp.planner.ladder import climb
     from isp.planner.lengths import Budget, Planned
     from isp.planner.lengths_report import MemoryPlan, lengths_as_json, lengths_as_text
-    from isp.report import require_packages, write_page
 
-    if args.html is not None:
-        require_packages()
     config = load_config(args.config, args.overrides)
     check_planned(config)
     world = args.world or config.parallel.least_ranks
@@ -86,10 +82,6 @@ def _run(args: argparse.Namespace) -> int:
         plan_generation(planned.case(seq_len), fabric.device),
     )
     say(lengths_as_json(plan) if args.json else lengths_as_text(plan))
-    if args.html is not None:
-        from isp.report.layouts import plan_page
-
-        write_page(plan_page(plan, command=shlex.join(["isp", *args.words])), args.html)
     return 0 if plan.fits else 1
 
 

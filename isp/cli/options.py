@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Run",
-    "add_html",
     "add_nproc",
     "add_option",
     "add_planning",
@@ -33,13 +32,6 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="start N ranks on this machine (without it: one process, or what torchrun started)",
-    )
-
-
-def add_html(parser: argparse.ArgumentParser) -> None:
-    """Add `--html`, of a command that makes a folder."""
-    parser.add_argument(
-        "--html", action="store_true", help="also make an HTML page and pictures (isp report)"
     )
 
 
@@ -77,7 +69,6 @@ def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:
         " (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help=f"print JSON, in bytes and {unit}")
-    parser.add_argument("--html", metavar="FILE", help="also write an HTML page with pictures")
 
 
 def positive(text: str) -> int:

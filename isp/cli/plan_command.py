@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 
 from isp.cli.options import Run, add_nproc, add_option, add_planning, check_planned, positive
@@ -33,10 +32,7 @@ def _run_layouts(args: argparse.Namespace) -> int:
     from isp.cli.auto_layout import command_line, layout_words
     from isp.config import load_config, to_plain, to_yaml
     from isp.planner import as_json, as_text, load_fabric, search
-    from isp.report import require_packages, write_page
 
-    if args.html is not None:
-        require_packages()
     if args.write is not None and Path(args.write).exists():
         raise ValueError(f"--write {args.write} exists: name another file, or remove it")
     config = load_config(args.config, args.overrides)
@@ -53,11 +49,6 @@ def _run_layouts(args: argparse.Namespace) -> int:
             best = load_config(args.config, [*args.overrides, *words])
             Path(args.write).write_text(to_yaml(best, of_decoder=False), encoding="utf-8")
             say(f"{args.write}: its configuration", error=True)
-    if args.html is not None:
-        from isp.report.layouts import layouts_page
-
-        command = shlex.join(["isp", *args.words])
-        write_page(layouts_page(found, args.top, command=command), args.html)
     return 0 if found.fitting else 1
 
 

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING
 
-from isp.cli.options import Run, add_html, add_nproc, add_option, not_negative, positive
+from isp.cli.options import Run, add_nproc, add_option, not_negative, positive
 from isp.cli.output import say
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--no-torch", action="store_true", help="leave torch.profiler's events out of the trace"
     )
-    add_html(parser)
+    parser.add_argument("--html", action="store_true", help="also make a page, profile.html")
     return _run
 
 
@@ -46,11 +46,6 @@ def _run(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, [*args.overrides, *_WITHOUT_VALIDATION])
     ranks = world_size(args.nproc, least=config.parallel.least_ranks)
-    if args.html:
-        from isp.report import require_packages
-
-        require_packages()
-
     from isp.profile.table import describe
     from isp.run.folder import check_can_create
     from isp.settings.counts import counted
@@ -94,9 +89,9 @@ def _run(args: argparse.Namespace) -> int:
         profile, folder = done
         written = f"wrote profile.json and trace.json.gz to {folder}"
         if args.html:
-            from isp.report import write_report
+            from isp.profile.page import profile_page, write_page
 
-            written += f", and {write_report(folder).html}"
+            written += f", and {write_page(profile_page(profile), folder / 'profile.html')}"
         say(f"{describe(profile)}\n\n{written}")
     return 0
 

@@ -297,29 +297,6 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_report(parser: argparse.ArgumentParser) -> Run:
-    parser.add_argument("folder", metavar="RUN_FOLDER", help="such as outputs/<job>/latest")
-    parser.add_argument(
-        "--output", metavar="FOLDER", help="where to write the page (default: RUN_FOLDER/report)"
-    )
-    return _report
-
-
-def _report(args: argparse.Namespace) -> int:
-    from isp.report import write_report
-    from isp.train.tracking import attach_report
-
-    done = write_report(args.folder, args.output)
-    for name in attach_report(args.folder, done.html):
-        say(
-            f"note: {name} does not get the page: isp report imports no class that a run's"
-            f" configuration names",
-            error=True,
-        )
-    say(f"{done.html}: open it in a browser; beside it {len(done.pictures)} pictures")
-    return 0
-
-
 class _Command(NamedTuple):
     """A subcommand; of a group, if it has two words."""
 
@@ -359,7 +336,6 @@ _COMMANDS = (
     _Command("layouts", "rank the layouts that fit by predicted step time", add_layouts, "file"),
     _Command("calibrate", "measure this machine for isp layouts", add_calibrate),
     _Command("topology", "print the groups of ranks", add_topology),
-    _Command("report", "create an HTML page and pictures of a run", _add_report),
     _Command("data prepare", "turn text or chats into the .bin/.idx format", add_prepare),
     _Command(
         "data inspect", "show the documents, lengths and labels of a source", add_inspect_data

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 
 __all__ = ["check_command"]
 
-_REMOVED_COMMANDS: Mapping[str, str] = {}
+_REMOVED_COMMANDS: Mapping[str, str] = {
+    "report": "use a tracker (metrics.report_to) for curves of a run, and isp profile --html",
+}
 """Replacements in words, by command (`checkpoint import`)."""
 
 _REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     ("evaluate", "--html"): "use --png FILE for a picture, and evaluation.json",
+    ("layouts", "--html"): "use the printed table, or --json",
+    ("plan", "--html"): "use the printed text, or --json",
 }
 """Replacements in words, by command and option (`evaluate`, `--tasks`)."""
 

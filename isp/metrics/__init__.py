@@ -11,11 +11,10 @@ from isp.metrics.device import (
 from isp.metrics.file import MetricsFile, is_recorded, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
 from isp.metrics.record import StepRecord
-from isp.metrics.tracker import LIBRARIES, TrackedRun, Tracker, check_tracker
+from isp.metrics.tracker import TrackedRun, Tracker, check_tracker
 from isp.metrics.trackers import Trackers
 
 __all__ = [
-    "LIBRARIES",
     "MemoryMeter",
     "MetricsFile",
     "ProgressBar",

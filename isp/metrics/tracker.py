@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from isp.settings.packages import require
 
-__all__ = ["LIBRARIES", "TrackedRun", "Tracker", "check_tracker", "mlflow_name", "tracker_of"]
+__all__ = ["TrackedRun", "Tracker", "check_tracker", "mlflow_name", "tracker_of"]
 
 
 class TrackedRun(NamedTuple):
@@ -44,9 +44,6 @@ class Tracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """The metrics of a step, under the keys of `metrics.jsonl`."""
         raise NotImplementedError
-
-    def attach(self, path: Path) -> None:
-        """Keep the HTML page at `path` with the run; by default nothing is kept."""
 
     def finish(self, *, failed: bool) -> None:
         """Send what is pending, and end."""
@@ -96,9 +93,6 @@ class _WandB(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def attach(self, path: Path) -> None:
-        self._run.save(str(path), base_path=str(path.parent), policy="now")
-
     def finish(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
@@ -113,17 +107,10 @@ class _Trackio(Tracker):
         resume = "allow" if run.id else "never"
         config = _flat(run.config)
         self._run = trackio.init(run.project, name=name, config=config, resume=resume, embed=False)
-        self._step = run.last_step
         return str(self._run.name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._step = step
         self._run.log(dict(values), step=step)
-
-    def attach(self, path: Path) -> None:
-        import trackio
-
-        self._run.log({path.stem: trackio.Html(path)}, step=self._step)
 
     def finish(self, *, failed: bool) -> None:
         self._run.finish()
@@ -161,9 +148,6 @@ class _MLflow(Tracker):
             Metric(mlflow_name(key), float(value), now, step) for key, value in values.items()
         ]
         self._client.log_batch(self._id, metrics=metrics)
-
-    def attach(self, path: Path) -> None:
-        self._client.log_artifact(self._id, str(path))
 
     def finish(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")

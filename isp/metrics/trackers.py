@@ -41,11 +41,6 @@ class Trackers(AbstractContextManager["Trackers"]):
         for thread in self._threads:
             thread.put(lambda tracker: tracker.log(step, values))
 
-    def attach(self, path: Path) -> None:
-        """Keep the HTML page at `path` with the run, where a tracker can."""
-        for thread in self._threads:
-            thread.put(lambda tracker: tracker.attach(path))
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for thread in self._threads:
             thread.put(lambda tracker: tracker.finish(failed=kind is not None))

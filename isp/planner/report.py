@@ -22,16 +22,12 @@ from isp.profile.table import aligned
 __all__ = [
     "as_json",
     "as_text",
-    "details_of",
     "largest",
-    "legend_of",
     "model_of",
     "remedy_of",
-    "shown_of",
     "size_of",
     "table_of",
     "time_of",
-    "verdict_of",
 ]
 
 GIB = 2**30
@@ -66,14 +62,14 @@ def largest(memory: Memory) -> str:
 
 def as_text(found: Found, top: int) -> str:
     """The ranking, what does not fit, and the fastest layout in detail."""
-    parts, shown = [_head(found)], shown_of(found, top)
+    parts, shown = [_head(found)], _shown(found, top)
     if shown:
         marks = ["*" if _is_own(c, found) else "" for c in shown]
         table = table_of(shown, marks, found.world_size)
         parts.append(aligned(table, text_columns=2))
-        parts.append(f"{len(shown)} of {found.num_fitting:,} layouts that fit\n{legend_of(table)}")
-    parts += [verdict_of(found), _too_large(found), _refused(found)]
-    parts.append(details_of(shown[0]) if shown else remedy_of(found))
+        parts.append(f"{len(shown)} of {found.num_fitting:,} layouts that fit\n{_legend(table)}")
+    parts += [_verdict(found), _too_large(found), _refused(found)]
+    parts.append(_details(shown[0]) if shown else remedy_of(found))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -137,7 +133,7 @@ def _head(found: Found) -> str:
     return "\n".join([*lines, f"memory    {room:.1f} GiB of a rank for tensors"])
 
 
-def shown_of(found: Found, top: int) -> list[Candidate]:
+def _shown(found: Found, top: int) -> list[Candidate]:
     """The fastest, the fastest of each mode, and the configuration's own if it fits."""
     shown: list[Candidate] = []
     of_kind: Counter[tuple[object, ...]] = Counter()
@@ -161,7 +157,7 @@ def _is_own(candidate: Candidate, found: Found) -> bool:
     return isinstance(found.own, Candidate) and found.own.overrides == candidate.overrides
 
 
-def verdict_of(found: Found) -> str:
+def _verdict(found: Found) -> str:
     """The verdict on the configuration, with the fewest keys to change, of the fastest."""
     own = found.own
     if isinstance(own, str):
@@ -212,7 +208,7 @@ experts: gather, or tokens travel between so many ranks x those that gather the 
 !: the other way would send less"""
 
 
-def legend_of(table: Sequence[Sequence[str]]) -> str:
+def _legend(table: Sequence[Sequence[str]]) -> str:
     """The meaning of the columns of a table."""
     return _LEGEND + _OF_EXPERTS * ("experts" in table[0])
 
@@ -295,7 +291,7 @@ def newton_schulz_of(case: PlanCase) -> str:
     )
 
 
-def details_of(best: Candidate) -> str:
+def _details(best: Candidate) -> str:
     """Keys, memory and transfers of the layout of the table's first line."""
     memory, split, experts = best.memory, scans(best.case), expert_traffic(best.case)
     matrices = newton_schulz_of(best.case)

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from isp.foreign.shown import shown
 from isp.metrics.device import device_name
-from isp.settings.result_file import first_fault
 
 __all__ = ["Environment", "RankPlace"]
 
@@ -82,14 +81,6 @@ class Environment:
     def to_json(self) -> str:
         """The environment as JSON, for people and programs."""
         return TypeAdapter(Environment).dump_json(self, indent=2).decode() + "\n"
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Environment:
-        """The environment that `to_json` wrote.  Raises ValueError if `text` is anything else."""
-        try:
-            return TypeAdapter(cls).validate_json(text)
-        except ValidationError as error:
-            raise ValueError(f"not an environment: {first_fault(error)}") from None
 
 
 def _packages() -> dict[str, str]:

@@ -6,7 +6,6 @@
     metrics.jsonl    a line a step: see `isp.metrics`
     logs/            rank_0.log ... (elsewhere with `job.log_folder`)
     checkpoint/      see `isp.checkpoint`
-    report/          what `isp report` makes of it
     evaluation/      what `isp evaluate` finds out about its newest checkpoint
 
 Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes, but

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from isp.config import JobConfig, load_config, to_plain
-from isp.metrics import LIBRARIES, TrackedRun, Trackers
+from isp.config import JobConfig, to_plain
+from isp.metrics import TrackedRun, Trackers
 from isp.run.folder import RunFolder
 from isp.settings.json_file import read_json
 
-__all__ = ["attach_report", "run_trackers"]
+__all__ = ["run_trackers"]
 
 _ENVIRONMENT = ("python", "torch", "cuda", "git_commit", "world_size", "hostnames", "devices")
 
@@ -39,21 +39,3 @@ def run_trackers(
     )
     ids = Path(config.checkpoint.folder or folder.checkpoint_folder)
     return Trackers(names, run, ids=ids)
-
-
-def attach_report(path: str | Path, html: Path) -> list[str]:
-    """Keep the page `html` with the run in the folder `path`, if it has finished, in its trackers.
-
-    Nothing is done for a folder that is not of such a run. Returns the trackers that are left out:
-    classes, since a downloaded run's configuration must not choose code that is imported.
-    """
-    folder = RunFolder(Path(path).resolve())  # not `latest`: the trackers show its name
-    launch = folder.launch()
-    if launch is None or launch.finished_step is None:
-        return []
-    config = load_config(folder.config_file)
-    known = [name for name in config.metrics.trackers if name in LIBRARIES]
-    if known:
-        with run_trackers(config, folder, known, last_step=launch.finished_step) as trackers:
-            trackers.attach(html)
-    return [name for name in config.metrics.trackers if name not in LIBRARIES]

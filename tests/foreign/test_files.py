@@ -15,13 +15,13 @@ from isp.config import load_config
 from isp.data.config import DataConfig
 from isp.data.sources import open_datasets
 from isp.data.tokenizer import HFTokenizer
-from isp.foreign.files import read_limited, write_whole
+from isp.foreign.files import read_limited
 from isp.metrics import MetricsFile, TrackedRun, Tracker, Trackers, read_metrics
 from isp.metrics.evaluation import Evaluation
 from isp.models.folder import WeightFiles, copy_tokenizer
 from isp.profile import Profile
+from isp.profile.page import write_page
 from isp.profile.trace import write_trace
-from isp.report.run import _environment as read_environment
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import LaunchRecord, RunFolder
 from isp.run.log_files import run_logging
@@ -59,7 +59,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tokenizer.json": HFTokenizer,
     "model.safetensors": _index,
     "config.yaml": lambda folder: load_config(folder / "config.yaml"),
-    "env.json": lambda folder: read_environment(RunFolder(folder)),
     "metrics.jsonl": lambda folder: read_metrics(folder / "metrics.jsonl"),
     "profile.json": lambda folder: Profile.load(folder / "profile.json"),
     "evaluation.json": lambda folder: Evaluation.load(folder / "evaluation.json"),
@@ -168,7 +167,7 @@ WRITERS: dict[str, Callable[[RunFolder], object]] = {
     ".probe": lambda run: RunFolder.reopen(run.path),
     f".tracker.{__name__}:_Named": _track,
     "trace.json.gz": lambda run: write_trace(run.path / "trace.json.gz", []),
-    "report.html": lambda run: write_whole(run.path / "report.html", "page"),
+    "profile.html": lambda run: write_page("page", run.path / "profile.html"),
     "metrics.jsonl": lambda run: MetricsFile(run.metrics_file).close(),
     "logs/rank_0.log": _log,
     "checkpoint/.lock": _lock,

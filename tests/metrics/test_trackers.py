@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 
 from isp.cli import main
-from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, tracker, trackers
+from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
 from isp.metrics.tracker import mlflow_name
 from isp.settings import MetricsConfig
 from tests.metrics.test_phases import ALONE
@@ -33,9 +32,6 @@ class JsonTracker(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._add("log", step, values["loss"])
-
-    def attach(self, path: Path) -> None:
-        self._add("attach", path.name, path.exists())
 
     def finish(self, *, failed: bool) -> None:
         self._add("finish", failed)
@@ -66,13 +62,12 @@ class Values(dict[str, float]):
 
 
 def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> None:
-    """Catches steps that are not sent, a second run or name, and a report left behind."""
+    """Catches steps that are not sent, and a second run or name."""
     job = write_job(tmp_path)
     words = ["train", str(job), *ALONE, f"--metrics.report_to=[{OWN}, {FAILING}]"]
     run_isp(1, *words, "--training.steps", "2")
     run_isp(1, *words, "--training.steps", "4")
     run = tmp_path / "out/job/latest"
-    assert main(["report", str(run)]) == 0
     calls = [json.loads(line) for line in (run.resolve().parent / "calls.jsonl").open()]
     begins = [call[1:] for call in calls if call[0] == "init"]
     mine = [call for call in calls if call[0] not in ("init", "finish")]
@@ -87,27 +82,6 @@ def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> 
     assert config["environment"]["torch"]
     log = (run / "logs/rank_0.log").read_text()
     assert log.count(f"nothing more is sent to {FAILING} (ConnectionError: no network)") == 2
-
-
-def test_a_report_goes_to_known_trackers_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches code that a report runs because a downloaded run's config.yaml names it."""
-    job = write_job(tmp_path)
-    monkeypatch.setitem(tracker.LIBRARIES, "tensorboard", JsonTracker)
-    run_isp(1, "train", str(job), *ALONE, "--training.steps", "1")
-    run = (tmp_path / "out/job/latest").resolve()
-    (tmp_path / "brought.py").write_text("open('ran', 'w')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["metrics"]["report_to"] = ["brought:Tracker", "tensorboard"]
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    assert main(["report", str(run)]) == 0
-    assert not (tmp_path / "ran").exists()
-    assert "note: brought:Tracker does not get the page" in capsys.readouterr().err
-    calls = [json.loads(line) for line in (run.parent / "calls.jsonl").open()]
-    assert ["attach", "report.html", True] in calls
 
 
 def test_one_that_hangs_holds_the_end_for_a_while_only(
@@ -192,20 +166,16 @@ def test_a_library_shows_both_parts_of_a_resumed_run(
     library = pytest.importorskip(name)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
-    page = tmp_path / "report.html"
-    page.write_text("<html></html>")
     config = {"training": {"steps": 4}, "devices": {"Intel(R) Xeon(R)": 2}}
     for first in (1, 3):
         run = TrackedRun("job", "now", tmp_path / "run", config, last_step=first - 1)
         with Trackers([name], run) as sent:
             for step in (first, first + 1):
                 sent.log(step, {"loss": step + 0.5, "validation/loss/" + "a/" * 150 + "b": 1.0})
-            sent.attach(page)
     if name == "trackio":
         (found,) = library.Api().runs("job")
         seen = library.sqlite_storage.SQLiteStorage.get_logs("job", "now")
         assert [(r["step"], r["loss"]) for r in seen if "loss" in r] == LOSSES
-        assert [r["step"] for r in seen if "report" in r] == [2, 4]
         assert found.config["training.steps"] == 4
     else:
         client = library.MlflowClient()
@@ -213,7 +183,6 @@ def test_a_library_shows_both_parts_of_a_resumed_run(
         seen = client.get_metric_history(found.info.run_id, "loss")
         assert [(m.step, m.value) for m in seen] == LOSSES
         assert (found.data.params["training.steps"], found.info.status) == ("4", "FINISHED")
-        assert [f.path for f in client.list_artifacts(found.info.run_id)] == ["report.html"]
 
 
 LOSSES = [(1, 1.5), (2, 2.5), (3, 3.5), (4, 4.5)]

@@ -12,9 +12,7 @@ from isp.run.environment import Environment, RankPlace, _git_commit
 
 
 def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a record that does not say with what, where and on how many ranks a run was made, and
-    those of older runs that cannot be read any more.
-    """
+    """Catches a record that does not say with what, where and on how many ranks a run was made."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     places = [RankPlace("b", "X100"), RankPlace("b", "X100"), RankPlace("a", "CPU")]
     environment = json.loads(Environment.of(places).to_json())
@@ -27,8 +25,6 @@ def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(environment["command"]) > 1
     assert environment["variables"]["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "PATH" not in environment["variables"]
-    del environment["variables"]
-    assert Environment.from_json(json.dumps(environment)).variables == {}
 
 
 def git(folder: Path, *words: str) -> str:

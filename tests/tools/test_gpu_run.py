@@ -17,7 +17,7 @@ import torch
 from model.config import ModelConfig
 from model.huggingface import config_json
 from model.presets import PRESETS
-from tests.report.html_page import HtmlPage
+from tests.profile.html_page import HtmlPage
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))

@@ -40,4 +40,4 @@ def test_a_wheel_has_all_files(monkeypatch: pytest.MonkeyPatch) -> None:
     read = {p for package in ("isp", "model") for p in Path(package).rglob("*.*") if p.is_file()}
     read = {p for p in read if p.suffix not in (".py", ".pyc", ".md")}
     assert read <= packed
-    assert {Path("isp/report/page.html"), Path("isp/planner/fabrics/cpu.yaml")} <= read
+    assert Path("isp/planner/fabrics/cpu.yaml") in read

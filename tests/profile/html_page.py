@@ -23,7 +23,10 @@ class HtmlPage(HTMLParser):
         """The texts of `title` elements in drawings."""
         self.styles = ""
         """Everything in which a style sheet could load something."""
+        self.unboxed: list[str] = []
+        """Elements of a width of their own that are in no box that scrolls."""
         self._open: list[str] = []
+        self._boxes: list[bool] = []
         self.feed(html)
         self.close()
         assert not self._open, self._open
@@ -35,6 +38,11 @@ class HtmlPage(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
+        values = {name: value or "" for name, value in attrs}
+        is_box = "scroll" in values.get("class", "").split()
+        is_wide = tag in ("table", "pre") or int(values.get("width", "0").partition(".")[0]) > 360
+        if is_wide and not is_box and self._boxes[-1:] != [True]:
+            self.unboxed.append(tag)
         for name, value in attrs:
             if name in _REFERENCES and tag != "a":
                 self.references.append(value or "")
@@ -44,15 +52,18 @@ class HtmlPage(HTMLParser):
                 self.styles += value
         if tag not in _VOID:
             self._open.append(tag)
+            self._boxes.append(is_box or self._boxes[-1:] == [True])
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
         if tag not in _VOID:
             self._open.pop()
+            self._boxes.pop()
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open, f"</{tag}> closes nothing"
         assert self._open.pop() == tag
+        self._boxes.pop()
 
     def handle_data(self, data: str) -> None:
         if "style" in self._open:
