@@ -3,10 +3,10 @@
     python tools/bench_experts.py [--mbit 20] [--rounds 3] [--shared]
 
 A decoder with experts trains on 4 ranks, float32: with `parallel.expert.size=1` experts are
-gathered, a layer's at once or in 4 groups (`max_gathered_bytes`); with 4 their tokens travel. All
-transfers of a rank queue on one link. A time is that of the slowest rank, the median of the rounds;
-a ratio is the median of ratios within a round. The part of compute is that of a step over a link
-without a limit: the rest is transfers, so that they decide and not copies on a few cores.
+gathered; with 4 their tokens travel. All transfers of a rank queue on one link. A time is that of
+the slowest rank, the median of the rounds; a ratio is the median of ratios within a round. The part
+of compute is that of a step over a link without a limit: the rest is transfers, so that they decide
+and not copies on a few cores.
 
 With --shared: tokens travel, and the decoder has a shared expert, whose matmuls sleep: a quarter
 of an all-to-all of the tokens each, 2 in forward and 4 in backward. It is computed while tokens are
@@ -40,11 +40,8 @@ from model.decoder import Decoder
 
 RANKS, ROW, LAYERS = 4, 64, 3
 HIDDEN, INSIDE, EXPERTS, USED = 64, 32, 64, 2
-ALL_EXPERTS = EXPERTS * 3 * HIDDEN * INSIDE * 4
-"""Bytes of a layer's."""
 WAYS = {
     "gather": ExpertConfig(),
-    "gather in 4": ExpertConfig(max_gathered_bytes=ALL_EXPERTS // 2),  # two of them at once
     "exchange": ExpertConfig(size=4),
     "exchange in 2": ExpertConfig(size=4, num_chunks=2),
 }

@@ -321,9 +321,10 @@ probe compares each rank's features with those of the whole model, and refuses t
 
 **Experts.** 51 of 52 types with experts were compared with `parallel.expert.size` 2 and 4 on 4
 ranks, and 2 in mtp, msp and fsp: gradients match within 5e-13. longcat_flash is refused, because
-some of its experts have no weights. Mixtral, Qwen3-MoE, GLM4-MoE, OLMoE, gpt-oss, DeepSeek-V2 and
-V3 were compared in 15 layouts on up to 8 ranks, including heads x context and all four pipeline
-schedules (11 layouts without a plan). Gradients match within 4e-15:
+some of its experts have no weights: it gathers all experts of a layer at once. Mixtral, Qwen3-MoE,
+GLM4-MoE, OLMoE, gpt-oss, DeepSeek-V2 and V3 were compared in 15 layouts on up to 8 ranks, including
+heads x context and all four pipeline schedules (11 layouts without a plan). Gradients match within
+4e-15:
 `python tools/check_architectures.py --layouts "2x4 ep2 1F1B 2,1x8 ep4,2x2x4 ep2,.." NAME`.
 
 **Layers** may use attention, convolutions and scans (linear attention, state spaces), in any number

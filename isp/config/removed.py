@@ -19,7 +19,11 @@ class RemovedKey(NamedTuple):
     """True if no value has an effect on a run that has begun."""
 
 
-REMOVED_KEYS: Mapping[str, RemovedKey] = {}
+REMOVED_KEYS: Mapping[str, RemovedKey] = {
+    "parallel.expert.max_gathered_bytes": RemovedKey(
+        None, "use parallel.expert.size, which spreads the experts of a layer over ranks"
+    ),
+}
 
 
 def without_removed(kept: dict[str, Any]) -> None:

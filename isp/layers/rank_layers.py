@@ -20,7 +20,6 @@ from isp.layers.head import HeadLoss
 from isp.layers.linear import LinearLayer, Moves
 from isp.mixers.recurrence import Recurrence
 from isp.parallel import Axis, Mode
-from isp.parallel.experts import ExpertParts
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
 from isp.parallel.phase import Phase
@@ -54,8 +53,6 @@ class RankLayers:
     """Parts of the tokens, each of which travels while the one before is computed."""
     experts_stay: bool = False
     """Whether each expert lies on one rank as a whole, so that none is gathered."""
-    expert_parts: ExpertParts | None = None
-    """How many experts are gathered together; None: all of a layer."""
     device: torch.device
     dtype: torch.dtype
     embed_split_hidden: bool = False
@@ -179,14 +176,9 @@ class RankLayers:
             reduce_over=Axis.WEIGHT_DATA,
         )
 
-    def expert_layout(self, shape: tuple[int, ...], numbers: int) -> ParameterLayout:
-        """Experts [E, ..]: over the expert ranks, and those of each over its weight ranks.
-
-        `numbers`: of all weights of one expert.
-        """
-        parts = self.expert_parts
-        run = 0 if parts is None else parts.experts_of_group(shape[0], numbers)
-        return replace(self.sharded_layout(shape, dim=0), groups=self.expert.size, run=run)
+    def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
+        """Experts [E, ..]: over the expert ranks, and those of each over its weight ranks."""
+        return replace(self.sharded_layout(shape, dim=0), groups=self.expert.size)
 
     def expert_bounds(self, num_experts: int) -> list[int]:
         """Where the experts of each expert rank begin, and the last ones end."""

@@ -22,7 +22,6 @@ from isp.models.chunk import TracedChunk
 from isp.models.expert_load import saved_buffers
 from isp.models.model import TracedModel
 from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
-from isp.parallel.experts import ExpertParts
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -131,9 +130,6 @@ def build_model(
         expert=mesh[Axis.EXPERT],
         expert_chunks=parallel.expert.num_chunks,
         experts_stay=mesh.topology.experts_stay,
-        expert_parts=parallel.expert_parts(
-            mesh.topology.expert, mesh.topology.expert_weight, dtype.itemsize
-        ),
         communicator=communicator or LocalWeights(),
         embed_split_hidden=parallel.weight.embed_split_hidden,
         vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
@@ -192,7 +188,6 @@ def shape_only(
     *,
     embed_split_hidden: bool = False,
     experts_stay: bool = False,
-    expert_parts: ExpertParts | None = None,
 ) -> tuple[TracedChunk, ...]:
     """Stages of the model as one rank would have them alone, without memory for weights."""
     solo = Channel.solo()
@@ -203,7 +198,6 @@ def shape_only(
         communicator=LocalWeights(),
         embed_split_hidden=embed_split_hidden,
         experts_stay=experts_stay,
-        expert_parts=expert_parts,
         device=torch.device("meta"),
         dtype=torch.float32,
     )

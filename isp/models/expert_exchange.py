@@ -48,43 +48,26 @@ __all__ = [
     "Sent",
     "check_spread",
     "on_other_tokens",
-    "sum_by_token",
 ]
 
 
-def check_spread(
-    name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig, tiles: int
-) -> None:
-    """Raise ValueError if a model's experts cannot be called with a part of the tokens.
-
-    They are where ranks exchange tokens, and where experts are gathered in groups. `tiles`: tokens
-    of a tile, 0: none; tiles need all weights of a module at once.
-    """
-    if of.size == 1 and of.max_gathered_bytes is None:
-        return
-    key, way = f"parallel.expert.size={of.size}", "use 1"
+def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig) -> None:
+    """Raise ValueError if tokens of a model cannot be sent to ranks that share its experts."""
     if of.size == 1:
-        key, way = f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes}", "leave it out"
-    if tiles and of.max_gathered_bytes is not None:
-        raise ValueError(
-            f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} cannot be combined with"
-            f" model.mlp_tile_tokens={tiles}, which needs all experts at once: leave one of them"
-            f" out"
-        )
+        return
+    key = f"parallel.expert.size={of.size}"
     if not trace.elements(ParameterRole.EXPERT):
-        raise ValueError(f"{key} needs experts that isp can shard, and {name} has none: {way}")
+        raise ValueError(f"{key} needs experts that isp can shard, and {name} has none: use 1")
     if config.get("zero_expert_num"):
-        raise ValueError(f"{key}: {name} also sends tokens to experts without weights: {way}")
+        raise ValueError(
+            f"{key}: {name} also sends tokens to experts without weights: use 1, which gathers all"
+            f" experts of a layer at once"
+        )
     for call in (call for call in trace.calls if call.kind is Kind.EXPERTS):
-        if of.max_gathered_bytes is not None and call.module.endswith(".base_layer"):
-            raise ValueError(
-                f"parallel.expert.max_gathered_bytes={of.max_gathered_bytes} cannot be combined"
-                f" with PEFT's target_parameters on experts: leave one of them out"
-            )
         if not call.weighs:
             raise ValueError(
                 f"{key}: {call.module} is called without routing weights [N, k] next to the expert"
-                f" indices, so it cannot be called with a subset of the tokens: {way}"
+                f" indices, so it cannot be called with a subset of the tokens: use 1"
             )
 
 
@@ -238,18 +221,16 @@ class ExpertExchange:
         ]
         return Sent(launched, routes, count)
 
-    def __call__(
-        self, compute: Compute, sent: Sent, parameters: Iterable[nn.Parameter] | None
-    ) -> Tensor:
+    def __call__(self, compute: Compute, sent: Sent, parameters: Iterable[nn.Parameter]) -> Tensor:
         """The sum of what its experts give for each token that was `sent`, [N, D].
 
         `compute` is called with rows that other ranks sent, and their experts numbered among this
-        rank's. `parameters` are what it reads; None: it is called without rows, too.
+        rank's. `parameters` are what it reads.
         """
         routes, back = sent.routes, []
         for route, buffers in zip(routes, sent.parts, strict=True):
             x, w = _Arrive.apply(*buffers, route)
-            if parameters is None or len(x):
+            if len(x):
                 y = compute(x, route.numbers, w)
             else:  # [Note: Every rank takes part]
                 y = joined(x * w, *parameters) * torch.ones_like(w)
@@ -310,7 +291,7 @@ def _wait(under_way: list[Pending], count: int = 1) -> list[Tensor]:
     return [under_way.pop(0).wait() for _ in range(count)]
 
 
-def sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
+def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
     """[R, D] -> [N, D], in the order of experts, as one process adds up."""
     total = rows[of_token[:, 0]]
     for column in of_token.unbind(1)[1:]:
@@ -336,7 +317,7 @@ class _Dispatch(Function):
         order, of_token = ctx.saved_tensors
         dx, dw = _wait(ctx.under_way, 2)
         of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, order, dw[:, 0])
-        return sum_by_token(dx, of_token), of_weights.view(ctx.shape), None
+        return _sum_by_token(dx, of_token), of_weights.view(ctx.shape), None
 
 
 class _Arrive(Function):
@@ -383,7 +364,7 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
         ctx.route = route
         _wait(route.under_way)
-        return sum_by_token(rows, route.of_token)
+        return _sum_by_token(rows, route.of_token)
 
     @staticmethod
     @once_differentiable

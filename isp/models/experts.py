@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +35,7 @@ from isp.parallel.phase import Phase
 from isp.tensors import memory_of
 from isp.weights.wp import WPCommunicator
 
-__all__ = [
-    "CalledExperts",
-    "ExpertPlace",
-    "ExpertWeight",
-    "SwappedExperts",
-]
+__all__ = ["ExpertPlace", "ExpertWeight", "SwappedExperts"]
 
 
 class ExpertWeight:
@@ -68,31 +62,39 @@ class ExpertPlace(NamedTuple):
     """Whether the block is."""
 
 
-class CalledExperts:
-    """Calls the code of a module that holds experts; `place` gives where in its block."""
+class SwappedExperts:
+    """A module that holds experts, whose weights are read together."""
 
     def __init__(
         self,
         module: nn.Module,
         name: str,
         communicator: WPCommunicator,
+        called: Callable[[], object],
         place: Callable[[], ExpertPlace],
-        call: Callable[[nn.Module], nn.Module],
+        exchange: ExpertExchange | None = None,
+        ahead: ComputedAhead | None = None,
     ) -> None:
-        """`call`: makes what calls the code, as a module that has `module` by this name."""
+        """`called` is called with each call, and `place` gives where in the block that is.
+
+        `exchange`: the ranks that have other experts; None: all are here, or gathered. `ahead`:
+        what is computed while tokens or weights are on their way.
+        """
         self.weights = tuple(ExpertWeight(module, name, n) for n in expert_stacks(module))
         self.communicator = communicator
         self.name, self.place = name, place
-        self._exchange: ExpertExchange | None = None
-        self._ahead: ComputedAhead | None = None
+        self._exchange, self._ahead = exchange, ahead
         self.recorded: dict[int, _Graph] = {}
         """By the recompute whose backward is to come, by number [Note: A graph again]."""
         self.reading: Sequence[Tensor] = []
         """The whole weights, while a backward reads them."""
         self._checked = False
         gathered = {weight.weight_name for weight in self.weights}
-        self._module, self._call = module, call(module)
+        self._module, self._call = module, _Call(module, exchange)
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
+        module.register_forward_pre_hook(lambda *_: called() and None)
+        if communicator.gathers_weights or exchange is not None:
+            module.forward = self.__call__
 
     @contextmanager
     def whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:
@@ -177,30 +179,6 @@ class CalledExperts:
             return out
         with self.whole(Phase.FORWARD) as full:
             return self.compute(given, tensors, full)
-
-
-class SwappedExperts(CalledExperts):
-    """A module that holds experts, whose weights are read together; `called` is called with each
-    call.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        communicator: WPCommunicator,
-        called: Callable[[], object],
-        place: Callable[[], ExpertPlace],
-        exchange: ExpertExchange | None = None,
-        ahead: ComputedAhead | None = None,
-    ) -> None:
-        """`exchange`: the ranks that have other experts; None: all are here, or gathered. `ahead`:
-        what is computed while tokens or weights are on their way."""
-        super().__init__(module, name, communicator, place, partial(_Call, exchange=exchange))
-        self._exchange, self._ahead = exchange, ahead
-        module.register_forward_pre_hook(lambda *_: called() and None)
-        if communicator.gathers_weights or exchange is not None:
-            module.forward = self.__call__
 
 
 def _is_differentiable(x: object) -> bool:
@@ -292,7 +270,7 @@ class _SavedParts(saved_tensors_hooks):
     know what to compute again for by the backward that asks, and a graph inside has its own.
     """
 
-    def __init__(self, experts: CalledExperts, full: Sequence[Tensor], recomputing: bool) -> None:
+    def __init__(self, experts: SwappedExperts, full: Sequence[Tensor], recomputing: bool) -> None:
         kinds = [(memory_of(x), x.dtype, int(x.storage_offset())) for x in full]
         hooks = None
         if not recomputing:
@@ -342,7 +320,7 @@ class _Experts(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        experts: CalledExperts = inputs[-2]
+        experts: SwappedExperts = inputs[-2]
         given: _Given = inputs[-1]
         tensors = inputs[: -2 - len(experts.weights)]
         ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
@@ -373,7 +351,7 @@ class _Experts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        experts: CalledExperts = ctx.experts
+        experts: SwappedExperts = ctx.experts
         (_,) = ctx.saved_tensors  # reading it computes again [Note: A graph again]
         graph = ctx.graph
         if graph is None:

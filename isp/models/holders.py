@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from isp.layers.rank_layers import RankLayers
 from isp.models.ahead import ComputedAhead
 from isp.models.calls import Call, Kind
 from isp.models.expert_exchange import ExpertExchange
-from isp.models.expert_parts import ExpertGroups
 from isp.models.experts import ExpertWeight, SwappedExperts
 from isp.models.follow import CallFollower
 from isp.models.fused import FusedLinears, groups_of, rows_of
@@ -123,13 +121,11 @@ class WeightHolders:
     def _gathered(self) -> Mapping[str, Holder]:
         """Those that are gathered, or that a plan of features cuts.
 
-        Experts are not, where such a plan leaves them whole, each lies on one rank as a whole, or
-        they are gathered in groups.
+        Experts are not, where such a plan leaves them whole, or each lies on one rank as a whole.
         """
-        layers, of_experts = self.layers, SwappedExperts | ExpertGroups
-        if self._plan is None and not layers.experts_stay and layers.expert_parts is None:
+        if self._plan is None and not self.layers.experts_stay:
             return self._of
-        return {n: holder for n, holder in self._of.items() if not isinstance(holder, of_experts)}
+        return {n: h for n, h in self._of.items() if not isinstance(h, SwappedExperts)}
 
     def _enter_regions(self) -> None:
         tensor = self.layers.tensor
@@ -175,38 +171,17 @@ class WeightHolders:
 
     def _experts(
         self, call: Call, module: nn.Module, called: Callable[[], object]
-    ) -> SwappedExperts | ExpertGroups:
-        """Experts, whose weights are read together or in groups."""
-        name, place = call.module, self.follower.place
+    ) -> SwappedExperts:
+        name, communicator = call.module, self.layers.communicator
         exchange = self._exchange(name, module)
-        communicator, trace = self.layers.communicator, self.follower.trace
-        if self.layers.expert_parts is None or communicator.parts is None:
-            travels = communicator.gathers_weights or exchange is not None
-            what = self.follower.ahead_of(call) if travels else None
-            ahead = None
-            if what is not None:
-                ahead_module = self.model.get_submodule(what.module)
-                ahead = ComputedAhead(ahead_module, what, self.follower.under_way)
-            return SwappedExperts(module, name, communicator, called, place, exchange, ahead)
-        layout_of = {item.parameter: item.layout for item in self.named}
-        block = call.block
-        calls = (c for c in trace.calls if c.block == block)
-        groups = ExpertGroups(
-            module,
-            name,
-            communicator,
-            block=self.model if block is None else self.model.get_submodule(block),
-            layouts={local: layout_of[p] for local, p in expert_stacks(module).items()},
-            called=called,
-            place=place,
-            exchange=exchange,
-        )
-        outside = takewhile(lambda c: not c.module.startswith(f"{name.rpartition('.')[0]}."), calls)
-        before = [self.model.get_submodule(c.module) for c in outside if not c.kind.mixes]
-        again = self.follower.blocks.recomputed.get(block or "", False)  # else they are kept
-        for one in (*before[:1], *before[-1:]):
-            groups.begin_at(one, recomputing=again and one is before[-1])
-        return groups
+        travels = communicator.gathers_weights or exchange is not None
+        what = self.follower.ahead_of(call) if travels else None
+        ahead = None
+        if what is not None:
+            ahead_module = self.model.get_submodule(what.module)
+            ahead = ComputedAhead(ahead_module, what, self.follower.under_way)
+        place = self.follower.place
+        return SwappedExperts(module, name, communicator, called, place, exchange, ahead)
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
         """Between the ranks that share these experts; None: no token travels."""

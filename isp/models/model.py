@@ -290,7 +290,7 @@ class TracedModel:
         check_model_config(config, parallel)
         check_row(self.host.most_tokens(self.model), seq_len)
         experts, tiles = experts_of(self), self.recomputation.mlp_tile_tokens
-        check_spread(type(self.model).__name__, self.trace, config, parallel.expert, tiles)
+        check_spread(type(self.model).__name__, self.trace, config, parallel.expert)
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.splits_features:
             self._check_exchanged(parallel.tensor.size)
         num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks

@@ -115,8 +115,7 @@ def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> 
         )
     found = []
     stay = 1 < parallel.expert.size == parallel.weight.size
-    limited = parallel.expert.max_gathered_bytes is not None
-    (whole,) = shape_only(model, mode, experts_stay=stay or limited)
+    (whole,) = shape_only(model, mode, experts_stay=stay)
     for rank, shape in enumerate(rank_shapes(model, whole, order)):
         chunks = shape.chunks
         actions = order.actions(rank, micro_num)

@@ -25,7 +25,6 @@ from isp.models.reads import looked_up
 from isp.models.region import Entrance
 from isp.models.roles import (
     ParameterRole,
-    expert_stacks,
     holds_experts,
     is_decayed,
     is_transposed,
@@ -247,8 +246,7 @@ def _layout(
     owner, _, local = name.rpartition(".")
     module, role = model.get_submodule(owner), trace.roles[name]
     if role is ParameterRole.EXPERT and (plan is None or layers.experts_stay):
-        numbers = sum(p.shape[1:].numel() for p in expert_stacks(module).values())
-        return layers.expert_layout(shape, numbers)
+        return layers.expert_layout(shape)
     if plan is None:
         if not role.is_cut:
             return layers.replicated_layout(shape)

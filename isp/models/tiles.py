@@ -33,7 +33,6 @@ from isp.layers.compiled import widened
 from isp.layers.linear import NeedsGrad, needs_grad
 from isp.layers.rank_layers import RankLayers
 from isp.models.calls import TokenOutput
-from isp.models.expert_parts import ExpertGroups
 from isp.models.experts import SwappedExperts
 from isp.models.fused import FusedLinears
 from isp.models.swap import SwappedLinear, SwappedTable
@@ -44,7 +43,7 @@ from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["Holder", "TiledModule"]
 
-Holder = SwappedLinear | SwappedTable | SwappedExperts | ExpertGroups | FusedLinears
+Holder = SwappedLinear | SwappedTable | SwappedExperts | FusedLinears
 
 
 class TiledModule:

@@ -111,10 +111,8 @@ class MainGradients(BucketManager):
         gradient.receives = True
         return gradient.open()
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor, rows: slice | None = None) -> None:
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that did not come through autograd; keeps the promise if there is one.
-
-        `rows`: it is of these rows of the parameter alone.
 
         Raises RuntimeError if the parameter's gradient was final already.
         """
@@ -123,7 +121,7 @@ class MainGradients(BucketManager):
         if found.receives and gradient is found.view:
             new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
-            self._accumulate(found, new, rows)
+            self._accumulate(found, new)
         self._keep_promise(found)
 
     def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
@@ -193,12 +191,10 @@ class MainGradients(BucketManager):
             hook.remove()
         self._hooks.clear()
 
-    def _accumulate(self, gradient: Gradient, value: Tensor, rows: slice | None = None) -> None:
+    def _accumulate(self, gradient: Gradient, value: Tensor) -> None:
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
-        if rows is not None:
-            (buffer.zero_() if fresh else buffer)[rows].add_(value)
-        elif fresh:
+        if fresh:
             buffer.copy_(value)
         else:
             buffer.add_(value)

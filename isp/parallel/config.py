@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isp.parallel.experts import ExpertConfig, ExpertParts, ExpertWeightConfig
+from isp.parallel.experts import ExpertConfig, ExpertWeightConfig
 from isp.parallel.partition import any_of, divisors
 from isp.settings.section import KeyRole, Ranks, section
 
@@ -334,9 +334,7 @@ class ParallelConfig:
         expert, gathered = self.expert.size, self.expert_weight.size
         other = "" if gathered is None else f" x parallel.expert_weight.size={gathered}"
         given = f"parallel.expert.size={expert}{other}"
-        gathers, keeps = self.tensor.mode.gathers_weights, self.weight.reshard_after_forward
-        self.expert.check_gathers(gathers=gathers, keeps=not keeps)
-        if not gathers:
+        if not self.tensor.mode.gathers_weights:
             if expert not in (1, self.tensor.size) or gathered not in (None, 1):
                 raise ValueError(
                     f"{given} in mode {self.tensor.mode}, where weights stay on their"
@@ -350,16 +348,6 @@ class ParallelConfig:
                 f"{given} does not make parallel.weight.size={weight}: use an expert.size of"
                 f" {any_of(divisors(weight))}, and leave expert_weight.size out"
             )
-
-    def expert_parts(self, spread: int, ranks: int, item_bytes: int) -> ExpertParts | None:
-        """The limit of gathered experts where `ranks` gather the same ones; None: there is none.
-
-        `spread`: ranks that have different ones; `item_bytes`: of a number of weights.
-        """
-        limit = self.expert.max_gathered_bytes
-        if limit is None or ranks == 1:
-            return None
-        return ExpertParts(limit, 1 + self.weight.overlap, spread, ranks, item_bytes)
 
     @property
     def _has_two_axes(self) -> bool:

@@ -62,8 +62,6 @@ class ParameterLayout:
     """Rows of other parameters that come after."""
     groups: int = 1
     """Equal runs of shards, over which the parameter is cut first."""
-    run: int = 0
-    """Rows that are gathered together: each run of so many is cut by itself; 0: all of them."""
     cut_over: Axis = Axis.WEIGHT
     """The ranks that have the other shards."""
     matrices: Matrices | None = None
@@ -91,12 +89,10 @@ class ParameterLayout:
         group, within = divmod(index, self.parts // self.groups)
         for size in self.segments:
             of_group = chunk_range(self.ahead + size + self.behind, self.groups, group)
-            for run in _runs(of_group, self.run):
-                own = chunk_range(len(run), self.parts // self.groups, within)
-                part = run[own.start : own.stop]
-                ends = (min(max(end - self.ahead, 0), size) for end in (part.start, part.stop))
-                start, stop = ends
-                intervals.append((begin + start, begin + stop))
+            own = chunk_range(len(of_group), self.parts // self.groups, within)
+            part = of_group[own.start : own.stop]
+            start, stop = (min(max(end - self.ahead, 0), size) for end in (part.start, part.stop))
+            intervals.append((begin + start, begin + stop))
             begin += size
         return tuple(intervals)
 
@@ -129,14 +125,6 @@ class ParameterLayout:
             cut_over=Axis.EXPERT_WEIGHT,
         )
 
-    @property
-    def of_runs(self) -> list[ParameterLayout]:
-        """The cuts of what is gathered together, in order: each has the next rows of the shard."""
-        whole = self.of_group
-        runs = _runs(range(whole.global_shape[0]), self.run)
-        shapes = [(len(run), *whole.global_shape[1:]) for run in runs]
-        return [replace(whole, global_shape=shape, segments=(), run=0) for shape in shapes]
-
     @cached_property
     def travels_as_it_lies(self) -> bool:
         """Whether the pieces are the shards, and lie one behind the other in the whole."""
@@ -166,9 +154,3 @@ class ParameterLayout:
             )
         pieces = [full.narrow(self.dim, a, b - a) for a, b in self.intervals()]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
-
-
-def _runs(rows: range, length: int) -> list[range]:
-    """The rows in runs of this length, the last one shorter; 0: in one."""
-    step = length or max(1, len(rows))
-    return [rows[first : first + step] for first in range(0, max(1, len(rows)), step)]

@@ -16,7 +16,6 @@ from isp.optim.torch_optimizer import count_states, optimizer_of
 from isp.optim.update_rules import values_of
 from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.context import ContextPlan
-from isp.parallel.experts import ExpertParts
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
 from isp.settings import OptimizerConfig
@@ -111,12 +110,6 @@ class PlanCase:
         rule = values_of(name, layout, self.optimizer).rule
         kinds = update_rule(self.optimizer, rule).states(wide).values()
         return sum(dtype.itemsize for dtype in kinds)
-
-    @property
-    def expert_parts(self) -> ExpertParts | None:
-        """How many experts are gathered together; None: all of a layer."""
-        topology = self.topology
-        return self.parallel.expert_parts(topology.expert, topology.expert_weight, self.item_bytes)
 
     @property
     def gathers_weights(self) -> bool:

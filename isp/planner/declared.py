@@ -20,7 +20,6 @@ from isp.models.chunk import TracedChunk
 from isp.models.roles import ParameterRole
 from isp.models.schedule import RankShape, marked, rank_shapes
 from isp.parallel import Axis, Mode, PipelineConfig
-from isp.parallel.experts import ExpertParts
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Coordinates, PlanCase
 from isp.settings.section import KeyRole, defaults_of
@@ -53,17 +52,10 @@ def bare(model: ModelConfig) -> ModelConfig:
 
 
 @lru_cache(maxsize=32)
-def _whole(
-    model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool, parts: ExpertParts | None
-) -> TracedChunk:
+def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) -> TracedChunk:
     """All of the model on one rank, which every pipeline cuts."""
-    (whole,) = shape_only(
-        language_model(model, dtype),
-        mode,
-        embed_split_hidden=split,
-        experts_stay=stay,
-        expert_parts=parts,
-    )
+    traced = language_model(model, dtype)
+    (whole,) = shape_only(traced, mode, embed_split_hidden=split, experts_stay=stay)
     return whole
 
 
@@ -75,37 +67,28 @@ def _shapes(
     split: bool,
     order: PipelineOrder,
     stay: bool,
-    parts: ExpertParts | None,
 ) -> tuple[RankShape, ...]:
     """Of the ranks of a pipeline; ways of recomputing share all but the marks of blocks."""
     plain = replace(bare(model), mlp_tile_tokens=model.mlp_tile_tokens)
     traced = language_model(plain, dtype)
     if model == plain:
-        return rank_shapes(traced, _whole(plain, dtype, mode, split, stay, parts), order)
+        return rank_shapes(traced, _whole(plain, dtype, mode, split, stay), order)
     return tuple(
         shape._replace(chunks=marked(shape.chunks, traced.trace.blocks, model.recomputation))
-        for shape in _shapes(plain, dtype, mode, split, order, stay, parts)
+        for shape in _shapes(plain, dtype, mode, split, order, stay)
     )
 
 
 def shape_of(case: PlanCase, rank: int) -> RankShape:
     """The part of the model that the `rank`-th rank of a pipeline has."""
     split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
-    parts = case.expert_parts
-    return _shapes(case.model, case.dtype, case.mode, split, case.order, stay, parts)[rank]
+    return _shapes(case.model, case.dtype, case.mode, split, case.order, stay)[rank]
 
 
-def whole_shape(
-    model: ModelConfig,
-    dtype: str,
-    mode: Mode,
-    *,
-    experts_stay: bool,
-    expert_parts: ExpertParts | None,
-) -> RankShape:
+def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: bool) -> RankShape:
     """All of a model."""
     order = PipelineOrder(PipelineConfig())
-    return _shapes(model, dtype, mode, False, order, experts_stay, expert_parts)[0]
+    return _shapes(model, dtype, mode, False, order, experts_stay)[0]
 
 
 def all_blocks(case: PlanCase) -> list[Block]:
@@ -143,7 +126,6 @@ def _parameters(case: PlanCase, place: Coordinates, *, apart: bool) -> tuple[Sha
         case.topology.weight,
         place.weight,
         case.topology.expert,
-        case.expert_parts,
         apart,
     )
 
@@ -159,7 +141,6 @@ def _local_parameters(
     parts: int,
     index: int,
     spread: int,
-    expert_parts: ExpertParts | None,
     apart: bool,
 ) -> tuple[ShardedParameter, ...]:
     """Those of the shards number `index` of `parts`; what is replicated stays whole.
@@ -168,7 +149,7 @@ def _local_parameters(
     """
     found, roles = [], language_model(model, dtype).trace.roles
     stay = spread == parts > 1
-    shape = _shapes(model, dtype, mode, embed_split_hidden, order, stay, expert_parts)[rank]
+    shape = _shapes(model, dtype, mode, embed_split_hidden, order, stay)[rank]
     for name, layout in (shape.trained if apart else shape.layouts).items():
         groups = spread if roles.get(name) is ParameterRole.EXPERT else 1
         if groups > 1 or layout.reduce_over is Axis.WEIGHT_DATA:

@@ -29,7 +29,6 @@ from isp.attention import AttentionMask
 from isp.attention.explicit import block_rows
 from isp.attention.mask import Chosen
 from isp.attention.pieces import document_lengths
-from isp.comm import Channel
 from isp.comm.host import TO_HOST, HostChannel
 from isp.comm.tag import Transfer
 from isp.layers.linear import LinearLayer
@@ -37,7 +36,6 @@ from isp.layers.rank_layers import RankLayers
 from isp.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.mixers.recurrence import Recurrence
 from isp.optim.buckets import master_dtype
-from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.planner.dry_scan import DryRecurrence
@@ -45,10 +43,6 @@ from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Wo
 from isp.settings.attention_backend import AttentionBackend
 from isp.tensors import tensors_in
 from isp.weights.declare import WeightHolder
-from isp.weights.parameter import ShardedParameter
-from isp.weights.parts import WeightParts
-from isp.weights.pool import MemoryPool
-from isp.weights.transfers import ErrorLatch, GradientReducer, WeightGatherer
 from isp.weights.wp import FullWeights, LocalWeights, WPCommunicator
 
 __all__ = [
@@ -56,7 +50,6 @@ __all__ = [
     "DryAttention",
     "DryHost",
     "DryLayers",
-    "DryParts",
     "DryProducts",
     "DryWeights",
     "Products",
@@ -75,9 +68,8 @@ class DryWeights(WPCommunicator):
         *,
         gathers: bool,
         wide_gradients: bool,
-        parts: DryParts | None,
     ) -> None:
-        self.gathers_weights, self.parts = gathers, parts
+        self.gathers_weights = gathers
         self._recorder = recorder
         self._wide_gradients = wide_gradients
 
@@ -111,20 +103,6 @@ class DryWeights(WPCommunicator):
             self._recorder.note(Gradient(self._recorder.use_of(module), is_bias))
         self._recorder.delivered(grad)
         return grad
-
-
-class DryParts(WeightParts):
-    """Parts of weights that are gathered as in a run; notes that their gradients are there."""
-
-    def __init__(self, ranks: Channel, pool: MemoryPool, recorder: EventRecorder, overlap: bool):
-        channels = dict.fromkeys((Axis.WEIGHT, Axis.EXPERT_WEIGHT), ranks)
-        latch, self._recorder = ErrorLatch(), recorder
-        reducer = GradientReducer(channels, pool, dtype=None, max_bytes_in_flight=0)
-        super().__init__(WeightGatherer(channels, pool, META, latch), reducer, latch, overlap)
-
-    def reduce(self, sharded: ShardedParameter, grad: Tensor, *, returned: bool) -> None:
-        self._recorder.reduced(sharded)
-        self._recorder.delivered(grad)
 
 
 class DryProducts:
@@ -341,17 +319,11 @@ class DryLayers(RankLayers):
     like_cuda: bool
     """Whether they compute as on CUDA, [Note: One node]."""
 
-    def expert_layout(self, shape: tuple[int, ...], numbers: int) -> ParameterLayout:
+    def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
         """Those of the first rank that has different ones, which has most."""
-        if self.expert_parts is not None:  # of which it has its part, and gathers the others'
-            spread, run = self.expert.size, self.expert_parts.experts_of_group(shape[0], numbers)
-            cut = self.sharded_layout(shape, dim=0)
-            ranks, expert = self.expert_parts.ranks, self.expert
-            return replace(
-                cut, groups=spread, run=run, parts=spread * ranks, index=expert.rank * ranks
-            )
-        layout = super().expert_layout(shape, numbers) if self.expert.size == 1 else None
-        return layout or replace(self.sharded_layout(shape, dim=0), parts=self.expert.size)
+        if self.expert.size == 1:
+            return super().expert_layout(shape)
+        return replace(self.sharded_layout(shape, dim=0), parts=self.expert.size)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
         return DryRecurrence(kind, self.recorder)

@@ -27,7 +27,6 @@ __all__ = [
     "expert_traffic",
     "spread_instead",
     "with_spread_experts",
-    "within_limit",
 ]
 
 PASSES, TRIPS = 3, 4
@@ -142,9 +141,6 @@ def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
     is_wide = case.parallel.weight.reduce_dtype == "float32" and not case.sums_locally
     wide = case.wide_bytes if is_wide else case.item_bytes
     gathers = 1 / case.micro_num if case.keeps_gathered else PASSES - 1
-    if (parts := case.expert_parts) is not None:  # recomputed layers keep the last group alone
-        again = parts.experts_of_group(layers[0].num_experts, layers[0].numbers) * parts.spread
-        gathers += case.model.checkpoint * max(0, 1 - again / layers[0].num_experts)
     passes, trips = gathers + wide / case.item_bytes, TRIPS + 2 * case.model.checkpoint
     topology = case.topology
     tokens, ranks = case.rows * case.tokens // topology.tensor, topology.weight
@@ -167,20 +163,6 @@ def with_spread_experts(config: JobConfig, spread: int) -> JobConfig:
     rest = replace(config.parallel.expert_weight, size=None)
     parallel = replace(config.parallel, expert=expert, expert_weight=rest)
     return replace(config, parallel=parallel)
-
-
-def within_limit(config: JobConfig, world_size: int) -> JobConfig:
-    """The layout; with tokens that travel where its ranks cannot gather experts in their limit."""
-    from isp.planner.case import PlanCase
-
-    if config.parallel.expert.max_gathered_bytes is None:
-        return config
-    case = PlanCase.of(config, world_size)
-    try:
-        expert_traffic(case)
-    except ValueError:
-        return with_spread_experts(config, case.topology.weight)
-    return config
 
 
 def spread_instead(case: PlanCase, config: JobConfig, *, fits: bool) -> Iterator[JobConfig]:

@@ -8,9 +8,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from isp.parallel import ExpertConfig, ParallelConfig
+from isp.parallel import ParallelConfig
 from isp.parallel.config import Prefetch
-from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import bare, shape_of
 from isp.planner.rank import DryRank, Heard
@@ -29,8 +28,6 @@ class _InFlight(NamedTuple):
     after: int
 
 
-_Reduced = tuple[str, ParameterLayout | None]
-"""A parameter, or a part of it, as it is reduced."""
 Flights = defaultdict[str, _InFlight]
 """By block, in the last backward."""
 
@@ -56,14 +53,14 @@ def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
 
 @lru_cache(maxsize=1024)
 def _reduced(
-    case: PlanCase, place: Coordinates, order: tuple[tuple[str, tuple[_Reduced, ...]], ...]
+    case: PlanCase, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
 ) -> tuple[dict[str, _InFlight], int]:
     """The bytes that sums of gradients take in the last backward pass, and their pool then.
 
     `GradientReducer` keeps what it sends, and `MainGradients` what they receive to add up.
     """
     rank, found = DryRank(case, place, Heard()), {}
-    uses = Counter(name for _, names in order for name, _ in names)
+    uses = Counter(name for _, names in order for name in names)
 
     def in_flight() -> int:
         return rank.reducer.bytes_in_flight + rank.gradients.received_bytes
@@ -74,8 +71,8 @@ def _reduced(
             rank.expect_last(uses)
         for block, names in order:
             before = in_flight()
-            for name, part in names:
-                rank.deliver(name, part, last=last)
+            for name in names:
+                rank.deliver(name, last=last)
             found[block] = _InFlight(before, in_flight())
     return found, rank.pool.reserved_bytes
 
@@ -123,12 +120,11 @@ def _reserved(
 
 def alike_in_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
     """The case without what decides nothing about weights, so that others share the answer."""
-    parallel, limit = case.parallel, case.parallel.expert.max_gathered_bytes
-    expert = ExpertConfig(max_gathered_bytes=limit)
+    parallel = case.parallel
     return replace(
         case,
         model=bare(case.model),
-        parallel=ParallelConfig(weight=parallel.weight, pipeline=parallel.pipeline, expert=expert),
+        parallel=ParallelConfig(weight=parallel.weight, pipeline=parallel.pipeline),
         topology=replace(case.topology, tensor=1, context=1),
         rows=1,
         tokens=1,

@@ -121,7 +121,7 @@ def moments(case: PlanCase, rank: int) -> list[Memory]:
     """The memory of `rank` at each moment of a step at which it may be at its most."""
     place = case.place(rank)
     flights, reduce_pool = reductions(case, place)
-    pool = gather_pool(case, place) + reduce_pool + rehearsal(case, place).parts_pool
+    pool = gather_pool(case, place) + reduce_pool
     fixed = replace(states(case, place), pool=pool)
     return list(_moments(case, place, fixed, flights))
 

@@ -19,7 +19,6 @@ from isp.optim.main_grads import MainGradients
 from isp.optim.publisher import Publisher
 from isp.optim.zero1 import Zero1Optimizer
 from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import local_parameters, trained_parameters, updated_parameters
 from isp.weights.communicator import ISPCommModelConfig
@@ -107,10 +106,10 @@ class DryRank:
         item = self.parameters[name]
         return replace(item, layout=item.layout.of_group)
 
-    def deliver(self, name: str, part: ParameterLayout | None = None, *, last: bool) -> None:
-        """A gradient of parameter `name`, or of a part of it, is there; `last`: of a step."""
+    def deliver(self, name: str, *, last: bool) -> None:
+        """A gradient of parameter `name` is there; `last`: of a step."""
         if self.case.gathers_weights:
-            self._reduce(name, part)
+            self._reduce(name)
             if not self.case.parallel.weight.overlap:
                 self.reducer.finish()
         if last:
@@ -118,12 +117,9 @@ class DryRank:
             if self._uses[name] <= 0:
                 self.gradients.collect(self.parameters[name].parameter)
 
-    def _reduce(self, name: str, part: ParameterLayout | None) -> None:
-        """Set the sum of the full gradient of a parameter, or a part of it, on its way."""
+    def _reduce(self, name: str) -> None:
+        """Set the sum of the full gradient of a parameter on its way."""
         sharded = self.travels(name)
-        if part is not None:
-            own = replace(part, index=self._index[Axis.EXPERT_WEIGHT])
-            sharded = replace(sharded, layout=own, rows=slice(own.local_shape[0]))
         dtype = sharded.parameter.dtype
         full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
         place = self.reducer.promise(sharded, full.dtype)

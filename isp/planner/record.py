@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from isp.comm.tag import Purpose, Transfer
-from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.tensors import memory_of
 from isp.weights.declare import DeclaredBlock, WeightHolder
-from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import Block
 
 __all__ = [
@@ -26,7 +24,6 @@ __all__ = [
     "EventRecorder",
     "Gradient",
     "Launch",
-    "PartGradient",
     "Reach",
     "Read",
     "Saved",
@@ -84,15 +81,7 @@ class Gradient(NamedTuple):
     is_bias: bool
 
 
-class PartGradient(NamedTuple):
-    """The gradient of a part of a weight is there."""
-
-    local: str
-    """The weight's name in its block."""
-    layout: ParameterLayout
-
-
-Event = Launch | Arrive | Reach | Read | Compute | Gradient | PartGradient
+Event = Launch | Arrive | Reach | Read | Compute | Gradient
 
 
 class Saved(NamedTuple):
@@ -125,18 +114,13 @@ class BlockRecord(NamedTuple):
         forward, backward = (tuple(e for e in record if not _is_of_input(e)) for record in self[:2])
         return BlockRecord(forward, backward, Saved(), self.work)
 
-    def gradients(self, block: Block) -> Iterator[tuple[str, ParameterLayout | None]]:
-        """The parameters whose gradients the backward of a block gives, in order.
-
-        With the layout of a part whose gradient it is; None: it is of all.
-        """
+    def gradients(self, block: Block) -> Iterator[str]:
+        """The parameters whose gradients the backward of a block gives, in order."""
         for event in self.backward:
-            if isinstance(event, PartGradient):
-                yield f"{block.name}.{event.local}", event.layout
-            elif isinstance(event, Gradient):
+            if isinstance(event, Gradient):
                 name = block.uses[event.use].bias if event.is_bias else block.uses[event.use].weight
                 assert name is not None
-                yield name, None
+                yield name
 
     @property
     def again(self) -> Iterator[Event]:
@@ -172,7 +156,6 @@ class EventRecorder:
         self._ahead = 0
         """The block that what is kept belongs to: the next from a block's last use on."""
         self._launched = 0
-        self._names: list[str] = []
         """Those of the blocks."""
         self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
@@ -203,7 +186,6 @@ class EventRecorder:
 
     def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
         """Note when a use of `blocks`, all that are run, is reached."""
-        self._names = [block.name for block in blocks]
         for b, block in enumerate(blocks):
             block.module.register_forward_pre_hook(partial(self._enters, b))
             block.module.register_forward_hook(partial(self._leaves, b))
@@ -299,11 +281,6 @@ class EventRecorder:
         self._alive.pop(memory._cdata, None)
         self._delivered.append(memory)  # autograd hands it on, which makes nothing
         self._known.add(memory._cdata)
-
-    def reduced(self, part: ShardedParameter) -> None:
-        """The gradient of a part of a weight is there."""
-        local = part.name.removeprefix(f"{self._names[self._block]}.")
-        self.note(PartGradient(local, part.layout))
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These are there in any case."""

@@ -38,7 +38,6 @@ from isp.models.model import TracedModel
 from isp.models.stages import with_blocks
 from isp.parallel import Axis, ContextExchange, Mode, SequenceScan, Topology
 from isp.parallel.context import Windows
-from isp.parallel.experts import ExpertParts
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import BlockKind, bare, kind_of, kinds_of, whole_shape
 from isp.planner.dry import (
@@ -46,7 +45,6 @@ from isp.planner.dry import (
     DryAttention,
     DryHost,
     DryLayers,
-    DryParts,
     DryProducts,
     DryWeights,
     Products,
@@ -56,7 +54,6 @@ from isp.planner.made import Made
 from isp.planner.record import BlockRecord, Compute, EventRecorder, Work
 from isp.weights.declare import as_chunks
 from isp.weights.parameter import by_whole
-from isp.weights.pool import MemoryPool
 from isp.weights.trace import Block
 from model.config import ModelConfig
 
@@ -75,8 +72,6 @@ class Rehearsal(NamedTuple):
     """Bytes that it makes, where they are most; what it keeps among them."""
     splits_logits: bool
     """Whether a rank has the losses of its whole sequence."""
-    parts_pool: int
-    """Bytes of the buffers that experts are gathered into, if in groups."""
 
 
 def records_of(
@@ -130,8 +125,6 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
         topology.expert,
         parallel.expert.num_chunks,
         topology.experts_stay,
-        case.expert_parts,
-        0 if case.expert_parts is None else place.weight // topology.expert_weight,
     )
     model = _alike_layers(case.model, recomputed)
     return _rehearsed(model, part, case.rows, case.tokens, case.dtype, case.on_cpu)
@@ -172,16 +165,6 @@ class _RankPart(NamedTuple):
     """Ranks that have different experts; tokens are taken to go to all alike."""
     expert_chunks: int
     experts_stay: bool
-    expert_parts: ExpertParts | None
-    expert_rank: int
-    """Which of the ranks with different experts; the first one where all gather theirs at once."""
-
-    def parts_of_weights(self, pool: MemoryPool, recorder: EventRecorder) -> DryParts | None:
-        """What gathers experts in groups, into buffers of `pool`."""
-        if (of := self.expert_parts) is None:
-            return None
-        axis = Axis.WEIGHT if self.expert == 1 else Axis.EXPERT_WEIGHT
-        return DryParts(DryChannel(axis.value, of.ranks, 0, recorder), pool, recorder, of.alive > 1)
 
     def channel(self, axis: Axis, recorder: EventRecorder) -> DryChannel:
         """The channel along `axis`, of which `recorder` hears."""
@@ -207,23 +190,21 @@ def _rehearsed(
 ) -> Rehearsal:
     """What the first of two like layers keeps beyond the second is shared."""
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
-    tensor, pool = part.channel(Axis.TENSOR, recorder), MemoryPool()
-    own_model = _of_first_and_last(model, dtype, mode, part.experts_stay, part.expert_parts)
+    tensor = part.channel(Axis.TENSOR, recorder)
+    own_model = _of_first_and_last(model, dtype, mode, part.experts_stay)
     layers = DryLayers(
         recorder=recorder,
         like_cuda=not on_cpu,
         mode=mode,
         tensor=tensor,
         weight=Channel.solo() if mode.gathers_weights else tensor,
-        expert=DryChannel(Axis.EXPERT.value, part.expert, part.expert_rank, recorder),
+        expert=DryChannel(Axis.EXPERT.value, part.expert, 0, recorder),
         expert_chunks=part.expert_chunks,
         experts_stay=part.experts_stay,
-        expert_parts=part.expert_parts,
         communicator=DryWeights(
             recorder,
             gathers=part.gathers_weights,
             wide_gradients=part.wide_gradients,
-            parts=part.parts_of_weights(pool, recorder),
         ),
         host=HostMemory(META, channel=DryHost(recorder)),
         device=META,
@@ -284,16 +265,13 @@ def _rehearsed(
     # Of whole logits the loss's backward makes the gradient.
     after = logits * max(4, output.itemsize) if headless else 0
     in_loss = made.most + rest + after
-    loss_bytes, reserved = saved[-1].total + rest, pool.reserved_bytes
-    return Rehearsal(by_kind, shared, loss_bytes, in_loss, whole.splits_logits, reserved)
+    return Rehearsal(by_kind, shared, saved[-1].total + rest, in_loss, whole.splits_logits)
 
 
 @lru_cache(maxsize=64)
-def _of_first_and_last(
-    model: ModelConfig, dtype: str, mode: Mode, stay: bool, parts: ExpertParts | None
-) -> TracedModel:
+def _of_first_and_last(model: ModelConfig, dtype: str, mode: Mode, stay: bool) -> TracedModel:
     """The model with the blocks that are run, so that nobody makes the others for nothing."""
-    shape = whole_shape(model, dtype, mode, experts_stay=stay, expert_parts=parts)
+    shape = whole_shape(model, dtype, mode, experts_stay=stay)
     shapes = {name: layout.global_shape for name, layout in shape.layouts.items()}
     (blocks,) = shape.chunks
     run = _first_and_last([kind_of(block, shapes) for block in blocks])

@@ -20,7 +20,7 @@ from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
 from isp.planner.exchange import with_exchange
-from isp.planner.experts import expert_layers, spread_instead, with_spread_experts, within_limit
+from isp.planner.experts import expert_layers, spread_instead, with_spread_experts
 from isp.planner.fabric import Fabric
 from isp.planner.lengths import Budget, Show, silent
 from isp.planner.memory import Memory, peak
@@ -182,8 +182,7 @@ def search(
     promising = progress(_promising(fitting, fabric), "time of layouts that fit")
     predicted = [replace(c, prediction=predict(c.case, fabric)) for c in promising]
     predicted.sort(key=attrgetter("seconds"))
-    tried = TRIED_TO_STAY if config.parallel.expert.max_gathered_bytes is None else 0
-    for candidate in [c for c in predicted if c.case.gathers_weights][:tried]:
+    for candidate in [c for c in predicted if c.case.gathers_weights][:TRIED_TO_STAY]:
         there = _with_weights_kept(candidate, fabric)
         if budget.fits(there.memory):
             there = replace(there, prediction=predict(there.case, fabric))
@@ -233,7 +232,7 @@ def _layouts(
                 try:
                     layout = _with_sizes(config, mode, tensor, two, weight, pipeline, zero1)
                     layout = _with_batch(layout, rows, stage // tensor, micro_bsz)
-                    yield within_limit(layout, world_size)
+                    yield layout
                 except ValueError as error:
                     refused.setdefault(str(error))
 

@@ -24,7 +24,7 @@ from isp.planner.costs import Costs
 from isp.planner.declared import shape_of
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, PartGradient, Reach, Read
+from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, Reach, Read
 from isp.planner.rehearsal import records_of, rehearsal
 from isp.weights.plan import Act, ActKind, plan
 from isp.weights.trace import Action, ActionKind, Block, Span, trace
@@ -131,9 +131,6 @@ class Walk:
         uses = [use for chunk in self.chunks for block in chunk for use in block.uses]
         names = [name for use in uses for name in (use.weight, use.bias)]
         self._uses = Counter(name for name in names if name is not None)
-        for block in chain(*self.chunks):
-            found = self.records[block.name].gradients(block)
-            self._uses.update(name for name, part in found if part is not None)
         """The number of a parameter's gradients in the last backward passes."""
 
     def run(self, micro_num: int) -> Walked:
@@ -236,8 +233,6 @@ class Walk:
                 name = block.uses[use].bias if is_bias else block.uses[use].weight
                 assert name is not None
                 self.dry.deliver(name, last=self._last)
-            case PartGradient(local, layout):
-                self.dry.deliver(f"{block.name}.{local}", layout, last=self._last)
 
     def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[Act, ...]) -> None:
         reads = block.uses[use].weight is not None

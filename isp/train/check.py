@@ -218,7 +218,7 @@ class Check:
         mesh.log.collect()
         built = build_model(
             self.subject.language_model(float(case.recomputed)),
-            layout.of(self.parallel, self.subject.expert_bytes),
+            layout.of(self.parallel),
             mesh,
             seed=None,
             device=torch.device("cpu"),
@@ -342,9 +342,8 @@ def _counted(built: BuiltModel, transfers: Iterable[TimedTransfer]) -> _Counts:
     """The transfers of weights and of their gradients, by what they carried."""
     counts: _Counts = Counter()
     names = {f"{layer.name}.{local}": name for layer, local, name in _uses(built)}
-    grouped = {item.name for item in built.parameters if item.layout.run}  # in no plan
     for transfer in transfers:
-        if transfer.tag.purpose in _WORDS and transfer.label.removesuffix(".grad") not in grouped:
+        if transfer.tag.purpose in _WORDS:
             name = names[transfer.label.removesuffix(".grad")]  # a shared one has several labels
             counts[transfer.tag.purpose, name] += 1
     return counts

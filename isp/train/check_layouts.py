@@ -52,14 +52,8 @@ class Layout:
             return f"isp {self.tensor}x{self.weight}"
         return f"{self.mode} {self.tensor}"
 
-    def of(self, base: ParallelConfig, expert_bytes: int = 0) -> ParallelConfig:
-        """Its section of a configuration: `base` in these sizes.
-
-        With `expert_bytes`, of an expert of a small model, a limit is the least that it can have.
-        """
-        limit = base.expert.max_gathered_bytes
-        if limit is not None and expert_bytes:
-            limit = 2 * self.weight // self.expert * expert_bytes
+    def of(self, base: ParallelConfig) -> ParallelConfig:
+        """Its section of a configuration: `base` in these sizes."""
         weight = base.weight if self.mode.gathers_weights else WeightConfig()
         return ParallelConfig(
             tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
@@ -72,7 +66,7 @@ class Layout:
             ),
             sequence_scan=base.sequence_scan,
             pipeline=self.pipeline,
-            expert=replace(base.expert, size=self.expert, max_gathered_bytes=limit),
+            expert=replace(base.expert, size=self.expert),
         )
 
 

@@ -108,18 +108,9 @@ class Subject:
         ways += f", transformers {version('transformers')}; the plain model with eager attention"
         config: Any = self.model.config
         way = config.get_text_config(decoder=True)._experts_implementation
-        if self.expert_bytes and way == "grouped_mm":
+        if way == "grouped_mm" and any(p.dim() == 3 for p in self.model.parameters()):
             ways += " and its experts one by one, the layouts' by grouped products"
         return ways
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of the largest expert; 0 without any."""
-        of_each = (
-            sum(p[0].nbytes for p in module.parameters(recurse=False) if p.dim() == 3)
-            for module in self.model.modules()
-        )
-        return max(of_each)
 
     def plain(self) -> nn.Module:
         """Return a copy of the model alone, with the initial weights.

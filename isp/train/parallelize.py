@@ -28,7 +28,7 @@ from isp.settings.section import KeyRole, defaults_of, section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
 from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers
-from isp.train.run import check_gathered_experts, check_param_groups, make_world
+from isp.train.run import check_param_groups, make_world
 from model.config import ModelConfig
 
 __all__ = ["ParallelRun", "loop_config", "parallelize", "parallelize_folder"]
@@ -104,7 +104,6 @@ def _parallelized(
     world = make_world(config)
     optimizer = _checked_optimizer(traced, config, optimizer, world.device)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
-    check_gathered_experts(config, topology, traced)
     trained = sum(p.numel() for p in traced.shape.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
     given = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))

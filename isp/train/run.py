@@ -19,13 +19,12 @@ from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
 from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
-from isp.models.build import shape_only, trained_layouts
+from isp.models.build import trained_layouts
 from isp.models.model import TracedModel
 from isp.optim import check_groups
 from isp.optim.newton_schulz import matrices_of
 from isp.optim.torch_optimizer import check_elementwise, optimizer_of
 from isp.optim.update_rules import values_of
-from isp.parallel import Mode, Topology
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
@@ -40,7 +39,6 @@ from isp.train.trainer import Trainer
 __all__ = [
     "check_device",
     "check_devices",
-    "check_gathered_experts",
     "check_param_groups",
     "device_of",
     "main",
@@ -70,7 +68,6 @@ def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | N
     config.require_packages()
     config.check_folder_model()
     check_param_groups(config)
-    check_gathered_experts(config, topology, config.language_model)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first_here = world.rank - int(os.environ.get("LOCAL_RANK", "0"))
     check_host_memory(config, topology, local_ranks, first_here)
@@ -186,14 +183,6 @@ def check_param_groups(config: JobConfig, model: TracedModel | None = None) -> N
     for name, layout in layouts.items():
         if values_of(name, layout, config.optimizer).rule == "muon":
             matrices_of(name, layout, config.optimizer)
-
-
-def check_gathered_experts(config: JobConfig, topology: Topology, model: TracedModel) -> None:
-    """Raise ValueError for a limit of gathered experts that not even one of `model` fits."""
-    item_bytes = getattr(torch, config.training.dtype).itemsize
-    of = topology.expert, topology.expert_weight
-    if (parts := config.parallel.expert_parts(*of, item_bytes)) is not None:
-        shape_only(model, Mode.ISP, expert_parts=parts)
 
 
 def device_of(name: str) -> torch.device:

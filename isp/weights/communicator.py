@@ -42,7 +42,6 @@ from isp.weights.declare import (
     weight_names,
 )
 from isp.weights.parameter import ShardedParameter
-from isp.weights.parts import WeightParts
 from isp.weights.plan import ActKind, Plan, PlanCursor, Step, plan
 from isp.weights.pool import MemoryPool
 from isp.weights.trace import Action, ActionKind, Chunks
@@ -136,7 +135,6 @@ class ISPCommunicator(WPCommunicator):
     """
 
     gathers_weights = True
-    parts: WeightParts
 
     def __init__(
         self,
@@ -178,7 +176,6 @@ class ISPCommunicator(WPCommunicator):
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes,
         )
-        self.parts = WeightParts(self._gatherer, self._reducer, self._latch, self.overlap)
         self._chunks: Chunks = ()
         self._layers: dict[int, tuple[DeclaredWeight, tuple[ShardedParameter, ...]]] = {}
         """Weight and own parameters of each layer, by the id of it or of its weight."""
@@ -329,7 +326,19 @@ class ISPCommunicator(WPCommunicator):
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
-        return self.parts.reduce(self._parameters(module)[is_bias], grad, returned=returned)
+        if self._latch.error is not None:
+            self._latch.check()
+        sharded = self._parameters(module)[is_bias]
+        if returned:
+            with self._latch:
+                return self._reducer.reduce(sharded, grad)
+        # Outside: a sink that refuses has not harmed the group.
+        place = self._reducer.promise(sharded, grad.dtype)
+        with self._latch:
+            self._reducer.launch(sharded, grad, place)
+            if not self.overlap:
+                self._reducer.finish()
+        return None
 
     # -- where the layers are in the plan ----------------------------------------------------
 

@@ -25,8 +25,6 @@ class ShardedParameter:
     layout: ParameterLayout
     whole: ShardedParameter | None = None
     """What travels in its place, with other rows before and behind; None: it does itself."""
-    rows: slice | None = None
-    """Those of `parameter` that travel, and `layout` is of; None: all."""
 
     @cached_property
     def buffer_shape(self) -> tuple[int, ...]:

@@ -207,8 +207,6 @@ def gather(
     gathered = GatheredLayer(shards)
     for shard in shards:
         piece, layout = shard.parameter.detach(), shard.layout
-        if shard.rows is not None:
-            piece = piece[shard.rows]
         channel = channels[layout.cut_over]
         if channel.size == 1:
             gathered.full.append(Pending.ready(piece))
@@ -256,8 +254,8 @@ class GradientSink(Protocol):
         which then is given to `add`.
         """
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor, rows: slice | None = None) -> None:
-        """Add a gradient, as promised, or that of some `rows`; the tensor may not be kept."""
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient, as promised; the tensor may not be kept."""
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Take a promise back."""
@@ -272,13 +270,9 @@ class ParameterGradients:
     def withdraw(self, parameter: nn.Parameter) -> None:
         pass
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor, rows: slice | None = None) -> None:
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         gradient = gradient.to(parameter.dtype)
-        if rows is not None:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad[rows] += gradient
-        elif parameter.grad is None:  # contiguous as shards are: fused optimizers rely on it
+        if parameter.grad is None:  # contiguous as shards are: fused optimizers rely on it
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
         else:
             parameter.grad += gradient
@@ -338,7 +332,6 @@ class GradientReducer:
         if (
             self._channels[parameter.layout.cut_over].size > 1
             and parameter.layout.travels_as_it_lies
-            and parameter.rows is None
         ):
             into = self._summed_in(dtype)
         return self.sink.promise(parameter.parameter, into)
@@ -348,7 +341,7 @@ class GradientReducer:
     ) -> None:
         """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
         if self._channels[parameter.layout.cut_over].size == 1:
-            self.sink.add(parameter.parameter, grad, parameter.rows)
+            self.sink.add(parameter.parameter, grad)
             return
         num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
         while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
@@ -397,7 +390,7 @@ class GradientReducer:
     def _deliver_oldest(self) -> None:
         arriving = self._in_flight.popleft()
         self.bytes_in_flight -= arriving.num_bytes
-        self.sink.add(arriving.of.parameter, arriving.shard(), arriving.of.rows)
+        self.sink.add(arriving.of.parameter, arriving.shard())
         arriving.release()
 
 

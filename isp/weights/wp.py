@@ -20,7 +20,6 @@ from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.parallel.topology import Axis
 from isp.weights.declare import WeightHolder
-from isp.weights.parts import WeightParts
 from isp.weights.trace import Action
 from isp.weights.transfers import GradientSink
 
@@ -62,8 +61,6 @@ class WPCommunicator(ABC):
 
     gathers_weights: bool
     """Whether weights, and so their gradients, travel."""
-    parts: WeightParts | None = None
-    """What gathers parts of weights; None: weights do not travel, or none in parts."""
     is_recomputing = False
     """Whether forward passes compute again what a backward needs: within `recomputing`, if weights
     are gathered."""

@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,6 +228,26 @@ def test_a_shared_expert_is_computed_while_tokens_travel() -> None:
         assert of_ranks == [[*forward, *again, *backward]] * 2, name
 
 
+def _resumed(rank: int, folder: Path) -> Trained:
+    losses, norms = list[float](), list[float]()
+    configs = _config(1, 4, 2), job(2, 2), _config(2, 4, 2), _config(2, 1, 2, mode=Mode.MSP)
+    for number, config in enumerate(configs):
+        run = isp.parallelize(tiny("qwen3_moe", num_experts=9, seed=number), config)
+        if number:
+            run.load(folder / str(number - 1))
+        one = trained(run, [packed_rows(4, 64, 2 * DOCUMENTS, 1)])
+        losses, norms = losses + one.losses, norms + one.norms
+        run.save(folder / str(number))
+    return Trained(losses, norms, whole_weights(run))
+
+
+def test_a_checkpoint_of_spread_experts_loads_into_other_layouts(tmp_path: Path) -> None:
+    """Catches shards that are cut over both axes, and saved or read as if they were of one."""
+    data = 4 * [packed_rows(4, 64, 2 * DOCUMENTS, 1)]
+    expected = trained_plainly(tiny("qwen3_moe", num_experts=9, seed=0), data)
+    assert_trained_as(expected, run_ranks(4, _resumed, tmp_path, timeout_seconds=60))
+
+
 _REFUSED = [
     (4, 3, None, Mode.ISP, "does not make parallel.weight.size=4: use an expert.size of 1, 2 or 4"),
     (4, 2, 4, Mode.ISP, "expert.size=2 x parallel.expert_weight.size=4 does not make parallel"),
@@ -250,10 +271,12 @@ def test_sizes_that_do_not_fit_are_refused(
 
 def test_models_whose_tokens_cannot_travel_are_refused() -> None:
     """Catches a size that is silently without effect, and experts called without weights."""
-    parallel = _config(1, 2, 2).parallel
+    parallel, zeros = _config(1, 2, 2).parallel, tiny("mixtral")
+    zeros.config.zero_expert_num = 1  # as LongCat's
     for model, words in (
         (tiny("llama"), "has none"),
         (Unweighted(), "is called without routing weights"),
+        (zeros, "without weights: use 1, which gathers all experts of a layer"),
     ):
         with pytest.raises(ValueError, match=words):
             TracedModel(model, in_place=False).check_layout(parallel, 64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,6 @@ def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
     check_memory_of_states(config, config.topology(1), 1, num_trained=0)
 
 
-def _of_experts() -> JobConfig:
-    config = job(1, 2)
-    expert = replace(config.parallel.expert, max_gathered_bytes=1)
-    return replace(config, parallel=replace(config.parallel, expert=expert))
-
-
 def _group(**keys: Any) -> dict[str, Any]:
     return {"param_groups": (ParamGroupConfig(**keys),)}
 
@@ -170,7 +163,6 @@ LATE: dict[str, tuple[Callable[[], nn.Module], JobConfig, str]] = {
         job(1, 2, name="muon", **_group(pattern="up", rule="muon", split=(7,))),
         "split",
     ),
-    "experts": (lambda: tiny("qwen3_moe"), _of_experts(), "max_gathered_bytes=1"),
     "a weight that no token reads": (_unread, job(2, mode=Mode.MTP), "tensor-parallel plan"),
     "not begun": (_on_meta, job(1, 2), "does not say how to initialize temperature"),
 }

@@ -90,7 +90,6 @@ CASES = [
     (Layout(mode=Mode.MTP, tensor=2, expert=2), EXPERTS, "float32"),
     (Layout(weight=4, data=4, expert=2), EXPERTS, "bfloat16"),
     (Layout(tensor=2, weight=4, data=2, expert=4), replace(EXPERTS, checkpoint=1.0), "float32"),
-    (Layout(weight=2, data=2, limit=8 * 3 * 64 * 64 * 2), EXPERTS, "bfloat16"),
     (Layout(tensor=2, context=2, weight=2), KEPT, "float32"),
 ]
 PARTS = [

@@ -69,21 +69,6 @@ def test_weights_stay_where_that_is_faster(file: str) -> None:
         assert ("2, kept" in as_text(replace(found, own=fastest), 9)) is stay
 
 
-def test_experts_in_groups_are_searched_where_their_limit_holds(file: str) -> None:
-    """Catches a limit that ends the search: weights that stay, and ranks that gather too many."""
-    experts = ("--model.num_experts=8", "--model.experts_per_token=2", "--model.num_layers=2")
-    expert = 3 * 2048 * 512 * 2
-    limit = f"--parallel.expert.max_gathered_bytes={2 * 2 * expert}"
-    config = _config(file, *experts, "--model.moe_intermediate_size=512", limit)
-    slow = load_fabric("h100x8_ib400")
-    slow = replace(slow, inside=replace(slow.inside, gb_per_second=20))
-    found = search(config, 4, slow, rows=8)
-    assert isinstance(found.own, Candidate)
-    sizes = {(c.case.topology.weight, c.case.topology.expert) for c in found.fitting}
-    assert {(2, 1), (4, 4)} <= sizes
-    assert (4, 1) not in sizes
-
-
 def test_what_does_not_fit_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a layout that is left out without a reason, and recomputation that is not tried."""
     words = ["--world=8", "--fabric=h200", "--data.seq_len=2097152", "--data.micro_num=1"]

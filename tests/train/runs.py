@@ -119,8 +119,6 @@ class Layout:
     exchange: ContextExchange = ContextExchange.GATHER
     expert: int = 1
     """Ranks that have different experts."""
-    limit: int | None = None
-    """Bytes of a layer's experts that are whole at once."""
     options: WeightConfig = field(default_factory=WeightConfig)
     """What else `parallel.weight` says; its size is `weight`."""
 
@@ -144,7 +142,7 @@ class Layout:
                 size=self.pipeline, schedule=self.schedule, num_chunks=self.chunks
             ),
             zero1=Zero1Config(size=self.zero1),
-            expert=ExpertConfig(size=self.expert, max_gathered_bytes=self.limit),
+            expert=ExpertConfig(size=self.expert),
             sequence_2D=Sequence2DConfig(
                 enable=self.context > 1,
                 context_size=self.context,
@@ -166,8 +164,6 @@ class Layout:
             sizes += f"  context {self.context}{first} {self.exchange}"
         if self.expert > 1:
             sizes += f"  expert {self.expert}"
-        if self.limit is not None:
-            sizes += f"  limit {self.limit}"
         if self.pipeline > 1:
             sizes += f"  pipeline {self.pipeline}"
         if self.chunks > 1:

@@ -93,19 +93,6 @@ def test_a_configuration_in_other_modes() -> None:
     assert [max(found.gathers for found in v.cases.values()) > 0 for v in verdicts] == [0, 0, 1]
 
 
-def test_experts_in_groups() -> None:
-    """Catches a limit for the experts of a run, and groups that are counted as in a plan."""
-    from isp.config import load_config
-
-    limit = "--parallel.expert.max_gathered_bytes=1000000000"
-    config = load_config(
-        QUICKSTART, ["--model.num_experts=6", "--model.experts_per_token=2", limit]
-    )
-    layouts = [Layout(1, 2), Layout(2, 2)]
-    check = Check(Subject.of_decoder(config.model), layouts, parallel=config.parallel)
-    assert [str(v.layout) for v in map(check.run, layouts) if not v.agrees] == []
-
-
 def test_grouped_products_are_compared_with_experts_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

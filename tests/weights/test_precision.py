@@ -36,7 +36,7 @@ class Recorder(ParameterGradients):
     def __init__(self) -> None:
         self.delivered: list[Tensor] = []
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor, rows: slice | None = None) -> None:
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         self.delivered.append(gradient.clone())
 
 
