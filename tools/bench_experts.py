@@ -21,11 +21,10 @@ import time
 from typing import NamedTuple
 
 import torch
-from paced import Paced
+from paced import Link, Paced
 from torch import Tensor
 
 import isp
-from isp.comm import Link
 from isp.config import JobConfig
 from isp.data.config import DataConfig
 from isp.models.follow import CallFollower
@@ -87,9 +86,7 @@ def _run(way: str, shared: int = 0) -> ParallelRun:
 
 def _limit(run: ParallelRun, bytes_per_second: float) -> None:
     """Let all transfers of a rank queue on one link of this speed."""
-    link = Link(bytes_per_second, 50e-6)
-    for channel in run.mesh.opened:
-        channel.link = link
+    Link(bytes_per_second, 50e-6).slow(run.mesh.opened)
 
 
 def _seconds(run: ParallelRun, ids: Tensor) -> float:

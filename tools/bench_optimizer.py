@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from paced import Link
 from torch import Tensor, nn
 
 import isp.optim.matrices
-from isp.comm import Link, Mesh
+from isp.comm import Mesh
 from isp.comm.tag import Purpose, Tag
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.buckets import grouped
@@ -98,7 +99,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
     torch.manual_seed(rank)
     link = Link(UNLIMITED, 0.0)
     parallel = ParallelConfig(weight=WeightConfig(size=RANKS))
-    mesh = Mesh(Topology.create(RANKS, parallel), rank, link=link)
+    mesh = Mesh(Topology.create(RANKS, parallel), rank)
     seconds, flops = options.step_ms / 1e3, 6 * ELEMENTS * TOKENS / RANKS
     moved = 3 * 4 * ELEMENTS * (RANKS - 1) / RANKS  # weights twice, gradients once
 
@@ -113,6 +114,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
     made = {way: _optimizer(mesh, way, options.bucket_kib * 1024) for way in WAYS}
     gathers = Gathered(made["gathered"][1].matrices, mesh, pace)
     made["gathered"][1].matrices = gathers  # type: ignore[assignment]
+    link.slow(mesh.opened)
     found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
     for number in range(options.rounds + 1):
         link.bytes_per_second = moved / (seconds * options.ratio) if number else UNLIMITED

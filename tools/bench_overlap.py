@@ -54,8 +54,9 @@ from overlap_rows import (
     theirs,
     traffic,
 )
+from paced import Link
 
-from isp.comm import Channel, CommLog, Link, TimedTransfer
+from isp.comm import Channel, CommLog, TimedTransfer
 from isp.parallel import Axis
 from isp.parallel.config import LaunchPoint, OverlapUnit
 from model.config import ModelConfig
@@ -90,10 +91,12 @@ class Bench:
         self.log = CommLog()
         self.latency = 0.0 if wires else options.latency_us * 1e-6
         self.link = None if wires else Link(UNLIMITED, 0.0)
-        self.mesh = mesh_of(world, rank, log=self.log, link=self.link)
+        self.mesh = mesh_of(world, rank, log=self.log)
         self.channel = self.mesh[Axis.WEIGHT]
         self.alone = compute_alone(self.compute)
         self.rows = [self.alone, *self._size_one(), *self._ours(), *self._theirs()]
+        if self.link is not None:
+            self.link.slow(self.mesh.opened)
         self.traces: dict[str, tuple[float, float, float, list[TimedTransfer]]] = {}
 
     def run(self) -> None:

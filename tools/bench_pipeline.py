@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from paced import Paced
+from paced import Link, Paced
 
-from isp.comm import Link, Mesh, TimedTransfer
+from isp.comm import Mesh, TimedTransfer
 from isp.config.models import language_model
 from isp.data.batch import MicroBatch
 from isp.models.build import build_model
@@ -73,7 +73,7 @@ class Contestant:
             intermediate_size=2 * o.hidden,
         )
         self.link = Link(1e15, 0.0)
-        self.mesh = Mesh(Topology.create(world, parallel), rank, link=self.link)
+        self.mesh = Mesh(Topology.create(world, parallel), rank)
         traced = language_model(model, "float32")
         built = build_model(traced, parallel, self.mesh, seed=1, device=CPU, dtype=torch.float32)
         for layer in built.linears:
@@ -83,6 +83,7 @@ class Contestant:
         names = traced.trained_names
         optimizer = Zero1Optimizer(gradients, self.mesh, OptimizerConfig(), names=names)
         self.step = TrainStep(built, gradients, optimizer, self.mesh, micro_num=micro)
+        self.link.slow(self.mesh.opened)
         positions = torch.arange(TOKENS)[None]
         tokens = torch.randint(32, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
         self.batches = [MicroBatch(tokens[:, :-1], tokens[:, 1:], positions, None)] * micro

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_balance import received, zigzag
+from paced import Link
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
 from isp.attention import CpuAttention, DistributedAttention
 from isp.attention.context import ContextAttention
 from isp.attention.mask import AttentionMask
-from isp.comm import Channel, CommLog, Link, Pending
+from isp.comm import Channel, CommLog, Pending
 from isp.comm.tag import UNNAMED, Tag
 from isp.parallel.context import ContextPlan, Slice
 
@@ -104,7 +105,15 @@ class BothWaysLink(Link):
 
 
 class BothWaysChannel(Channel):
-    """A channel on whose link, if it is one, both ways count; with the moves of rings."""
+    """A channel on whose link, if it has one, both ways count; with the moves of rings."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, name: str, log: CommLog, link: BothWaysLink | None
+    ) -> None:
+        super().__init__(group, name=name, log=log)
+        self.link = link
+        if link is not None:
+            link.slow([self])
 
     def all_to_all_into(
         self,
@@ -115,7 +124,7 @@ class BothWaysChannel(Channel):
         in_rows: Sequence[int] | None = None,
         tag: Tag = UNNAMED,
     ) -> Pending:
-        if out_rows is not None and isinstance(self.link, BothWaysLink):
+        if out_rows is not None and self.link is not None:
             self.link.more_comes = max(0, out.nbytes - x.nbytes)  # own rows are in both
         return super().all_to_all_into(out, x, out_rows=out_rows, in_rows=in_rows, tag=tag)
 
@@ -160,7 +169,7 @@ class Ways:
         local: CpuAttention,
         *,
         log: CommLog,
-        link: Link | None,
+        link: BothWaysLink | None,
     ) -> None:
         self.lengths, self.heads, self.local, self.log, self.link = lengths, heads, local, log, link
         self.rank, self.world = dist.get_rank(), dist.get_world_size()

@@ -4,7 +4,7 @@ from isp.comm import streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog, CommTotals, DeviceClock, TimedTransfer
 from isp.comm.mesh import RENDEZVOUS_FILE, Channels, Mesh, World, decided_by_rank_0, use_loopback
-from isp.comm.pending import Link, Pending
+from isp.comm.pending import Pending
 from isp.comm.roll_call import CollectiveTimeout, RollCall
 from isp.comm.tag import CollectiveError, Purpose, Tag
 
@@ -17,7 +17,6 @@ __all__ = [
     "CommLog",
     "CommTotals",
     "DeviceClock",
-    "Link",
     "Mesh",
     "Pending",
     "Purpose",

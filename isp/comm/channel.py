@@ -25,7 +25,7 @@ from torch import Tensor
 
 from isp.comm import streams
 from isp.comm.log import CommLog
-from isp.comm.pending import Link, Pending
+from isp.comm.pending import Pending
 from isp.comm.tag import UNNAMED, Collective, CollectiveError, Tag, Transfer
 
 __all__ = ["Channel", "DryChannel", "Listener", "join_ranks"]
@@ -53,7 +53,6 @@ class Channel:
         *,
         name: str = "",
         log: CommLog | None = None,
-        link: Link | None = None,
         sum_locally: bool | None = None,
     ) -> None:
         self.group = group
@@ -61,7 +60,10 @@ class Channel:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.log = CommLog() if log is None else log
-        self.link = link
+        self.arrival: Callable[[int], float] | None = None
+        """Hook for tools that slow transfers: given the bytes that one sends, called as it is
+        launched, it returns the earliest end of a wait in `time.perf_counter`. For tensors in CPU
+        memory only."""
         if sum_locally is None:
             sum_locally = group is not None and dist.get_backend(group) == "gloo"
         self._launched: Counter[tuple[int, ...]] = Counter()
@@ -298,7 +300,7 @@ class Channel:
         """Start a transfer; what is returned waits for it, and the log has its times."""
         transfer = self.log.start(*of)
         if not self._on_streams:
-            arrival = 0.0 if self.link is None else self.link.book(of.sent_bytes)
+            arrival = 0.0 if self.arrival is None else self.arrival(of.sent_bytes)
             work = _ours(start())
             wait = partial(self._wait_on_host, work, of, pair, self._launched[pair])
             return transfer.timed_on_host(work, wait, arrival, listens=self.log.listens)

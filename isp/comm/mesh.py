@@ -21,7 +21,6 @@ from torch.distributed.rendezvous import rendezvous
 from isp.comm import cuda, streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog
-from isp.comm.pending import Link
 from isp.foreign.launched import rank_and_size
 from isp.parallel.topology import Axis, Topology
 
@@ -238,13 +237,11 @@ class Mesh:
         rank: int,
         *,
         log: CommLog | None = None,
-        link: Link | None = None,
         backend: str | None = None,
     ) -> None:
         self.topology = topology
         self.rank = rank
         self.log = CommLog() if log is None else log
-        self.link = link
         self._backend = backend
         self.members: dict[str, tuple[int, ...]] = {}
         """The ranks of each channel of more than one, by its name."""
@@ -292,7 +289,7 @@ class Mesh:
         *,
         sum_locally: bool | None = None,
     ) -> Channel:
-        channel = Channel(group, name=name, log=self.log, link=self.link, sum_locally=sum_locally)
+        channel = Channel(group, name=name, log=self.log, sum_locally=sum_locally)
         self.opened.append(channel)
         if group is not None:
             self.members[name] = tuple(self.topology.group_of(axis, self.rank))

@@ -1,17 +1,15 @@
-"""`Pending`, a tensor on its way: the only asynchronous currency; `Link`, a slower way."""
+"""`Pending`, a tensor on its way: the only asynchronous currency."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from isp.comm import streams
 
-__all__ = ["Link", "Pending"]
+__all__ = ["Pending"]
 
 
 class Pending:
@@ -72,30 +70,3 @@ class Pending:
         if self._finish is None:
             return Pending(result=fn(self.wait()))
         return Pending(lambda: fn(self.wait()))
-
-
-@dataclass
-class Link:
-    """A modelled wire, shared by every channel it is given to: transfers queue on it.
-
-    A transfer of n bytes launched at t is there at max(t, end of the one before) + latency +
-    n / bandwidth, or when the real transfer is done, whichever is later. Waiting sleeps, so the
-    cores stay free for compute, as they do while a network card works.
-    """
-
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-    _busy_until: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        if self.bytes_per_second <= 0 or self.latency_seconds < 0:
-            raise ValueError(
-                f"a link needs bytes_per_second > 0 and latency_seconds >= 0, got"
-                f" {self.bytes_per_second} and {self.latency_seconds}"
-            )
-
-    def book(self, num_bytes: int) -> float:
-        """The end of a transfer of `num_bytes` launched now, in `time.perf_counter`."""
-        start = max(time.perf_counter(), self._busy_until)
-        self._busy_until = start + self.latency_seconds + num_bytes / self.bytes_per_second
-        return self._busy_until

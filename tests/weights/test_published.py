@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
-from isp.comm import Link, Mesh
+from isp.comm import Mesh
 from isp.layers.module import named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
@@ -24,7 +26,7 @@ def published_run(rank: int, *, latency: float, ask: bool, steps: int = 3) -> li
     mesh = Mesh(topology(4, weight=2), rank)
     zero1, weight = mesh[Axis.ZERO1], mesh[Axis.WEIGHT]
     assert zero1.size == 2
-    zero1.link = Link(1e12, latency) if latency else None
+    zero1.arrival = lambda _: time.perf_counter() + latency
     communicator = ISPCommunicator(weight, ISPCommModelConfig(device=CPU), poison=True)
     net = Net(echo_layers(communicator, weight), bias=True)
     communicator.declare([net.declared()])
