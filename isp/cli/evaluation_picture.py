@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isp.foreign.files import written_whole
 from isp.foreign.shown import shown
+from isp.settings.counts import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,8 +68,8 @@ def _draw_passkeys(axes: Axes, passkeys: Passkeys, trained: int | None) -> None:
         for column, rate in enumerate(row):
             color = "white" if rate > 60 else "black"
             axes.text(column, lane, f"{rate:.0f}", ha="center", va="center", color=color)
-    keys = f"{passkeys.keys} keys of {passkeys.digits} digits at each length and depth"
-    axes.set_title(f"Passkeys found (%): {keys}")
+    keys = f"{counted(passkeys.keys, 'key')} of {counted(passkeys.digits, 'digit')}"
+    axes.set_title(f"Passkeys found (%): {keys} at each length and depth")
     axes.set_yticks(range(len(by_depth)), [f"{100 * depth:.0f}" for depth in passkeys.depths])
     axes.set_ylabel("depth of the key (%)")
     _name_columns(axes, [f"{n:,}" for n in passkeys.lengths], "length of the prompt (tokens)")
