@@ -13,7 +13,7 @@ from isp.cli import launch as launch_module
 from isp.cli import main
 from isp.foreign.shown import printable
 from isp.train.import_folder import import_folder
-from tests.inference.models import made, saved, written
+from tests.evaluation.models import made, saved, written
 from tests.ranks import launch_forked
 
 NEW = 12

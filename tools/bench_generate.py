@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 
 from isp.comm import Mesh
-from isp.inference.engine import Engine
-from isp.inference.sampling import Sampler, SamplingConfig
-from isp.inference.source import open_source
+from isp.evaluation.engine import Engine
+from isp.evaluation.sampling import Sampler, SamplingConfig
+from isp.evaluation.source import open_source
 from isp.parallel import ParallelConfig, Topology
 
 SIZES: dict[str, dict[str, int]] = {

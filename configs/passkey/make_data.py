@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.tokenizer import ByteTokenizer
-from isp.inference.passkey import Passkey, PasskeyPrompts
+from isp.evaluation.passkey import Passkey, PasskeyPrompts
 
 AGAIN = "Remember it. "
 

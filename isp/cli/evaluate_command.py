@@ -14,9 +14,9 @@ from isp.cli.reading import Reading, add_reading
 from isp.foreign.files import write_whole
 
 if TYPE_CHECKING:
-    from isp.inference.passkey import PasskeyPrompts
-    from isp.inference.rows import Rows
-    from isp.inference.source import Source
+    from isp.evaluation.evaluate import Rows
+    from isp.evaluation.passkey import PasskeyPrompts
+    from isp.evaluation.source import Source
 
 __all__ = ["add_options"]
 
@@ -76,8 +76,8 @@ def _lengths(text: str) -> list[int]:
 def _run(args: argparse.Namespace) -> int:
     """Print what was found, and write it."""
     from isp.cli.launch import start_ranks
-    from isp.inference.passkey import PasskeyPrompts
-    from isp.inference.rows import open_rows
+    from isp.evaluation.evaluate import open_rows
+    from isp.evaluation.passkey import PasskeyPrompts
 
     if args.png is not None:
         from isp.settings.packages import require
@@ -142,8 +142,8 @@ def _evaluate(
 ) -> None:
     """On each rank."""
     from isp.cli.launch import without_nproc
-    from isp.inference.evaluate import find_passkeys, text_losses
-    from isp.inference.table import describe
+    from isp.evaluation.evaluate import find_passkeys, text_losses
+    from isp.evaluation.table import describe
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
 
     source, layout, text, passkeys = reading.source, reading.layout, None, None

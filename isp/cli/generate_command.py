@@ -13,9 +13,9 @@ from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
     from isp.data.documents import JsonLine
-    from isp.inference.generate import Generation
-    from isp.inference.sampling import SamplingConfig
-    from isp.inference.source import Source
+    from isp.evaluation.generate import Generation
+    from isp.evaluation.sampling import SamplingConfig
+    from isp.evaluation.source import Source
 
 __all__ = ["add_options"]
 
@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 def _run(args: argparse.Namespace) -> int:
     """Print what follows the prompts, as it comes."""
     from isp.cli.launch import start_ranks
-    from isp.inference.sampling import SamplingConfig
+    from isp.evaluation.sampling import SamplingConfig
 
     sampling = SamplingConfig(
         temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
@@ -158,7 +158,7 @@ def _generate(
     sampling: SamplingConfig,
 ) -> None:
     """On each rank."""
-    from isp.inference.generate import Ends, Generation
+    from isp.evaluation.generate import Ends, Generation
 
     source = reading.source
     with reading.engine() as (engine, rank):

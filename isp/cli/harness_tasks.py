@@ -14,8 +14,8 @@ from isp.foreign.files import write_whole
 from isp.foreign.shown import redacted
 
 if TYPE_CHECKING:
-    from isp.inference.engine import Engine
-    from isp.inference.source import Source
+    from isp.evaluation.engine import Engine
+    from isp.evaluation.source import Source
 
 __all__ = ["add_task_options", "check_tasks", "run_tasks"]
 
@@ -64,7 +64,7 @@ def check_tasks(args: argparse.Namespace, source: Source) -> None:
         raise ValueError(
             f"--max-length {args.max_length}: the model has a table of {limit:,} positions"
         )
-    from isp.inference import harness
+    from isp.evaluation import harness
 
     harness.check_tasks(args.tasks, args.include_path)
 
@@ -73,7 +73,7 @@ def run_tasks(
     args: argparse.Namespace, engine: Engine, source: Source, *, rank: int, about: dict[str, str]
 ) -> None:
     """Print what was found, and write it, `about` the model, too; on each rank."""
-    from isp.inference.harness import HarnessModel, evaluate_tasks
+    from isp.evaluation.harness import HarnessModel, evaluate_tasks
 
     results = evaluate_tasks(
         HarnessModel(

@@ -12,9 +12,9 @@ from isp.cli.options import add_nproc
 from isp.cli.output import say
 
 if TYPE_CHECKING:
-    from isp.inference.engine import Engine
-    from isp.inference.layout import InferenceLayout
-    from isp.inference.source import Source
+    from isp.evaluation.engine import Engine
+    from isp.evaluation.layout import InferenceLayout
+    from isp.evaluation.source import Source
 
 __all__ = ["Reading", "add_reading"]
 
@@ -51,8 +51,8 @@ class Reading(NamedTuple):
     def of(cls, args: argparse.Namespace) -> Reading:
         """As the command line says; raises ValueError, in a line, for what cannot be."""
         from isp.cli.launch import world_size
-        from isp.inference.layout import choose_layout
-        from isp.inference.source import open_source
+        from isp.evaluation.layout import choose_layout
+        from isp.evaluation.source import open_source
         from isp.settings.counts import counted
         from isp.train.run import check_device
 

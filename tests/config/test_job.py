@@ -10,7 +10,7 @@ import pytest
 
 from isp.config import ConfigError, JobConfig, json_schema, load_config, to_yaml
 from isp.config.keys import KeyTable
-from isp.inference.source import _to_read
+from isp.evaluation.source import _to_read
 from isp.parallel import Mode
 from isp.planner.declared import bare
 from isp.settings.attention_backend import AttentionBackend

@@ -18,8 +18,8 @@ from isp.cli.generate_command import _print_all
 from isp.cli.output import say
 from isp.config import load_config, to_yaml
 from isp.data.config import SourcePart
+from isp.evaluation.generate import Finish, GeneratedText
 from isp.foreign.shown import printable, redacted, redacted_values, shown
-from isp.inference.generate import Finish, GeneratedText
 from isp.metrics import read_metrics
 from isp.run.environment import Environment, RankPlace
 from isp.run.log_files import run_logging

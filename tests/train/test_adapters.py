@@ -17,7 +17,7 @@ from isp.comm import Mesh
 from isp.config import JobConfig, load_config
 from isp.data.batch import BatchSampler
 from isp.data.sources import open_datasets
-from isp.inference.source import open_source
+from isp.evaluation.source import open_source
 from isp.models.build import build_model
 from isp.models.tiny import kept_in_float64
 from isp.parallel import ParallelConfig, Topology

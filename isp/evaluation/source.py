@@ -20,7 +20,7 @@ from isp.comm import Mesh
 from isp.config.models import language_model
 from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
-from isp.inference.engine import Engine
+from isp.evaluation.engine import Engine
 from isp.models.build import BuiltModel, build_model, parameter_shapes
 from isp.models.model import TracedModel
 from isp.parallel import Axis, ParallelConfig

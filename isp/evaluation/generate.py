@@ -9,9 +9,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from isp.data.tokenizer import Tokenizer
-from isp.inference.engine import Engine
-from isp.inference.sampling import Sampler, SamplingConfig
-from isp.inference.text import TextStream
+from isp.evaluation.engine import Engine
+from isp.evaluation.sampling import Sampler, SamplingConfig
+from isp.evaluation.text import TextStream
 
 __all__ = ["Ends", "GeneratedText", "Generation", "Speed"]
 

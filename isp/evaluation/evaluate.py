@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from isp.data.batch import held_out_micro_batches
+from isp.data.config import DataConfig
 from isp.data.dataset import IGNORE_INDEX, Dataset
-from isp.inference.engine import Engine
-from isp.inference.generate import Ends, Generation
-from isp.inference.passkey import Passkey, PasskeyPrompts, found_key
-from isp.inference.sampling import SamplingConfig
-from isp.inference.source import Source
+from isp.data.sources import open_datasets
+from isp.evaluation.engine import Engine
+from isp.evaluation.generate import Ends, Generation
+from isp.evaluation.passkey import Passkey, PasskeyPrompts, found_key
+from isp.evaluation.sampling import SamplingConfig
+from isp.evaluation.source import Source
 from isp.metrics.evaluation import Passkeys, PositionBucket, TextLosses
 
-__all__ = ["count_found", "find_passkeys", "text_losses"]
+__all__ = ["Rows", "count_found", "find_passkeys", "open_rows", "text_losses"]
+
+
+class Rows(NamedTuple):
+    """A plain stream of text, cut into sequences."""
+
+    dataset: Dataset
+    name: str
+    """What is read, in words."""
+
+
+def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | None:
+    """Sequences of `length` tokens of `files`, or of what the run held out; None: nothing.
+
+    Raises ValueError, in a line, if there is not a sequence.
+    """
+    kept = source.data
+    if files:
+        names = ("tokenizer", "eos_token", "add_bos")
+        kept = {"source": list(files), **{name: kept.get(name) for name in names}}
+    elif not (kept.get("valid_source") or kept.get("valid_fraction")):
+        return None
+    plain = {"pack": False, "micro_bsz": 1, "micro_num": 1, "seq_len": length}
+    config = TypeAdapter(DataConfig).validate_json(json.dumps({**kept, **plain}))
+    try:
+        datasets = open_datasets(config, seed=0)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"no sequences of {length:,} tokens: {error} (or name files with --data,"
+            f" shorter --lengths, or leave text out with --rows 0)"
+        ) from error
+    if datasets.valid is None:
+        return Rows(datasets.train, ", ".join(files))
+    parts = [part.path for part in config.valid_parts]
+    return Rows(datasets.valid, f"held out of {parts if len(parts) > 1 else parts[0]}")
 
 
 def text_losses(

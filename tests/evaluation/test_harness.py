@@ -16,10 +16,10 @@ import torch
 from isp.cli import launch as launch_module
 from isp.cli import main
 from isp.comm import Mesh
-from isp.inference.layout import choose_layout
-from isp.inference.source import Source, open_source
+from isp.evaluation.layout import choose_layout
+from isp.evaluation.source import Source, open_source
 from isp.parallel import Topology
-from tests.inference.models import made, saved
+from tests.evaluation.models import made, saved
 from tests.ranks import launch_forked, run_each
 
 pytest.importorskip("lm_eval")
@@ -126,7 +126,7 @@ def answers(model: Any) -> tuple[list[tuple[float, bool]], list[float], list[str
 
 
 def of_engine(rank: int, case: tuple[Source, int, str]) -> Any:
-    from isp.inference.harness import HarnessModel
+    from isp.evaluation.harness import HarnessModel
 
     source, ranks, mode = case
     layout = choose_layout(source.model, ranks, [f"--parallel.tensor.mode={mode}"])

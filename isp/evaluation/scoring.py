@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from isp.data.batch import MicroBatch
 from isp.data.dataset import IGNORE_INDEX
-from isp.inference.engine import Engine
+from isp.evaluation.engine import Engine
 
 __all__ = ["Continuation", "Score", "batches", "log_likelihoods", "scores"]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh
-from isp.inference.engine import Engine
+from isp.evaluation.engine import Engine
 from isp.models.build import BuiltModel, build_model
 from isp.models.model import TracedModel
 from isp.parallel import ParallelConfig, Topology
 from isp.parallel.config import Mode, TensorConfig, WeightConfig
-from tests.inference.models import FAMILIES, HYBRIDS, PROMPTS, made, read
+from tests.evaluation.models import FAMILIES, HYBRIDS, PROMPTS, made, read
 from tests.ranks import run_each
 
 DECODED = 20

@@ -16,14 +16,13 @@ from isp.cli import launch as launch_module
 from isp.cli import main
 from isp.config import load_config
 from isp.data.tokenizer import ByteTokenizer
-from isp.inference.evaluate import count_found, text_losses
-from isp.inference.passkey import Passkey, PasskeyPrompts, found_key
-from isp.inference.rows import open_rows
+from isp.evaluation.evaluate import count_found, open_rows, text_losses
+from isp.evaluation.passkey import Passkey, PasskeyPrompts, found_key
 from isp.metrics import read_metrics
 from isp.metrics.evaluation import Evaluation, PositionBucket, TextLosses
 from isp.run.folder import RunFolder
 from isp.train.import_folder import import_folder
-from tests.inference.models import made, opened, saved
+from tests.evaluation.models import made, opened, saved
 from tests.ranks import launch_forked, run_each
 
 LENGTH = 32

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isp.inference.scoring import Continuation, Score, batches, log_likelihoods, scores
-from tests.inference.models import made, opened, saved
+from isp.evaluation.scoring import Continuation, Score, batches, log_likelihoods, scores
+from tests.evaluation.models import made, opened, saved
 from tests.ranks import run_each
 
 BATCH_TOKENS = 40

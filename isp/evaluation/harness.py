@@ -23,11 +23,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from isp.data.chat import ChatTemplate
-from isp.inference.engine import Engine
-from isp.inference.generate import Ends, Generation
-from isp.inference.sampling import SamplingConfig
-from isp.inference.scoring import Continuation, batches, log_likelihoods, scores
-from isp.inference.source import Source
+from isp.evaluation.engine import Engine
+from isp.evaluation.generate import Ends, Generation
+from isp.evaluation.sampling import SamplingConfig
+from isp.evaluation.scoring import Continuation, batches, log_likelihoods, scores
+from isp.evaluation.source import Source
 
 __all__ = ["HarnessModel", "check_tasks", "evaluate_tasks"]
 

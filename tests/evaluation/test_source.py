@@ -13,11 +13,11 @@ import pytest
 from torch import Tensor
 
 from isp.data.tokenizer import HFTokenizer
-from isp.inference.source import open_source
+from isp.evaluation.source import open_source
 from isp.train.import_folder import import_folder
 from tests.data.test_tokenizer import template, write_tokenizer
-from tests.inference.models import DECODER, PROMPTS, made, opened, saved
-from tests.inference.test_engine import DECODED, check, greedy
+from tests.evaluation.models import DECODER, PROMPTS, made, opened, saved
+from tests.evaluation.test_engine import DECODED, check, greedy
 from tests.ranks import run_each
 
 ISP = "--parallel.tensor.mode=isp"

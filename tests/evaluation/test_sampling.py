@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from isp.data.tokenizer import ByteTokenizer
-from isp.inference.sampling import Sampler, SamplingConfig
-from isp.inference.text import TextStream
+from isp.evaluation.sampling import Sampler, SamplingConfig
+from isp.evaluation.text import TextStream
 
 DRAWS = 4000
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from isp.comm import Mesh
-from isp.inference.engine import Engine
-from isp.inference.layout import choose_layout
-from isp.inference.source import Source, open_source
+from isp.evaluation.engine import Engine
+from isp.evaluation.layout import choose_layout
+from isp.evaluation.source import Source, open_source
 from isp.models.tiny import kept_in_float64, tiny_model
 from isp.parallel import Topology
 from tests.model.folders import in_float64

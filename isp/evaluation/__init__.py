@@ -1,0 +1,1 @@
+"""Trained models measured on long text."""

@@ -1,1 +1,0 @@
-"""Text from trained models."""
