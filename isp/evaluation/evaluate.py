@@ -18,9 +18,7 @@ from isp.data.config import DataConfig
 from isp.data.dataset import IGNORE_INDEX, Dataset
 from isp.data.sources import open_datasets
 from isp.evaluation.engine import Engine
-from isp.evaluation.generate import Ends, Generation
-from isp.evaluation.passkey import Passkey, PasskeyPrompts, found_key
-from isp.evaluation.sampling import SamplingConfig
+from isp.evaluation.passkey import Passkey, PasskeyPrompts
 from isp.evaluation.source import Source
 from isp.metrics.evaluation import Passkeys, PositionBucket, TextLosses
 
@@ -132,15 +130,16 @@ def find_passkeys(
 
 
 def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int:
-    """The prompts behind which the model writes the key; a collective."""
-    tokenizer = source.tokenizer
-    longest = max(len(tokenizer.encode(passkey.answer)) for passkey in batch)
-    generation = Generation(
-        engine,
-        tokenizer,
-        [source.encode(passkey.prompt) for passkey in batch],
-        SamplingConfig(),
-        Ends(longest, source.ends),
-    )
-    answers = zip(generation.texts(), batch, strict=True)
-    return sum(found_key(text) == passkey.key for text, passkey in answers)
+    """Count the prompts after which every token of the answer is the likeliest; a collective.
+
+    By teacher forcing: greedy decoding writes the answer after exactly these prompts.
+    """
+    # Apart, as in training examples and as a model that decodes sees them.
+    answers = [source.tokenizer.encode(passkey.answer).tolist() for passkey in batch]
+    read = [
+        [*source.encode(passkey.prompt), *answer[:-1]]
+        for passkey, answer in zip(batch, answers, strict=True)
+    ]
+    counts = [len(answer) for answer in answers]
+    likeliest = engine.logits(read, counts).argmax(-1).split(counts)
+    return sum(own.tolist() == answer for own, answer in zip(likeliest, answers, strict=True))

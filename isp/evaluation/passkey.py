@@ -6,12 +6,11 @@ Source: Mohtashami and Jaggi 2023, "Landmark Attention", whose sentences these a
 from __future__ import annotations
 
 import random
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Passkey", "PasskeyPrompts", "found_key"]
+__all__ = ["Passkey", "PasskeyPrompts"]
 
 _FILLER = (
     "The grass is green. ",
@@ -91,9 +90,3 @@ def _passkey(key: str, first: int, sentences: int, depth: float) -> Passkey:
     needle = _NEEDLE.format(key=key)
     prompt = "".join([*filler[:before], needle, *filler[before:], _QUESTION])
     return Passkey(key, prompt, _ANSWER.format(key=key))
-
-
-def found_key(text: str) -> str | None:
-    """The first number in what a model wrote."""
-    number = re.search(r"\d+", text)
-    return None if number is None else number.group()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from isp.cli import main
 from isp.config import load_config
 from isp.data.tokenizer import ByteTokenizer
 from isp.evaluation.evaluate import count_found, open_rows, text_losses
-from isp.evaluation.passkey import Passkey, PasskeyPrompts, found_key
+from isp.evaluation.passkey import Passkey, PasskeyPrompts
 from isp.metrics import read_metrics
 from isp.metrics.evaluation import Evaluation, PositionBucket, TextLosses
 from isp.run.folder import RunFolder
 from isp.train.import_folder import import_folder
-from tests.evaluation.models import made, opened, saved
+from tests.evaluation.models import made, opened, saved, written
 from tests.ranks import launch_forked, run_each
 
 LENGTH = 32
@@ -149,20 +150,45 @@ def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Pat
     assert any(mine == pytest.approx(list(both), rel=0, abs=1e-9) for both in expected)
 
 
-def test_a_key_counts_where_the_model_writes_it(tmp_path: Path) -> None:
-    """Prompts whose keys are what transformers writes behind them, and one that is wrong."""
-    source, engine = opened(saved("llama", tmp_path), 0, 1)
-    prompts = [f"number {number} is" for number in range(10, 60)]
-    ids = torch.tensor([list(prompt.encode()) for prompt in prompts])
-    read = made("llama").generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False
-    )
-    texts = [ByteTokenizer().decode(row[ids.shape[1] :].numpy()) for row in read]
-    keys = map(found_key, texts)
-    asked = [Passkey(key, prompt, "1234") for key, prompt in zip(keys, prompts, strict=True) if key]
-    assert asked
-    wrong = asked[0]._replace(key=f"{asked[0].key}0")
-    assert count_found(engine, source, [wrong, *asked]) == len(asked)
+def asked() -> list[Passkey]:
+    """Prompts with answers that the plain model writes, and with others."""
+    found = []
+    for number in range(10, 40):
+        prompt = f"number {number} is"
+        tokens = written(made("llama"), list(prompt.encode()), 2)
+        with suppress(ValueError):  # of tokens that are no bytes, or no text
+            text = bytes(tokens).decode()
+            found.append(Passkey(text, prompt, text))
+            found.append(Passkey(text, prompt, f"{text[:-1]}?"))  # wrong at the end
+            found.append(Passkey(text, f"{prompt} ", text))  # behind another prompt
+    return found
+
+
+def is_written(passkey: Passkey) -> bool:
+    """Whether greedy decoding of the plain model writes the answer."""
+    answer = list(passkey.answer.encode())
+    return written(made("llama"), list(passkey.prompt.encode()), len(answer)) == answer
+
+
+def found_by_layout(rank: int, case: tuple[Path, int, str]) -> list[int]:
+    """For each prompt of `asked` alone, then for all in one batch."""
+    path, ranks, mode = case
+    source, engine = opened(path, rank, ranks, [f"--parallel.tensor.mode={mode}"])
+    every = asked()
+    return [count_found(engine, source, batch) for batch in (*([one] for one in every), every)]
+
+
+def test_a_key_is_found_where_greedy_decoding_writes_it(tmp_path: Path) -> None:
+    """Catches a position beside the answer's, a last token that does not count, another prompt's
+    tokens, and a rank with its part of the logits."""
+    path = saved("llama", tmp_path)
+    expected = [int(is_written(passkey)) for passkey in asked()]
+    assert 3 < sum(expected) < len(expected) - 3
+    expected.append(sum(expected))
+    assert found_by_layout(0, (path, 1, "isp")) == expected
+    cases = {mode: (path, 2, mode) for mode in ("mtp", "isp")}
+    for of_ranks in run_each(2, found_by_layout, cases, timeout_seconds=100).values():
+        assert of_ranks == [expected, expected]
 
 
 def byte_prompts(digits: int) -> PasskeyPrompts:
@@ -214,13 +240,6 @@ def test_prompts_fit_in_tokens_of_several_letters() -> None:
         used = len(encode(passkey.prompt + passkey.answer))
         assert 200 - len(encode("There and back again. ")) - 5 <= used <= 200
     assert len(sizes) > 1
-
-
-@pytest.mark.parametrize(
-    ("text", "key"), [(" 407.", "407"), ("is 40 or 407", "40"), (" none", None), ("4071", "4071")]
-)
-def test_the_first_number_is_the_answer(text: str, key: str | None) -> None:
-    assert found_key(text) == key
 
 
 def test_losses_that_are_not_finite_are_none() -> None:
