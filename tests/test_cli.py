@@ -110,7 +110,7 @@ def test_a_wrong_key_is_one_message_and_exit_code_2(job, capsys, command, words,
         (["topology", "--world", "4", "--colour", "2"], "unrecognized arguments: --colour 2"),
         (["topology", "--world", "9" * 5000], ""),
         (["config", "FILE", "training.steps=2 "], "a key is given as --training.steps=2"),
-        (["generate", "FOLDER", "--prompt", "hi", "++data.seq_len=2"], "as --data.seq_len=2"),
+        (["evaluate", "FOLDER", "++data.seq_len=2"], "a key is given as --data.seq_len=2"),
     ],
 )
 def test_a_wrong_command_line_is_a_usage_error(words, fault, capsys):

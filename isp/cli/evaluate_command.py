@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks
-from isp.cli.options import Run, add_option, not_negative, positive
+from isp.cli.options import (
+    Run,
+    add_nproc,
+    add_option,
+    add_reading,
+    not_negative,
+    positive,
+)
 from isp.cli.output import say
-from isp.cli.reading import Reading, add_reading
+from isp.cli.reading import Reading
 from isp.foreign.files import write_whole
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ _NUMBERS = {
 def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add what is read, how much of it, and the ranks."""
     add_reading(parser)
+    add_nproc(parser)
     parser.add_argument(
         "--data",
         nargs="+",

@@ -1,20 +1,21 @@
-"""`isp generate`: continues prompts by a run, a checkpoint or a Hugging Face folder."""
+"""`isp generate`: continues prompts by the plain model of a run, a checkpoint or a folder."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isp.cli.options import Run, add_option, not_negative, positive
+from isp.cli.options import Run, add_option, add_reading, not_negative, positive
 from isp.cli.output import say
-from isp.cli.reading import Reading, add_reading
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from isp.data.documents import JsonLine
-    from isp.evaluation.generate import Generation
-    from isp.evaluation.sampling import SamplingConfig
+    from isp.data.tokenizer import Tokenizer
     from isp.evaluation.source import Source
 
 __all__ = ["add_options"]
@@ -33,19 +34,19 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], object], float | None, str], ...
     ),
     ("top-k", "K", not_negative, 0, "sample from the K likeliest tokens; 0: from all"),
     ("top-p", "P", float, 1.0, "sample from the fewest tokens whose probabilities sum to P"),
-    (
-        "seed",
-        "N",
-        not_negative,
-        0,
-        "seed of sampling: gives the same tokens on any number of ranks",
-    ),
+    ("seed", "N", not_negative, 0, "seed of sampling"),
 )
 
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
-    """Add what is read, how tokens are drawn, and the ranks."""
+    """Add what is read, and how tokens are drawn."""
     add_reading(parser)
+    parser.add_argument(
+        "--device-map",
+        "--device_map",
+        choices=["auto"],
+        help="let transformers spread the model over all GPUs (needs accelerate)",
+    )
     parser.add_argument(
         "--prompt",
         action="append",
@@ -61,37 +62,157 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     )
     for name, metavar, kind, default, meaning in _OPTIONS:
         add_option(parser, name, metavar, kind, meaning, default)
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="stop before this text; can be repeated. The end of a document always stops",
-    )
     parser.epilog = (
-        "A checkpoint of any layout can be read. N ranks read it in mtp mode, or in that of"
-        " --parallel.tensor.mode: mtp, msp, fsp or isp, which shards prompts over the ranks."
-        " Text goes to stdout, everything else to stderr."
+        "One process generates, by `generate` of transformers. The decoder of a run without"
+        " model.hf reads the whole text again for each token: isp checkpoint export makes it a"
+        " folder that transformers reads. Text goes to stdout, everything else to stderr."
     )
     return _run
 
 
 def _run(args: argparse.Namespace) -> int:
     """Print what follows the prompts, as it comes."""
-    from isp.cli.launch import start_ranks
-    from isp.evaluation.sampling import SamplingConfig
+    import torch
 
-    sampling = SamplingConfig(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed
-    )
+    from isp.evaluation.source import open_source
+    from isp.train.run import device_of
+
+    _check(args)
     given = [_text_of(prompt) for prompt in args.prompt]
-    reading = Reading.of(args)
-    prompts = _prompts(args, given, reading.source)
-    reading.describe(reading.source.check_lengths(prompts.tokens, args.max_new_tokens))
-    if args.nproc is not None and reading.layout.ranks > 1:
-        return start_ranks(reading.layout.ranks, args.words)
-    _generate(args, reading, prompts, sampling)
+    source = open_source(Path(args.path), dtype=args.dtype, tokenizer=args.tokenizer)
+    if args.device_map is not None and source.section.hf is None:
+        raise ValueError(
+            "--device-map is for models of transformers, and the decoder runs on one device: write"
+            " a folder with isp checkpoint export, and generate from that"
+        )
+    prompts = _prompts(args, given, source)
+    if warning := source.check_lengths(prompts.tokens, args.max_new_tokens):
+        say(f"note: {warning}", error=True)
+    device = device_of(args.device)
+    say(f"{source.title}, {source.dtype}, {args.device_map or device}", error=True)
+    model = source.plain(device, args.device_map)
+    ends = source.ends | (set() if prompts.turn_end is None else {prompts.turn_end})
+    write = _by_decoder if source.section.hf is None else _by_transformers
+    torch.manual_seed(args.seed)
+    for number, (text, tokens) in enumerate(zip(prompts.texts, prompts.tokens, strict=True)):
+        _print_head(number, prompts.texts, text)
+        write(model, tokens, args, ends, _Streamer(source.tokenizer, ends))
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that cannot be, before anything is read."""
+    from isp.foreign.launched import launched
+    from isp.settings.packages import require
+
+    if launched():
+        raise ValueError("isp generate is one process: start it without torchrun (--device-map)")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(
+            f"--temperature {args.temperature} must be 0 (the likeliest token) or more"
+        )
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p {args.top_p} must be above 0 and at most 1 (all tokens)")
+    if args.device_map is not None:
+        require("--device-map", "accelerate", extra="trainer")
+        if args.device != "auto":
+            raise ValueError(f"--device-map chooses devices: leave out --device {args.device}")
+
+
+class _Streamer:
+    """Prints tokens as text; a streamer of transformers' `generate`, which puts the prompt first.
+
+    A token that may be the beginning of a letter waits for the rest.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ends: Set[int]) -> None:
+        self._tokenizer, self._ends = tokenizer, ends
+        self._tokens: list[int] | None = None
+        self._begin = self._shown = 0
+
+    def put(self, tokens: Tensor) -> None:
+        """Print the text that is certain with more tokens."""
+        if self._tokens is None:  # the prompt
+            self._tokens = []
+            return
+        self._tokens += [token for token in tokens.flatten().tolist() if token not in self._ends]
+        if not (new := self._new()).endswith("\ufffd"):
+            say(new, end="", generated=True)
+            # The next text depends on the tokens before it, as where a word begins with a space.
+            self._begin, self._shown = self._shown, len(self._tokens)
+
+    def end(self) -> None:
+        """Print what has waited."""
+        say(self._new(), generated=True)
+
+    def _new(self) -> str:
+        before, whole = self._text(self._begin, self._shown), self._text(self._begin, None)
+        return whole[len(before) :]
+
+    def _text(self, begin: int, end: int | None) -> str:
+        import numpy as np
+
+        return self._tokenizer.decode(np.array((self._tokens or [])[begin:end], dtype=np.int64))
+
+
+def _by_transformers(
+    model: Any,
+    prompt: list[int],
+    args: argparse.Namespace,
+    ends: Set[int],
+    streamer: _Streamer,
+) -> None:
+    """Generate by `generate`; of the folder's generation_config.json only the ends count."""
+    import torch
+    from transformers import GenerationConfig
+
+    drawn = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    model.generation_config = GenerationConfig(
+        max_new_tokens=args.max_new_tokens,
+        do_sample=args.temperature > 0,
+        eos_token_id=sorted(ends),
+        pad_token_id=min(ends),
+        **(drawn if args.temperature > 0 else {}),
+    )
+    ids = torch.tensor([prompt], device=model.device)
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), streamer=streamer)
+
+
+def _by_decoder(
+    model: Any,
+    prompt: list[int],
+    args: argparse.Namespace,
+    ends: Set[int],
+    streamer: _Streamer,
+) -> None:
+    """Generate by a forward over the whole text for each token, without a cache."""
+    import torch
+
+    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
+    streamer.put(tokens)
+    with torch.inference_mode():
+        for _ in range(args.max_new_tokens):
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            chosen = _chosen(model.lm_head(model.model(tokens, positions)[:, -1]), args)
+            streamer.put(chosen)
+            if int(chosen) in ends:
+                break
+            tokens = torch.cat([tokens, chosen], dim=1)
+    streamer.end()
+
+
+def _chosen(logits: Tensor, args: argparse.Namespace) -> Tensor:
+    """Return the next token [1, 1] of logits [1, V]; options apply in transformers' order."""
+    import torch
+
+    if args.temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    ordered, order = (logits.double() / args.temperature).sort(-1, descending=True)
+    probabilities = ordered[:, : args.top_k or None].softmax(-1)
+    # Tokens before which the likelier ones sum to less than top_p: the first one always.
+    kept = probabilities.cumsum(-1) - probabilities < args.top_p
+    chosen: Tensor = order.gather(-1, torch.multinomial(probabilities * kept, 1))
+    return chosen
 
 
 class _Prompts(NamedTuple):
@@ -151,53 +272,13 @@ def _text_of(prompt: str) -> str:
         raise ValueError(f"--prompt {prompt} is not a text file: {error}") from None
 
 
-def _generate(
-    args: argparse.Namespace,
-    reading: Reading,
-    prompts: _Prompts,
-    sampling: SamplingConfig,
-) -> None:
-    """On each rank."""
-    from isp.evaluation.generate import Ends, Generation
-
-    source = reading.source
-    with reading.engine() as (engine, rank):
-        turn_end = frozenset() if prompts.turn_end is None else {prompts.turn_end}
-        ends = Ends(args.max_new_tokens, source.ends | turn_end, tuple(args.stop))
-        generation = Generation(engine, source.tokenizer, prompts.tokens, sampling, ends)
-        if rank == 0:
-            _print_all(generation, prompts.texts)
-            say(generation.speed.describe(), error=True)
-        else:
-            for _ in generation:
-                pass
-
-
-def _print_all(generation: Generation, texts: list[str]) -> None:
-    """In order; what comes of the first that has not ended is shown as it comes."""
-    waiting, ended, shown = [""] * len(texts), [False] * len(texts), 0
-    _print_head(shown, texts)
-    for piece in generation:
-        waiting[piece.document] += piece.text
-        ended[piece.document] = piece.finish is not None
-        while shown < len(texts):
-            say(waiting[shown], end="", generated=True)
-            waiting[shown] = ""
-            if not ended[shown]:
-                break
-            say()
-            shown += 1
-            if shown < len(texts):
-                _print_head(shown, texts)
-
-
 _HEAD_CHARACTERS = 60
 
 
-def _print_head(number: int, texts: list[str]) -> None:
-    """The number of one of several prompts, and its end, where the text continues."""
+def _print_head(number: int, texts: list[str], text: str) -> None:
+    """Print the number of one of several prompts, and its end, where the text continues."""
     if len(texts) == 1:
         return
-    text = " ".join(texts[number].split())
+    text = " ".join(text.split())
     cut = text if len(text) <= _HEAD_CHARACTERS else f"...{text[-_HEAD_CHARACTERS:]}"
     say(f"--- {number + 1} of {len(texts)}: {cut}")

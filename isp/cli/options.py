@@ -14,6 +14,7 @@ __all__ = [
     "add_nproc",
     "add_option",
     "add_planning",
+    "add_reading",
     "check_planned",
     "not_negative",
     "positive",
@@ -32,6 +33,26 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="start N ranks on this machine (without it: one process, or what torchrun started)",
+    )
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """Add the trained model to read, and how."""
+    parser.add_argument(
+        "path",
+        metavar="RUN|STEP|HF_FOLDER",
+        help="the folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        help="dtype of weights (default: the checkpoint's)",
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="PATH|bytes", help="use another tokenizer than in training"
     )
 
 

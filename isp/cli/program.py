@@ -115,6 +115,8 @@ def _parse(words: _Words) -> argparse.Namespace:
     args, rest = parser.parse_known_args(words.options)
     if rest and args.takes_overrides and (found := _ASSIGNED.fullmatch(rest[0])):
         parser.error(f"{rest[0]}: a key is given as --{found[1]}")
+    if not args.takes_overrides:
+        rest = [*words.overrides, *rest]
     if rest and not (args.takes_overrides and rest[0].startswith("--")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = [*words.overrides, *rest]  # `--lr 1` is a key too: an unknown one
@@ -330,7 +332,7 @@ _COMMANDS = (
     _Command("prefetch", "print when each weight is gathered and freed", _add_prefetch, "file"),
     _Command("profile", "measure what communication costs in each mode", add_profile, "file"),
     _Command("check", _CHECK, add_check, "file"),
-    _Command("generate", "generate text with a trained model", add_generate, "keys"),
+    _Command("generate", "generate text with a trained model", add_generate),
     _Command("evaluate", "measure loss by position, passkeys, or tasks", add_evaluate, "keys"),
     _Command("plan", "show the memory of a layout, and the longest sequences", add_plan, "file"),
     _Command("layouts", "rank the layouts that fit by predicted step time", add_layouts, "file"),

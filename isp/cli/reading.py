@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from isp.cli.options import add_nproc
 from isp.cli.output import say
 
 if TYPE_CHECKING:
@@ -16,28 +15,7 @@ if TYPE_CHECKING:
     from isp.evaluation.layout import InferenceLayout
     from isp.evaluation.source import Source
 
-__all__ = ["Reading", "add_reading"]
-
-
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Add what is read, how, and the ranks."""
-    parser.add_argument(
-        "path",
-        metavar="RUN|STEP|HF_FOLDER",
-        help="the folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face folder",
-    )
-    add_nproc(parser)
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        help="dtype of weights and cache (default: the checkpoint's)",
-    )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="PATH|bytes", help="use another tokenizer than in training"
-    )
+__all__ = ["Reading"]
 
 
 class Reading(NamedTuple):

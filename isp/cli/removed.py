@@ -11,8 +11,15 @@ _REMOVED_COMMANDS: Mapping[str, str] = {
 }
 """Replacements in words, by command (`checkpoint import`)."""
 
+_ONE_PROCESS = "one process generates: use --device-map auto where a model needs several GPUs"
+
 _REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
     ("evaluate", "--html"): "use --png FILE for a picture, and evaluation.json",
+    ("generate", "--nproc"): _ONE_PROCESS,
+    ("generate", "--parallel.tensor.mode"): _ONE_PROCESS,
+    ("generate", "--parallel.tensor.size"): _ONE_PROCESS,
+    ("generate", "--parallel.weight.size"): _ONE_PROCESS,
+    ("generate", "--stop"): "use --max-new-tokens, or stop_strings of transformers' generate",
     ("layouts", "--html"): "use the printed table, or --json",
     ("plan", "--html"): "use the printed text, or --json",
 }

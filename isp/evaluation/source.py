@@ -1,28 +1,33 @@
-"""What text is generated from: a run, one of its checkpoints, or a folder of Hugging Face."""
+"""A trained model to read: a run, one of its checkpoints, or a folder of Hugging Face."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from torch import nn
 
 from isp.attention.cached import KeyValueCache
 from isp.checkpoint import Checkpointer, TrainState
-from isp.checkpoint.agreement import attempt
 from isp.checkpoint.choice import CheckpointInfo, newest_at
 from isp.checkpoint.state import check_shapes
+from isp.checkpoint.whole import WholeWeights
 from isp.comm import Mesh
 from isp.config.models import language_model
 from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
 from isp.evaluation.engine import Engine
 from isp.models.build import BuiltModel, build_model, parameter_shapes
-from isp.models.model import TracedModel
+from isp.models.lora import with_trained_adapters
+from isp.models.make import limited_model
+from isp.models.model import TracedModel, position_rows
+from isp.models.pretrained import meta_model, plain_model
 from isp.parallel import Axis, ParallelConfig
 from isp.settings import DTYPES, CheckpointConfig
 from isp.settings.adapter import ADAPTER_FILE, with_adapter
@@ -30,11 +35,10 @@ from isp.settings.hub import download_hint
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of
-from isp.train.begin_from import check_folder, load_folder
-from isp.train.export import saved_model
+from isp.train.export import as_saved, plain_decoder, saved_model
 from isp.train.resume import saved_config
 from model.config import ModelConfig
-from model.huggingface import CONFIG_FILE, model_values, with_init_from
+from model.huggingface import CONFIG_FILE
 
 __all__ = ["Source", "open_source"]
 
@@ -44,12 +48,12 @@ _TILE_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A model with weights that are not read yet, and what else text is made with."""
+    """A model with weights that are not read yet, and how text becomes its tokens."""
 
     title: str
     """Where it is from, in words."""
     section: ModelConfig
-    """The model; of a Hugging Face folder that is read as it is, its name."""
+    """The model; of a Hugging Face folder, its name."""
     dtype: str
     tokenizer: Tokenizer
     ends: frozenset[int]
@@ -57,29 +61,48 @@ class Source:
     trained_length: int | None
     """Tokens of the documents that it was trained on; None: not known."""
     checkpoint: Path | None
-    """Where the weights are; None: in a folder of Hugging Face, `section.hf` or `.init_from`."""
+    """Where the weights are; None: in `section.hf`, and an adapter's in its folder."""
     data: Mapping[str, Any]
     """The `data` section that it was trained with, with the tokenizer's keys as they are now."""
     adds_special_tokens: bool
     """Whether a prompt has all that the tokenizer puts around a text, as in transformers."""
 
-    @property
+    @cached_property
     def model(self) -> TracedModel:
-        """The model; one that is read as it is is traced, once."""
+        """The traced model, which ranks evaluate.
+
+        Raises ValueError if it is not supported, or the checkpoint has another's weights.
+        """
         section = self.section
         if section.hf is None:
             section = replace(section, mlp_tile_tokens=_TILE_TOKENS)
-        return language_model(section, self.dtype, trains=False)
+        found = language_model(section, self.dtype, trains=False)
+        if self.checkpoint is not None:
+            check_shapes(newest_at(self.checkpoint), parameter_shapes(found), found.earlier_names)
+        return found
+
+    @cached_property
+    def _base(self) -> Any:
+        """The plain model of a folder, without memory and adapters."""
+        assert self.section.hf is not None
+        with limited_model(self.section.hf):
+            return meta_model(self.section.hf, torch.float32)
 
     @property
     def position_limit(self) -> int | None:
         """Rows of a table of learned positions; None without one: there is no limit."""
-        return self.model.learned_positions
+        if self.section.hf is None:
+            return None
+        of_tokens = self._base.get_input_embeddings()
+        tables = [m for m in self._base.modules() if isinstance(m, nn.Embedding)]
+        return position_rows(self._base, [table for table in tables if table is not of_tokens])
 
     @property
     def vocab_size(self) -> int:
         """Rows of the table of tokens."""
-        return self.model.vocab_size
+        if self.section.hf is None:
+            return self.section.vocab_size
+        return int(self._base.get_input_embeddings().weight.shape[0])
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with those that begin one; ValueError where the model has fewer."""
@@ -130,6 +153,27 @@ class Source:
             )
         return ""
 
+    def plain(self, device: torch.device, device_map: str | None = None) -> Any:
+        """Return the plain model with its weights: of transformers, or the decoder of `model/`.
+
+        On `device`, or as `device_map` of transformers says.
+        """
+        section, dtype = self.section, getattr(torch, self.dtype)
+        weights = None if self.checkpoint is None else WholeWeights(self.checkpoint)
+        if section.hf is None:
+            assert weights is not None
+            return plain_decoder(weights, section, self.dtype).to(device)
+        state = None
+        if weights is not None and section.adapter is None:
+            state = dict(as_saved(weights, section.hf, self.dtype))
+        model = plain_model(section.hf, dtype, state=state, device_map=device_map)
+        if section.adapter is not None:
+            own = None
+            if weights is not None:
+                own = {name: weights.read(name) for name in weights.shapes}
+            model = with_trained_adapters(model, section.adapter, own)
+        return model if device_map is not None else model.to(device)
+
     def engine(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Engine:
         """The model with its weights, on the ranks of `mesh`; a collective."""
         dtype, cache = getattr(torch, self.dtype), KeyValueCache()
@@ -159,9 +203,6 @@ class Source:
             with Checkpointer(folder, CheckpointConfig(), world=world) as checkpointer:
                 info = checkpointer.choose_initial(folder)
                 checkpointer.load(info, state, weights_only=True)
-        elif self.section.init_from is not None:
-            what = f"loading {self.section.init_from}"
-            attempt(mesh.host, what, lambda: load_folder(state, self.section))
 
 
 def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Source:
@@ -202,23 +243,22 @@ def _of_checkpoint(
             f" started"
         )
     own = load_tokenizer(data["tokenizer"], eos_token=data["eos_token"])
-    source = Source(
+    ends = frozenset() if section.hf is None else _ends(Path(section.hf))
+    return Source(
         title=f"{info.path}, {info.step} steps",
         section=section,
         dtype=dtype or kept["training"]["dtype"],
         tokenizer=own,
-        ends=frozenset([own.eos_id]),
+        ends=frozenset([own.eos_id]) | ends,
         trained_length=data["seq_len"],
         checkpoint=path,
         data=data,
         adds_special_tokens=False,
     )
-    check_shapes(info, parameter_shapes(source.model), source.model.earlier_names)
-    return source
 
 
 def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
-    require("isp generate from a Hugging Face folder", "safetensors")
+    require(f"the model in {path}", "transformers", "safetensors")
     named = with_adapter({"hf": str(path)})
     base = Path(named["hf"])
     described = read_json(base / CONFIG_FILE)
@@ -232,10 +272,10 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     saved = described.get("dtype") or described.get("torch_dtype")
     return Source(
         title=str(path),
-        section=_section(path, described) if base == path else _validated(named),
+        section=TypeAdapter(ModelConfig).validate_json(json.dumps(named)),
         dtype=dtype or (saved if saved in DTYPES else "float32"),
         tokenizer=own,
-        ends=frozenset([own.eos_id]) | _ends(base, described),
+        ends=frozenset([own.eos_id]) | _ends(base),
         trained_length=described.get("max_position_embeddings", described.get("n_positions")),
         checkpoint=None,
         data={"tokenizer": file, "add_bos": True},
@@ -243,32 +283,15 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     )
 
 
-def _section(path: Path, described: Mapping[str, Any]) -> ModelConfig:
-    """The decoder where it computes such a model, else the model as it is."""
-    try:
-        model_values(described)
-    except ValueError:
-        require(f"the model in {path}", "transformers")
-        return ModelConfig(hf=str(path))
-    values = with_init_from({"init_from": str(path.absolute())})
-    found = _validated(values)
-    check_folder(found)
-    return found
-
-
-def _validated(section: Mapping[str, Any]) -> ModelConfig:
-    return TypeAdapter(ModelConfig).validate_json(json.dumps(section))
-
-
-def _ends(path: Path, described: Mapping[str, Any]) -> frozenset[int]:
-    """The tokens at which transformers would stop."""
-    of_text = path / "generation_config.json"
+def _ends(folder: Path) -> frozenset[int]:
+    """Return the tokens at which transformers would stop."""
+    of_text = folder / "generation_config.json"
     found = read_json(of_text).get("eos_token_id") if of_text.is_file() else None
-    found = described.get("eos_token_id") if found is None else found
+    found = read_json(folder / CONFIG_FILE).get("eos_token_id") if found is None else found
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if odd := [end for end in ends if not isinstance(end, int)]:
         raise ValueError(
-            f"{path} has the eos_token_id {odd[0]!r:.40}, which is no token: correct it in"
+            f"{folder} has the eos_token_id {odd[0]!r:.40}, which is no token: correct it in"
             f" {CONFIG_FILE} or {of_text.name}"
         )
     return frozenset(ends)

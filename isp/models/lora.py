@@ -6,14 +6,14 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isp.foreign.files import check_regular
 from isp.foreign.limits import limited
@@ -25,7 +25,7 @@ from isp.models.swap import InitialWeights
 from isp.settings.adapter import AdapterConfig
 from isp.weights.parameter import ShardedParameter
 
-__all__ = ["AdapterWeights", "adapted"]
+__all__ = ["AdapterWeights", "adapted", "with_trained_adapters"]
 
 _WEIGHTS = "adapter_model.safetensors"
 _MOST_SECONDS = 120.0
@@ -38,19 +38,12 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
 
     Raises ValueError for keys that do not fit the model.
     """
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    given = asdict(adapter)
-    del given["folder"]
-    lists: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
-    keys = LoraConfig(**lists, task_type=TaskType.CAUSAL_LM)
     pattern = f"model.adapter.target_modules={json.dumps(adapter.target_modules)}"
     limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
     try:
         with limits, parameters_on_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
-            # Of another dtype than the base model's they would be converted at every call.
-            found = get_peft_model(copy.deepcopy(model), keys, autocast_adapter_dtype=False)
+            found = _with_adapters(copy.deepcopy(model), adapter)
     except ValueError as error:
         if str(error).startswith(pattern):  # beyond the limits
             raise
@@ -62,6 +55,55 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
         ) from None
     found.peft_config["default"].base_model_name_or_path = str(Path(base).absolute())
     return found
+
+
+def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
+    """Put adapters of PEFT into a model, in place, and return what PEFT makes of it."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    given = asdict(adapter)
+    del given["folder"]
+    lists: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
+    keys = LoraConfig(**lists, task_type=TaskType.CAUSAL_LM)
+    # Of another dtype than the base model's they would be converted at every call.
+    return get_peft_model(model, keys, autocast_adapter_dtype=False)
+
+
+@torch.no_grad()
+def with_trained_adapters(
+    model: Any, adapter: AdapterConfig, state: Mapping[str, Tensor] | None = None
+) -> Any:
+    """Put trained adapters into a model with weights, in place, and return what PEFT makes of it.
+
+    `state`: their weights by name; None: those in the adapter's folder. Raises ValueError for the
+    weights of another adapter.
+    """
+    found = _with_adapters(model, adapter)
+    trained = {_saved_name(n): p for n, p in found.named_parameters() if p.requires_grad}
+    where = "the checkpoint"
+    if state is None:
+        assert adapter.folder is not None
+        where = f"model.adapter.folder: {Path(adapter.folder) / _WEIGHTS}"
+        with _opened(Path(adapter.folder) / _WEIGHTS) as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    weights = {_saved_name(name): weight for name, weight in state.items()}
+    _check_same_adapter(where, {n: tuple(w.shape) for n, w in weights.items()}, trained)
+    for name, parameter in trained.items():
+        parameter.copy_(weights[name])
+    return found.eval()
+
+
+def _check_same_adapter(
+    where: str, there: Mapping[str, tuple[int, ...]], trained: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError if saved weights do not fit the `trained` ones, by their saved names."""
+    own = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+    odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
+    if odd:
+        raise ValueError(
+            f"{where} belongs to another model: {odd[0]} is {there.get(odd[0], 'missing')} there"
+            f" and {own.get(odd[0], 'missing')} here"
+        )
 
 
 def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
@@ -89,15 +131,10 @@ class AdapterWeights:
         self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if self._file is None:
             return
-        own = {_saved_name(n): tuple(p.shape) for n, p in self._trained.items()}
         with _opened(self._file) as file:
             there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
-        if odd:
-            raise ValueError(
-                f"model.adapter.folder: {self._file} belongs to another model: {odd[0]} is"
-                f" {there.get(odd[0], 'missing')} there and {own.get(odd[0], 'missing')} here"
-            )
+        own = {_saved_name(name): parameter for name, parameter in self._trained.items()}
+        _check_same_adapter(f"model.adapter.folder: {self._file}", there, own)
 
     @torch.no_grad()
     def fill(self, model: Any, shards: Sequence[ShardedParameter], seed: int) -> None:

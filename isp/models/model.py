@@ -48,10 +48,28 @@ from isp.pipeline import PipelineOrder
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.recomputation import Recomputation
 
-__all__ = ["TracedModel"]
+__all__ = ["TracedModel", "position_rows"]
 
 logger = logging.getLogger(__name__)
 _Found = TypeVar("_Found")
+
+
+def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
+    """Return the rows of the smallest table of learned positions; None if there is none.
+
+    `tables` are all embeddings of a model but that of its tokens. A table of no fewer rows than
+    config.json says is one of positions: a few models have one of two kinds of tokens, too.
+    """
+    host = host_of(model)
+    config = host.config(model)
+    least = config.get("max_position_embeddings") or config.get("n_positions") or 0
+    # The first rows of OPT's and RoBERTa's stand for no position.
+    first = host.first_position(model)
+    weights = [(table, int(table.weight.shape[0])) for table in tables]  # type: ignore[index]
+    return min(
+        (rows - int(getattr(table, "offset", first)) for table, rows in weights if rows >= least),
+        default=None,
+    )
 
 
 class TracedModel:
@@ -235,20 +253,10 @@ class TracedModel:
 
     @property
     def learned_positions(self) -> int | None:
-        """Rows of the smallest table of positions; None if there is none.
-
-        A table beside that of the tokens, of no fewer rows than config.json says, if there is one:
-        a few models have one of two kinds of tokens, too.
-        """
+        """As `position_rows`."""
         names = dict.fromkeys(self.trace.tables)
         tables = [self.shape.get_submodule(name) for name in names][1:]
-        config = self.host.config(self.model)
-        least = config.get("max_position_embeddings") or config.get("n_positions") or 0
-        tables = [table for table in tables if int(table.weight.shape[0]) >= least]  # type: ignore[index]
-        # The first rows of OPT's and RoBERTa's stand for no position.
-        first = self.host.first_position(self.model)
-        rows = (int(t.weight.shape[0]) - int(getattr(t, "offset", first)) for t in tables)  # type: ignore[index]
-        return min(rows, default=None)
+        return position_rows(self.model, tables)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
         """`parallel` with the sizes of heads x context that the heads of all layers allow."""

@@ -36,7 +36,9 @@ __all__ = [
     "empty_model",
     "folder_model",
     "kept_buffers",
+    "meta_model",
     "parameters_on_meta",
+    "plain_model",
     "saved_again",
 ]
 
@@ -103,7 +105,7 @@ def empty_model(folder: str, dtype: torch.dtype) -> tuple[nn.Module, InitialWeig
 
     Raises ValueError as `folder_model` does.
     """
-    model = _made(folder, dtype)
+    model = meta_model(folder, dtype)
     return model, _weights_of(model, Path(folder))
 
 
@@ -117,7 +119,7 @@ def saved_again(
     a tower of vision, and what transformers does not load. Raises ValueError as `folder_model`
     does, and for other parameters.
     """
-    model = _made(folder, torch.float32)
+    model = meta_model(folder, torch.float32)
     weights = _weights_of(model, Path(folder))
     kept = {name: buffer for name, buffer in kept_buffers(model) if name not in shapes}
     own = {n: tuple(attrgetter(n)(model).shape) for n in _names(model) if n not in kept}
@@ -146,7 +148,52 @@ def _by_block(
         yield from revert_weight_conversion(model, whole).items()
 
 
-def _made(folder: str, dtype: torch.dtype) -> nn.Module:
+def plain_model(
+    folder: str,
+    dtype: torch.dtype,
+    *,
+    state: dict[str, Tensor] | None = None,
+    device_map: str | None = None,
+) -> Any:
+    """Load a folder's model by `from_pretrained` of transformers, ready to generate.
+
+    `state`: weights to use instead of the folder's, as `saved_again` gives them. `device_map`: as
+    of transformers; None: in CPU memory. Raises ValueError where transformers cannot load it.
+    """
+    import transformers
+
+    kind: Any = type(meta_model(folder, dtype))
+    if not kind.can_generate():
+        raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
+    config = folder_config(folder)
+    if state is not None and hasattr(config, "quantization_config"):
+        del config.quantization_config  # `state` is not quantized
+    try:
+        model, info = kind.from_pretrained(
+            folder if state is None else None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot load {folder}:"
+            f" {type(error).__name__}: {first}"
+        ) from None
+    if missing := sorted(info["missing_keys"]):  # transformers would draw them
+        raise ValueError(
+            f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}"
+        )
+    return model.eval()
+
+
+def meta_model(folder: str, dtype: torch.dtype) -> nn.Module:
     """A folder's model without memory for its parameters; one that sees is whole."""
     import transformers
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from isp.checkpoint import CheckpointInfo
 from isp.checkpoint.folder import describe_contents
@@ -23,6 +24,7 @@ from isp.config.models import language_model
 from isp.config.removed import REMOVED_KEYS
 from isp.foreign.files import copy_regular
 from isp.models.build import parameter_shapes
+from isp.models.model import TracedModel
 from isp.settings import DTYPES
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
@@ -30,7 +32,7 @@ from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import WeightTable
 
-__all__ = ["Exported", "export", "saved_model"]
+__all__ = ["Exported", "as_saved", "export", "plain_decoder", "saved_model"]
 
 
 class Exported(NamedTuple):
@@ -152,18 +154,10 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
     model = language_model(section, kept["training"]["dtype"])
     context = kept["data"]["seq_len"]
     described = config_json(section, dtype=dtype, context=context, like=like)
-    shapes, earlier = parameter_shapes(model), model.earlier_names
-    check_shapes(weights.info, shapes, earlier)
+    shapes = parameter_shapes(model)
+    check_shapes(weights.info, shapes, model.earlier_names)
     table = WeightTable(section, described["model_type"], shapes)
-    saved = saved_rows(shapes, weights.shapes, earlier)
-
-    whole = lru_cache(maxsize=1)(weights.read)  # of experts all are read for the first
-
-    def read(name: str, start: int, stop: int) -> Tensor:
-        first, found = saved[name].first, whole(saved[name].name)
-        rows = found.flatten(0, -2) if found.dim() > 2 else found
-        return rows[first + start : first + stop]
-
+    read = _rows_of(weights, model)
     tensors = (
         (name, _in_dtype(torch.cat([read(*part) for part in table.parts_of(name)]), dtype))
         for name in table.shapes
@@ -171,18 +165,49 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
     return _Plan(described, tensors)
 
 
+def _rows_of(weights: WholeWeights, model: TracedModel) -> Callable[[str, int, int], Tensor]:
+    """Return what reads rows `start` to `stop` of a parameter, whatever version saved it."""
+    saved = saved_rows(parameter_shapes(model), weights.shapes, model.earlier_names)
+    whole = lru_cache(maxsize=1)(weights.read)  # of experts all are read for the first
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        first, found = saved[name].first, whole(saved[name].name)
+        rows = found.flatten(0, -2) if found.dim() > 2 else found
+        return rows[first + start : first + stop]
+
+    return read
+
+
+def plain_decoder(weights: WholeWeights, section: ModelConfig, dtype: str) -> nn.Module:
+    """Return the plain decoder of `model/` with the weights of a checkpoint, in CPU memory."""
+    traced = language_model(replace(section, compile=False), dtype, trains=False)
+    check_shapes(weights.info, parameter_shapes(traced), traced.earlier_names)
+    decoder, read = copy.deepcopy(traced.model), _rows_of(weights, traced)
+    found: dict[int, nn.Parameter] = {}
+    for name, parameter in [*decoder.named_parameters(remove_duplicate=False)]:
+        if id(parameter) not in found:  # else it is tied
+            rows = parameter.shape[: max(1, parameter.dim() - 1)].numel()
+            own = _in_dtype(read(name, 0, rows), dtype).view(parameter.shape).clone()
+            found[id(parameter)] = nn.Parameter(own, requires_grad=False)
+        owner, _, local = name.rpartition(".")
+        decoder.get_submodule(owner).register_parameter(local, found[id(parameter)])
+    return decoder.eval()
+
+
+def as_saved(weights: WholeWeights, folder: str, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield a run's weights as transformers saves those of the model in `folder`."""
+    from isp.models.pretrained import saved_again
+
+    return saved_again(folder, weights.shapes, lambda name: _in_dtype(weights.read(name), dtype))
+
+
 def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
     """Of a run of `model.hf`, as transformers saves such a model."""
     require("an export of model.hf", "transformers", "safetensors")
-    from isp.models.pretrained import saved_again
-
     described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
     for of_the_files in ("dtype", "quantization_config"):
         described.pop(of_the_files, None)
-    tensors = saved_again(
-        str(source), weights.shapes, lambda name: _in_dtype(weights.read(name), dtype)
-    )
-    return _Plan(described, tensors)
+    return _Plan(described, as_saved(weights, str(source), dtype))
 
 
 def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:

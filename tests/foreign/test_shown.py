@@ -14,11 +14,9 @@ import yaml
 
 from isp.cli import main
 from isp.cli.failures import report
-from isp.cli.generate_command import _print_all
 from isp.cli.output import say
 from isp.config import load_config, to_yaml
 from isp.data.config import SourcePart
-from isp.evaluation.generate import Finish, GeneratedText
 from isp.foreign.shown import printable, redacted, redacted_values, shown
 from isp.metrics import read_metrics
 from isp.run.environment import Environment, RankPlace
@@ -174,16 +172,6 @@ def test_commands_print_through_one_function() -> None:
     root = Path(__file__).parents[2]
     words = ["--select", "T20", "--ignore-noqa", "--no-cache", str(root / "isp")]
     subprocess.run([sys.executable, "-m", "ruff", "check", *words], check=True)
-
-
-def test_generated_text_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a model, or a prompt, that controls the terminal; its own words are not changed."""
-    pieces = [
-        GeneratedText(0, "\x1b]0;title\x07", None),
-        GeneratedText(0, " https://a:b@c", Finish.STOP),
-    ]
-    _print_all(iter(pieces), ["a prompt"])  # type: ignore[arg-type]
-    assert capsys.readouterr().out == "\\x1b]0;title\\x07 https://a:b@c\n"
 
 
 def test_a_run_of_a_signed_url_resumes_with_another_signature(

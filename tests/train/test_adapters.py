@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from isp.checkpoint.whole import WholeWeights
+from isp.cli import main
 from isp.comm import Mesh
 from isp.config import JobConfig, load_config
 from isp.data.batch import BatchSampler
@@ -24,7 +25,6 @@ from isp.parallel import ParallelConfig, Topology
 from isp.train.export import export
 from tests.models.folders import write_folder, write_job
 from tests.models.models import Rows, Trained, trained_plainly
-from tests.ranks import run_isp
 from tests.train.jobs import numbers, run_folders, run_forked
 
 TOLERANCE = 1e-9  # float64, sums in another order
@@ -114,8 +114,7 @@ def test_an_adapter_trains_as_in_peft_and_goes_back_and_forth(tmp_path: Path) ->
     for name, weight in _initial(load_config(again), frozen=True).items():
         assert (weight - expected.weights[name]).abs().max() < TOLERANCE, name
     for path in (run, tmp_path / "adapter"):
-        (said,) = run_isp(1, *f"generate {path} --prompt a --tokenizer bytes".split())
-        assert said.code == 0, said.err
+        assert main(f"generate {path} --prompt a --tokenizer bytes".split()) == 0
     source = open_source(tmp_path / "adapter", tokenizer="bytes")
     assert source.section.adapter == load_config(again).model.adapter
 
