@@ -57,7 +57,6 @@ setup(
         "docs": ["mkdocs-material"],
         "flash": ["flash-attn"],
         "hf": HF,
-        "lm-eval": ["lm-eval"],
         "peft": ["peft"],
         "report": REPORT,
         "tensorboard": TENSORBOARD,

@@ -121,6 +121,18 @@ def test_runs_and_folders_write_what_transformers_writes(
         assert "float64, cpu" in err
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_moe"])
+def test_a_device_map_changes_nothing(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a device map that the weights of a run, or its adapter, do not follow."""
+    pytest.importorskip("accelerate")
+    words = [str(run_of(kind, folder)), f"--prompt={PROMPTS[0]}", f"--max-new-tokens={NEW}"]
+    _, expected, _ = said(capsys, *words)
+    code, out, err = said(capsys, *words, "--device-map=auto")
+    assert (code, out) == (0, expected), err
+
+
 def test_the_ends_of_a_folder_end_the_text(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

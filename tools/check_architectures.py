@@ -339,8 +339,7 @@ multiplied outside of its linear, so it is gathered there, and its bias is whole
 **Sparse attention** is supported for the indexers of DeepSeek-V3.2, of the models derived from it,
 and of MiniMax-M3, in isp mode. The indexer's small keys are gathered, each token chooses keys in
 its own document, and the chosen keys are gathered with its query. The choice has no gradient, so an
-indexer's weights do not change, as in the unmodified model. Text is generated on one rank, or on
-several with `--parallel.tensor.mode=isp`.
+indexer's weights do not change, as in the unmodified model.
 
 | type | class | kinds of layers | isp | mtp, msp, fsp | compared with |
 |---|---|---|---|---|---|"""

@@ -4,7 +4,7 @@
 #   bash tools/setup_env.sh             what a run needs
 #   bash tools/setup_env.sh report hf   and what these extras of setup.py need: pictures
 #                                       of isp evaluate, Hugging Face tokenizers (others: data,
-#                                       tensorboard, flash, lm-eval, peft)
+#                                       tensorboard, flash, peft)
 #   bash tools/setup_env.sh dev         and what tests, lints and types need
 #
 # PYTHON chooses the interpreter. An environment made from the same files is reused; a stamp,

@@ -45,12 +45,6 @@ class HeadPlan:
         query = tuple(range(a, b) for a, b in pairwise(ends))
         return cls(query, tuple(_seen(heads, group) for heads in query), group)
 
-    @property
-    def most_attended_kv(self) -> int:
-        """KV heads that local attention is given, with copies, on the rank that has most."""
-        own = (self.repeated_kv(rank) or heads for rank, heads in enumerate(self.kv))
-        return max(map(len, own))
-
     def repeated_kv(self, rank: int) -> tuple[int, ...] | None:
         """For each KV head that local attention needs, the rank's own KV head it is a copy of.
 

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isp.cli.harness_tasks import add_task_options, check_tasks, run_tasks
 from isp.cli.options import (
     Run,
     add_nproc,
@@ -17,10 +16,10 @@ from isp.cli.options import (
     positive,
 )
 from isp.cli.output import say
-from isp.cli.reading import Reading
 from isp.foreign.files import write_whole
 
 if TYPE_CHECKING:
+    from isp.evaluation.engine import EvaluationLayout
     from isp.evaluation.evaluate import Rows
     from isp.evaluation.passkey import PasskeyPrompts
     from isp.evaluation.source import Source
@@ -60,13 +59,11 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--output",
         metavar="FOLDER",
-        help="where to write evaluation.json, or tasks.json (default: RUN/evaluation; nowhere if"
-        " there is no run)",
+        help="where to write evaluation.json (default: RUN/evaluation; nowhere if there is no run)",
     )
     parser.add_argument(
         "--png", metavar="FILE", type=Path, help="also draw the loss by position, or the passkeys"
     )
-    add_task_options(parser)
     parser.epilog = (
         "A checkpoint of any layout can be read. N ranks read it in mtp mode. With"
         " --parallel.tensor.mode isp, each sequence is sharded over the ranks, so long ones fit."
@@ -83,25 +80,29 @@ def _lengths(text: str) -> list[int]:
 
 def _run(args: argparse.Namespace) -> int:
     """Print what was found, and write it."""
-    from isp.cli.launch import start_ranks
+    from isp.cli.launch import speaks, start_ranks, world_size
+    from isp.evaluation.engine import choose_layout
     from isp.evaluation.evaluate import open_rows
     from isp.evaluation.passkey import PasskeyPrompts
+    from isp.evaluation.source import open_source
+    from isp.settings.counts import counted
+    from isp.train.run import check_device
 
     if args.png is not None:
         from isp.settings.packages import require
 
         require("--png", "matplotlib", extra="report")
-    reading, path = Reading.of(args), Path(args.path)
-    source = reading.source
-    if args.tasks:
-        check_tasks(args, source)
-        args.rows = args.keys = 0
-    else:
-        if not (args.rows or args.keys):
-            raise ValueError("--rows 0 --keys 0 leaves nothing to evaluate: leave out one of them")
-        args.lengths = _checked(args.lengths, source)
+    ranks, path = world_size(args.nproc), Path(args.path)
+    source = open_source(path, dtype=args.dtype, tokenizer=args.tokenizer)
+    layout = choose_layout(source.model, ranks, args.overrides)
+    if layout.ranks < ranks and args.nproc is None:
+        raise ValueError(f"torchrun has set {counted(ranks, 'rank')}; {layout.note}")
+    check_device(args.device, 1 if args.nproc is None else layout.ranks)
+    if not (args.rows or args.keys):
+        raise ValueError("--rows 0 --keys 0 leaves nothing to evaluate: leave out one of them")
+    args.lengths = _checked(args.lengths, source)
     args.output = _output(args, path)
-    notes, rows = list[str](), None
+    notes, rows = [layout.note], None
     if args.rows:
         rows = open_rows(source, files=args.data, length=args.lengths[-1])
         if rows is None:
@@ -113,10 +114,13 @@ def _run(args: argparse.Namespace) -> int:
         Path(args.output).mkdir(parents=True, exist_ok=True)  # what fails, fails before the work
     if args.png is not None:
         args.png.parent.mkdir(parents=True, exist_ok=True)
-    reading.describe(*notes)
-    if args.nproc is not None and reading.layout.ranks > 1:
-        return start_ranks(reading.layout.ranks, args.words)
-    _evaluate(args, reading, rows, prompts)
+    if speaks():
+        for note in filter(None, notes):
+            say(f"note: {note}", error=True)
+        say(f"{source.title}, {source.dtype}, {layout.describe()}", error=True)
+    if args.nproc is not None and layout.ranks > 1:
+        return start_ranks(layout.ranks, args.words)
+    _evaluate(args, source, layout, rows, prompts)
     return 0
 
 
@@ -146,22 +150,26 @@ def _output(args: argparse.Namespace, path: Path) -> str | None:
 
 
 def _evaluate(
-    args: argparse.Namespace, reading: Reading, rows: Rows | None, prompts: PasskeyPrompts
+    args: argparse.Namespace,
+    source: Source,
+    layout: EvaluationLayout,
+    rows: Rows | None,
+    prompts: PasskeyPrompts,
 ) -> None:
     """On each rank."""
     from isp.cli.launch import without_nproc
+    from isp.comm import Mesh, World
     from isp.evaluation.evaluate import find_passkeys, text_losses
     from isp.evaluation.table import describe
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
+    from isp.parallel import Topology
+    from isp.train.run import device_of
 
-    source, layout, text, passkeys = reading.source, reading.layout, None, None
+    device, text, passkeys = device_of(args.device), None, None
     words = without_nproc(args.words[1:])
-    command = shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *words])
-    with reading.engine() as (engine, rank):
-        if args.tasks:
-            about = {"dtype": source.dtype, "layout": layout.describe(source.model)}
-            run_tasks(args, engine, source, rank=rank, about={**about, "command": command})
-            return
+    with World(device) as world:
+        mesh = Mesh(Topology.create(layout.ranks, layout.parallel), world.rank)
+        engine = source.engine(layout.parallel, mesh, device)
         if rows is not None:
             text = text_losses(
                 engine,
@@ -183,14 +191,14 @@ def _evaluate(
                 seed=args.seed,
                 batch_tokens=args.batch_tokens,
             )
-        if rank != 0:
+        if world.rank != 0:
             return
     evaluation = Evaluation(
         model=source.title,
         dtype=source.dtype,
-        layout=layout.describe(source.model),
+        layout=layout.describe(),
         trained_length=source.trained_length,
-        command=command,
+        command=shlex.join(["isp", "evaluate", f"--nproc={layout.ranks}", *words]),
         text=text,
         passkeys=passkeys,
     )

@@ -56,7 +56,6 @@ def _run(args: argparse.Namespace) -> int:
     from isp.config import load_config
     from isp.planner import load_fabric
     from isp.planner.exchange import choose_exchange
-    from isp.planner.generation import plan_generation
     from isp.planner.ladder import climb
     from isp.planner.lengths import Budget, Planned
     from isp.planner.lengths_report import MemoryPlan, lengths_as_json, lengths_as_text
@@ -79,7 +78,6 @@ def _run(args: argparse.Namespace) -> int:
         planned.growth(seq_len),
         planned.longest(budget) if args.max_seq_len else None,
         climb(planned, budget, progress=show_progress) if args.max_seq_len else (),
-        plan_generation(planned.case(seq_len), fabric.device),
     )
     say(lengths_as_json(plan) if args.json else lengths_as_text(plan))
     return 0 if plan.fits else 1

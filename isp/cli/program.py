@@ -333,7 +333,7 @@ _COMMANDS = (
     _Command("profile", "measure what communication costs in each mode", add_profile, "file"),
     _Command("check", _CHECK, add_check, "file"),
     _Command("generate", "generate text with a trained model", add_generate),
-    _Command("evaluate", "measure loss by position, passkeys, or tasks", add_evaluate, "keys"),
+    _Command("evaluate", "measure loss by position and passkeys", add_evaluate, "keys"),
     _Command("plan", "show the memory of a layout, and the longest sequences", add_plan, "file"),
     _Command("layouts", "rank the layouts that fit by predicted step time", add_layouts, "file"),
     _Command("calibrate", "measure this machine for isp layouts", add_calibrate),

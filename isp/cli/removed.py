@@ -11,10 +11,20 @@ _REMOVED_COMMANDS: Mapping[str, str] = {
 }
 """Replacements in words, by command (`checkpoint import`)."""
 
+_HARNESS = (
+    "use lm-eval itself: isp checkpoint export RUN --hf FOLDER, then"
+    " lm_eval --model hf --model_args pretrained=FOLDER --tasks ..."
+)
 _ONE_PROCESS = "one process generates: use --device-map auto where a model needs several GPUs"
 
 _REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
+    ("evaluate", "--apply-chat-template"): _HARNESS,
     ("evaluate", "--html"): "use --png FILE for a picture, and evaluation.json",
+    ("evaluate", "--include-path"): _HARNESS,
+    ("evaluate", "--limit"): _HARNESS,
+    ("evaluate", "--max-length"): _HARNESS,
+    ("evaluate", "--num-fewshot"): _HARNESS,
+    ("evaluate", "--tasks"): _HARNESS,
     ("generate", "--nproc"): _ONE_PROCESS,
     ("generate", "--parallel.tensor.mode"): _ONE_PROCESS,
     ("generate", "--parallel.tensor.size"): _ONE_PROCESS,
@@ -31,7 +41,7 @@ def check_command(words: Sequence[str]) -> None:
     for command, instead in _REMOVED_COMMANDS.items():
         if list(words[: len(command.split())]) == command.split():
             raise ValueError(f"isp {command} was removed: {instead}")
-    given = {word.partition("=")[0] for word in words}
+    given = {word.partition("=")[0].replace("_", "-") for word in words}  # as options have both
     for (command, option), instead in _REMOVED_OPTIONS.items():
         if list(words[: len(command.split())]) == command.split() and option in given:
             raise ValueError(f"isp {command} {option} was removed: {instead}")

@@ -141,30 +141,6 @@ class ChatTemplate:
                 )
             return chat.render(add_generation_prompt=True).text
 
-    def unfinished(self, messages: Messages, where: str) -> str:
-        """A conversation as text up to the last words of its last message, which may go on.
-
-        Raises ValueError as `example` does, and where these words are not in the text.
-        """
-        with _refused_at(where):
-            chat = self._chat(messages, None, None)
-            words = str(chat.messages[-1]["content"]).strip()
-            text, _, _ = chat.render().text.rpartition(words)
-            if not text:
-                raise ValueError("the chat template does not write its last message")
-            return text + words
-
-    @property
-    def text(self) -> str:
-        """The template itself."""
-        return self._template(None)
-
-    @property
-    def bos_token(self) -> str | None:
-        """The text of the token that begins texts, which a template may write itself."""
-        found: str | None = self._fast.bos_token
-        return found
-
     def turn_end(self) -> int | None:
         """The token that ends the assistant's turn; None if none does, or it is not known."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -1,102 +1,101 @@
-"""`Engine`: a model over the ranks of a tensor group that reads prompts and goes on token by token.
+"""`Engine`: a model that the ranks of one tensor group evaluate, by the forward of training.
 
-n prompts, T their tokens, padded to a multiple of p ranks where a sequence is split; V vocabulary
-
-    mode             prefill                           decoding
-    mtp, msp, fsp    features split, as in training    the same
-    isp              tokens split, weights gathered    features split as in mtp, where they can be
-
-In isp a rank attends with the same heads as in mtp, so the cache is that of both; of the weights it
-has shards that are cut in both ways: with all ranks in one weight group, 2 / p of the model.
+n documents, T their tokens, padded to a multiple of p ranks where a sequence is split; V vocabulary
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.attention.cached import KeyValueCache
 from isp.comm import Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
+from isp.config import sections_from
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
-from isp.models.decoding import decoding_layout
 from isp.models.model import TracedModel
-from isp.parallel import Axis, ParallelConfig, Topology
+from isp.parallel import Axis, Mode, ParallelConfig
+from isp.parallel.partition import any_of, divisors
+from isp.settings.section import section
 from isp.weights.trace import sequential_actions
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "EvaluationLayout", "choose_layout"]
 
-Build = Callable[[ParallelConfig, Mesh], BuiltModel]
-"""Builds a model with its weights for a layout; a collective."""
+
+class EvaluationLayout(NamedTuple):
+    """How the ranks evaluate."""
+
+    parallel: ParallelConfig
+    note: str
+    """What was not as asked, in words; empty: nothing."""
+
+    @property
+    def ranks(self) -> int:
+        """All of them are one tensor group."""
+        return self.parallel.tensor.size
+
+    def describe(self) -> str:
+        """For people."""
+        return "1 rank" if self.ranks == 1 else f"{self.ranks} ranks, {self.parallel.tensor.mode}"
+
+
+@section("")
+class _Keys:
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The split over ranks."""
+
+
+def choose_layout(model: TracedModel, ranks: int, overrides: Sequence[str]) -> EvaluationLayout:
+    """The layout of `ranks` ranks: mtp, or what `overrides` of `parallel` say.
+
+    One rank where mtp was not asked for and does not fit the model. Raises ValueError, naming key,
+    value and way out, for what cannot be.
+    """
+    mode = Mode.MTP if ranks > 1 else Mode.ISP
+    defaults = {"tensor": {"size": ranks, "mode": mode}, "weight": {"size": ranks}}
+    parallel = sections_from(_Keys, overrides, {"parallel": defaults}).parallel
+    _check(parallel, ranks)
+    try:
+        model.check_layout(parallel, parallel.tensor.size)
+    except ValueError as error:
+        if any(word.startswith("--parallel.tensor.mode") for word in overrides):
+            raise
+        return EvaluationLayout(ParallelConfig(), f"on one rank, not {ranks}: {error}")
+    return EvaluationLayout(parallel, "")
+
+
+def _check(parallel: ParallelConfig, ranks: int) -> None:
+    tensor, weight = parallel.tensor, parallel.weight
+    if tensor.size != ranks:
+        raise ValueError(
+            f"parallel.tensor.size={tensor.size}: all {ranks} ranks work on the same text: leave it"
+            f" out, or use --nproc {tensor.size}"
+        )
+    if ranks % weight.size:
+        raise ValueError(
+            f"parallel.weight.size={weight.size} must divide the {ranks} ranks: use"
+            f" {any_of(divisors(ranks))}"
+        )
+    for key, value, supported in (
+        ("pipeline.size", parallel.pipeline.size, 1),
+        ("sequence_2D.enable", parallel.sequence_2D.enable, False),
+        ("weight.vocab_parallel_loss", weight.vocab_parallel_loss, False),
+    ):
+        if value != supported:
+            raise ValueError(
+                f"parallel.{key}={value} is for training: leave it out; checkpoints of any layout"
+                f" are read"
+            )
 
 
 class Engine:
-    """A model that reads and decodes over all ranks of a mesh, which is one tensor group."""
-
-    def __init__(
-        self,
-        model: TracedModel,
-        parallel: ParallelConfig,
-        mesh: Mesh,
-        *,
-        device: torch.device,
-        build: Build,
-        cache: KeyValueCache,
-    ) -> None:
-        """`build` gives what reads prompts, and what decodes; both with `cache`.
-
-        A collective over the ranks of `mesh`.
-        """
-        self.cache = cache
-        self._reads = self._decodes = _Layout(build(parallel, mesh), mesh, device)
-        self.decoding = decoding_layout(model, parallel)
-        """The layout of decoding."""
-        if self.decoding is not parallel:
-            topology = Topology.create(mesh.topology.world_size, self.decoding)
-            mesh = Mesh(topology, mesh.rank, log=mesh.log)
-            self._decodes = _Layout(build(self.decoding, mesh), mesh, device)
-
-    @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> Tensor:
-        """The logits [n, V] behind each prompt; what follows may make it `capacity` tokens long."""
-        with self.cache.prefill([len(prompt) for prompt in prompts], capacity):
-            return self.logits(prompts, [1] * len(prompts))
-
-    @torch.inference_mode()
-    def logits(self, documents: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """The logits [sum of counts, V] behind the last tokens, so many, of each document."""
-        lengths = [len(document) for document in documents]
-        tokens = torch.tensor([token for document in documents for token in document])
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        ends = itertools.accumulate(lengths)
-        rows = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
-        return self._reads.logits(tokens, positions, lengths, rows=rows)
-
-    @torch.inference_mode()
-    def decode(self, tokens: Tensor) -> Tensor:
-        """The logits [n, V] behind one more token [n] of each document."""
-        with self.cache.decode():
-            positions = torch.tensor([length - 1 for length in self.cache.lengths])
-            return self._decodes.logits(tokens, positions, None, rows=None)
-
-    @torch.inference_mode()
-    def losses(self, batch: MicroBatch) -> Tensor:
-        """The losses of the tokens of rows that are not packed, on every rank; as the labels."""
-        return self._reads.losses(batch)
-
-    def agree(self, tokens: Tensor) -> Tensor:
-        """The tokens [n] of the first rank, on all ranks; in place."""
-        channel = self._decodes.mesh[Axis.TENSOR]
-        return channel.broadcast_(tokens, tag=Tag(tensor="tokens")).wait()
-
-
-class _Layout:
-    """A model as it is split over a mesh, and what all ranks know of its logits."""
+    """A model that gives logits and losses over all ranks of a mesh, which is one tensor group."""
 
     def __init__(self, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         (chunk,) = built.chunks
@@ -109,40 +108,37 @@ class _Layout:
         self._sliced = mode.slices_batch and tensor.size > 1
         self._splits_logits = mode.splits_features and tensor.size > 1
         self._padded_to = tensor.size if mode.splits_sequence else 1
-        """Tokens of a call are a multiple of it."""
+        """Tokens of a forward are a multiple of it."""
 
-    def logits(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        lengths: Sequence[int] | None,
-        rows: Tensor | None,
-    ) -> Tensor:
-        """The logits [n, V] of the tokens at `rows` [n] of [T], on every rank; None: of all.
+    @torch.inference_mode()
+    def logits(self, documents: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+        """The logits [sum of counts, V] behind the last tokens, so many, of each document.
 
-        `lengths` of the documents that are packed; None: each token goes on with its own.
+        On every rank; the documents are packed.
         """
-        count, num = tokens.shape[0], tokens.shape[0] if rows is None else rows.shape[0]
-        padding = -count % self._padded_to
-        ends = None
-        if lengths is not None and (padding or len(lengths) > 1):
-            documents = [*lengths, padding] if padding else lengths
-            ends = F.pad(torch.tensor(documents).cumsum(0), (1, 0)).to(torch.int32)
-        rows = None if rows is None else host_memory.send(rows, self._device)
+        lengths = [len(document) for document in documents]
+        tokens = torch.tensor([token for document in documents for token in document])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        ends = itertools.accumulate(lengths)
+        asked = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
+        padding = -len(tokens) % self._padded_to
+        bounds = None
+        if padding or len(lengths) > 1:
+            packed = torch.tensor([*lengths, padding] if padding else lengths)
+            bounds = F.pad(packed.cumsum(0), (1, 0)).to(torch.int32)
+        num, rows = len(tokens) + padding, host_memory.send(asked, self._device)
 
         def pick(x: Tensor) -> Tensor:
-            if x.shape[1] == count + padding:
-                return x[:, :num] if rows is None else x.index_select(1, rows)
-            return self._joined(x, torch.arange(num, device=x.device) if rows is None else rows)
+            return x.index_select(1, rows) if x.shape[1] == num else self._joined(x, rows)
 
-        tokens, positions = self._given(tokens[None], positions[None], padding=padding)
-        logits = self._chunk.logits_of(tokens, positions, ends, pick)[:, :num]
-        if self._splits_logits:
-            logits = self._whole(logits)
-        return logits[0]
+        x, positions = self._given(tokens[None], positions[None], padding=padding)
+        # A head that gathers tokens (msp) gathers the same ones of each rank: one copy counts.
+        logits = self._chunk.logits_of(x, positions, bounds, pick)[:, : len(asked)]
+        return (self._whole(logits) if self._splits_logits else logits)[0]
 
+    @torch.inference_mode()
     def losses(self, batch: MicroBatch) -> Tensor:
-        """See `Engine`; by the layers of training."""
+        """The losses of the tokens of rows that are not packed, on every rank; as the labels."""
         tensor, num_tokens = self.mesh[Axis.TENSOR], batch.tokens.shape[1]
         tokens, positions, labels = self._given(
             batch.tokens, batch.positions, batch.labels, padding=-num_tokens % tensor.size

@@ -13,7 +13,6 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from isp.attention.cached import KeyValueCache
 from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.choice import CheckpointInfo, newest_at
 from isp.checkpoint.state import check_shapes
@@ -23,7 +22,7 @@ from isp.config.models import language_model
 from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
 from isp.evaluation.engine import Engine
-from isp.models.build import BuiltModel, build_model, parameter_shapes
+from isp.models.build import build_model, parameter_shapes
 from isp.models.lora import with_trained_adapters
 from isp.models.make import limited_model
 from isp.models.model import TracedModel, position_rows
@@ -176,33 +175,29 @@ class Source:
 
     def engine(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Engine:
         """The model with its weights, on the ranks of `mesh`; a collective."""
-        dtype, cache = getattr(torch, self.dtype), KeyValueCache()
-
-        def build(parallel: ParallelConfig, mesh: Mesh) -> BuiltModel:
-            # A folder's own model reads its weights as it begins; of a checkpoint, only buffers
-            # and what is below an adapter.
-            begins = self.checkpoint is None or self.section.adapter is not None
-            seed = 0 if self.section.hf is not None and begins else None
-            built = build_model(
-                self.model, parallel, mesh, seed=seed, device=device, dtype=dtype, cache=cache
-            )
-            self._fill(built, mesh)
-            return built
-
-        return Engine(self.model, parallel, mesh, device=device, build=build, cache=cache)
-
-    def _fill(self, built: BuiltModel, mesh: Mesh) -> None:
-        state = TrainState(
-            parameters=built.saved,
-            optimizer=None,
-            topology=mesh.topology,
-            earlier_names=built.model.earlier_names,
+        # A folder's own model reads its weights as it begins; of a checkpoint, only buffers and
+        # what is below an adapter.
+        begins = self.checkpoint is None or self.section.adapter is not None
+        built = build_model(
+            self.model,
+            parallel,
+            mesh,
+            seed=0 if self.section.hf is not None and begins else None,
+            device=device,
+            dtype=getattr(torch, self.dtype),
         )
         if self.checkpoint is not None:
+            state = TrainState(
+                parameters=built.saved,
+                optimizer=None,
+                topology=mesh.topology,
+                earlier_names=built.model.earlier_names,
+            )
             world, folder = mesh[Axis.WORLD], self.checkpoint
             with Checkpointer(folder, CheckpointConfig(), world=world) as checkpointer:
                 info = checkpointer.choose_initial(folder)
                 checkpointer.load(info, state, weights_only=True)
+        return Engine(built, mesh, device)
 
 
 def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Source:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from isp.attention import DistributedAttention, LocalAttention
-from isp.attention.cached import CachedAttention, KeyValueCache
 from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel
 from isp.comm.host import HostMemory
@@ -65,8 +64,6 @@ class RankLayers:
     """isp: exchange logits, so that a rank has all tokens of its sequence and part of each."""
     everyone: Channel = field(default_factory=Channel.solo)
     """All ranks, for values in CPU memory, by which they choose alike."""
-    cache: KeyValueCache | None = None
-    """Keeps the keys and values of earlier tokens, where text is generated."""
 
     @property
     def splits_features(self) -> bool:
@@ -82,8 +79,6 @@ class RankLayers:
         self, local: LocalAttention, *, scale: float | None = None, softcap: float | None = None
     ) -> DistributedAttention:
         """Attention by `local`, which has this `scale` and `softcap`, to all of a sequence."""
-        if self.cache is not None:
-            local = CachedAttention(local, self.cache, scale=scale, softcap=softcap)
         if self.splits_features:  # a rank has all tokens of its heads
             return DistributedAttention(local, Channel.solo("tensor"))
         ranks = self.sequence or SequenceRanks.by_heads(self.tensor)

@@ -34,7 +34,7 @@ from isp.attention.keys import KeyExchange
 from isp.comm.tag import Purpose, Tag
 from isp.mixers.placement import Placement
 
-__all__ = ["Indexer", "choose", "choose_next"]
+__all__ = ["Indexer", "choose"]
 
 _MOST_SCORES = 1 << 26
 """Of a tile, over all heads, unless a query alone has more."""
@@ -79,14 +79,6 @@ def choose(
         lacking = length - len(own) if on_cpu else 0  # [Note: Ties]
         documents.append((len(own) - size, size, F.pad(own, (0, 0, 0, lacking))))
     return _numbers(indexer, documents, indexer.most(max(placement.plan.lengths)), tiles)
-
-
-def choose_next(indexer: Indexer, documents: Sequence[Tensor], first: int) -> Tensor:
-    """The same of the last token of each document, with keys [L, D]; this rank has those from
-    `first` on, and padding behind them."""
-    own = documents[first : first + indexer.keys.shape[1]]
-    lasts = [(len(keys) - 1, 1, keys) for keys in own]
-    return _numbers(indexer, lasts, indexer.most(max(map(len, documents))), iter)
 
 
 def _numbers(

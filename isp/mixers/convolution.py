@@ -13,8 +13,6 @@ backward   the gradient of the halo returns by the transposed all-to-all and is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,52 +25,8 @@ from isp.comm import host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.mixers import kernels
 from isp.mixers.placement import Placement
-from isp.mixers.recurrence import Inputs, StateSizes
 
-__all__ = ["Convolution", "convolve", "convolve_alone"]
-
-
-class Convolution:
-    """A convolution as a `Stateful`: each channel is a head, its state the tokens that it reaches.
-
-    Heads have x [T, C], constants are weight [C, K] and bias [C]. For text that is generated.
-    """
-
-    def __init__(self, dilation: int) -> None:
-        self._dilation = dilation
-
-    def scan(
-        self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """As `Stateful.scan`; states [n, C, reach]."""
-        (x,), (weight, bias) = inputs.of_heads, inputs.constants
-        assert weight is not None
-        reach = self.state_sizes(inputs).numbers
-        if initial is None:
-            initial = x.new_zeros(len(lengths), x.shape[1], reach)
-        pairs = zip(initial.mT, x.split(list(lengths)), strict=True)
-        joined = torch.cat([part for pair in pairs for part in pair])  # [T + n reach, C]
-        out = _convolved(F.pad(joined, (0, 0, 0, reach))[None], weight, bias, self._dilation)[0]
-        sizes = [length + reach for length in lengths]
-        own = [y[:length] for y, length in zip(out.split(sizes), lengths, strict=True)]
-        last = [y[length:].mT for y, length in zip(joined.split(sizes), lengths, strict=True)]
-        return torch.cat(own), torch.stack(last)
-
-    def state_sizes(self, inputs: Inputs) -> StateSizes:
-        """As `Stateful.state_sizes`."""
-        channels, taps = _shape_of(inputs)
-        return StateSizes(channels, channels, (taps - 1) * self._dilation, widened=False)
-
-    def flops(self, inputs: Inputs) -> int:
-        """As `Stateful.flops`."""
-        channels, taps = _shape_of(inputs)
-        return 2 * channels * taps
-
-
-def _shape_of(inputs: Inputs) -> tuple[int, int]:
-    weight = inputs.constants[0]
-    assert weight is not None
-    return weight.shape[0], weight.shape[1]
+__all__ = ["convolve", "convolve_alone"]
 
 
 def convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int = 1) -> Tensor:

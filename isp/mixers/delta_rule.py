@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.mixers import kernels
-from isp.mixers.recurrence import Inputs, StateSizes, by_segment, decays, in_chunks
+from isp.mixers.recurrence import Inputs, by_segment, decays, in_chunks
 
 __all__ = ["DeltaRule"]
 
@@ -43,7 +43,7 @@ class DeltaRule:
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Stateful.scan`; states [n, H, K, V]."""
+        """As `Recurrence.scan`; states [n, H, K, V]."""
         found = kernels.delta_rule(inputs, lengths, initial, normalise=self.normalise)
         if found is not None:
             return found
@@ -82,13 +82,13 @@ class DeltaRule:
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return v.shape[1] * k.shape[2] * (v.shape[2] + k.shape[2])
 
-    def state_sizes(self, inputs: Inputs) -> StateSizes:
-        """As `Stateful.state_sizes`."""
+    def state_size(self, inputs: Inputs) -> int:
+        """As `Recurrence.state_size`."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
-        return StateSizes(v.shape[1], k.shape[1], k.shape[2] * v.shape[2])
+        return v.shape[1] * k.shape[2] * v.shape[2]
 
     def flops(self, inputs: Inputs) -> int:
-        """As `Stateful.flops`: what a state holds of the key, its change, what the query asks."""
+        """As `Recurrence.flops`: what a state holds of the key, its change, what the query asks."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return 6 * v.shape[1] * k.shape[2] * v.shape[2]
 

@@ -53,7 +53,7 @@ _ENDLESS, _HARDLY = 1e20, 2.0**-50
 def delta_rule(
     inputs: Inputs, lengths: Sequence[int], initial: Tensor | None, *, normalise: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """As `Stateful.scan` of the gated delta rule; None: no kernel.
+    """As `Recurrence.scan` of the gated delta rule; None: no kernel.
 
     One call for all segments, [1, T, ..]; states [n, H, K, V] in float32 both ways, with gradients.
     """
@@ -87,7 +87,7 @@ def mamba2(
     dt_softplus: bool,
     dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor | None] | None:
-    """As `Stateful.scan` of Mamba2; None: no kernel, or no final states.
+    """As `Recurrence.scan` of Mamba2; None: no kernel, or no final states.
 
     Several segments from zeros are one call with `seq_idx`, which has no backward of final states
     and so gives none. A kernel takes one initial state: with those, a call a segment.

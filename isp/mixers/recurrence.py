@@ -19,8 +19,6 @@ from torch import Tensor
 __all__ = [
     "Inputs",
     "Recurrence",
-    "StateSizes",
-    "Stateful",
     "by_segment",
     "decays",
     "in_chunks",
@@ -55,37 +53,22 @@ class Inputs(NamedTuple):
         return Inputs(of_heads, of_groups, self.constants)
 
 
-class StateSizes(NamedTuple):
-    """The state that a document has behind a token."""
-
-    num_heads: int
-    num_groups: int
-    numbers: int
-    """Of one head."""
-    widened: bool = True
-    """Whether they are float32 at least; else they have the dtype of what is mixed."""
-
-
-class Stateful(Protocol):
-    """Whatever goes through the tokens of a document from a state to a state."""
+class Recurrence(Protocol):
+    """One kind of scan: goes through the tokens of a document from a state to a state."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The results [T, H, V] and the final states [n, H, ..] of segments of these `lengths`.
 
-        `initial` states [n, H, ..]; None: zeros. States of a `Recurrence` are float32 at least.
+        `initial` states [n, H, ..]; None: zeros. States are float32 at least.
         """
 
-    def state_sizes(self, inputs: Inputs) -> StateSizes:
-        """Those of a document."""
+    def state_size(self, inputs: Inputs) -> int:
+        """Numbers of a document's state, of all heads."""
 
     def flops(self, inputs: Inputs) -> int:
         """Of a token, forward: products with the states and with what changes them."""
-
-
-class Recurrence(Stateful, Protocol):
-    """One kind of scan."""
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
         """Transition and final state from zero of each segment, as one row of numbers: [n, F]."""

@@ -25,13 +25,13 @@ from isp.attention.exchange import Cut, Exchange, exchanged
 from isp.attention.heads import HeadPlan
 from isp.attention.keys import KeyExchange
 from isp.autograd import joined
-from isp.comm import Channel, host_memory
+from isp.comm import host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.mixers.placement import Placement
-from isp.mixers.recurrence import Inputs, Recurrence, Stateful
+from isp.mixers.recurrence import Inputs, Recurrence
 from isp.parallel.config import SequenceScan
 
-__all__ = ["cheaper_way", "received_bytes", "scan_by_heads", "scan_by_state", "scan_on"]
+__all__ = ["cheaper_way", "received_bytes", "scan_by_heads", "scan_by_state"]
 
 
 def received_bytes(
@@ -64,36 +64,13 @@ def cheaper_way(recurrence: Recurrence, inputs: Inputs, placement: Placement) ->
 
 def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
     """The results [T', H, V] of this rank's tokens; each rank scans all tokens of some heads."""
-    return scan_on(recurrence, inputs, placement, None)[0]
-
-
-def scan_on(
-    recurrence: Stateful,
-    inputs: Inputs,
-    placement: Placement,
-    initial: Tensor | None,
-    copies: Channel | None = None,
-) -> tuple[Tensor, Tensor]:
-    """By heads, from states before each document: the results, and the states behind them.
-
-    States [n, h, ..] are those of this rank's heads; no `initial`: zeros. It may leave out the last
-    documents. `copies`: ranks that all have these tokens, and take some heads each; no gradient.
-    """
-    if initial is not None and len(initial) < len(placement.plan.lengths):
-        rest = len(placement.plan.lengths) - len(initial)
-        initial = torch.cat((initial, initial.new_zeros(rest, *initial.shape[1:])))
-    channel = placement.channel if copies is None else copies
+    channel, lengths = placement.channel, placement.plan.lengths
     if channel.size == 1:
-        return recurrence.scan(inputs, placement.plan.lengths, initial)
+        return recurrence.scan(inputs, lengths, None)[0]
     rank, xs = channel.rank, (*inputs.of_heads, *inputs.of_groups)
     plan = HeadPlan.of(inputs.num_heads, inputs.num_groups, channel.size)
     heads = [plan.query] * len(inputs.of_heads)
-    cuts = (*heads, *[plan.kv] * len(inputs.of_groups))
-    if copies is None:
-        gathered = _to_heads(xs, cuts, placement)
-    else:
-        own_of = (cut[rank] for cut in cuts)
-        gathered = tuple(x[:, r.start : r.stop] for x, r in zip(xs, own_of, strict=True))
+    gathered = _to_heads(xs, (*heads, *[plan.kv] * len(inputs.of_groups)), placement)
     of_heads, of_groups = gathered[: len(heads)], gathered[len(heads) :]
     own = plan.query[rank]
     constants = tuple(None if x is None else x[own.start : own.stop] for x in inputs.constants)
@@ -101,23 +78,10 @@ def scan_on(
         if (repeated := plan.repeated_kv(rank)) is not None:
             index = host_memory.send(torch.tensor(repeated), of_groups[0].device)
             of_groups = tuple(x.index_select(1, index) for x in of_groups)
-        mine = Inputs(of_heads, of_groups, constants)
-        out, states = recurrence.scan(mine, placement.plan.lengths, initial)
+        out, _ = recurrence.scan(Inputs(of_heads, of_groups, constants), lengths, None)
     else:
         out = joined(*gathered, *constants)
-        states = out.new_zeros(len(placement.plan.lengths), 0)
-    if copies is not None:
-        return _joined_heads(out, plan.query, copies), states
-    return _to_tokens(out, plan.query, placement), states
-
-
-def _joined_heads(y: Tensor, heads: tuple[range, ...], channel: Channel) -> Tensor:
-    """y [T, h, ..] of each rank's `heads` -> [T, H, ..]; shorter ones travel with padding."""
-    most = max(map(len, heads))
-    padded = torch.cat((y, y.new_zeros(len(y), most - y.shape[1], *y.shape[2:])), 1)
-    tag = Tag(Purpose.SCAN_HEADS, tensor="scan.out")
-    found = channel.all_gather(padded, dim=1, tag=tag).wait().split(most, 1)
-    return torch.cat([x[:, : len(r)] for x, r in zip(found, heads, strict=True)], 1)
+    return _to_tokens(out, plan.query, placement)
 
 
 def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:

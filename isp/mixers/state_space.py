@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.mixers import kernels
-from isp.mixers.recurrence import Inputs, StateSizes, by_segment, decays, in_chunks
+from isp.mixers.recurrence import Inputs, by_segment, decays, in_chunks
 
 __all__ = ["Mamba2", "SelectiveScan"]
 
@@ -41,7 +41,7 @@ class _StateSpace:
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Stateful.scan`; states [n, H, P, N] or [n, C, N]."""
+        """As `Recurrence.scan`; states [n, H, P, N] or [n, C, N]."""
         x, dt, A, D, B, C = self._read(inputs)
         out, states = self._segments(A, (x, dt, B, C), lengths, initial)
         if D is not None:
@@ -62,13 +62,13 @@ class _StateSpace:
         assert A is not None
         return A.numel() + x.shape[1:].numel() * B.shape[-1]
 
-    def state_sizes(self, inputs: Inputs) -> StateSizes:
-        """As `Stateful.state_sizes`."""
+    def state_size(self, inputs: Inputs) -> int:
+        """As `Recurrence.state_size`."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
-        return StateSizes(x.shape[1], B.shape[1], x.shape[2:].numel() * B.shape[-1])
+        return x.shape[1:].numel() * B.shape[-1]
 
     def flops(self, inputs: Inputs) -> int:
-        """As `Stateful.flops`: the change of a state, and what C asks of it."""
+        """As `Recurrence.flops`: the change of a state, and what C asks of it."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return 4 * x.shape[1:].numel() * B.shape[-1]
 
@@ -120,7 +120,7 @@ class Mamba2(_StateSpace):
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Stateful.scan`; states [n, H, P, N]."""
+        """As `Recurrence.scan`; states [n, H, P, N]."""
         found = kernels.mamba2(
             inputs, lengths, initial, dt_softplus=self.dt_softplus, dt_limit=self.dt_limit
         )

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from isp.attention import CpuAttention
-from isp.attention.cached import KeyValueCache
 from isp.attention.sequence import SequenceRanks
 from isp.comm import Channel, Mesh
 from isp.comm.cuda import registered
@@ -106,11 +105,10 @@ def build_model(
     seed: int | None,
     device: torch.device,
     dtype: torch.dtype,
-    cache: KeyValueCache | None = None,
 ) -> BuiltModel:
     """This rank's shards of its stages of the model, with the initial weights of `seed`.
 
-    Without a seed they are left for others to fill. `cache`: see `RankLayers`.
+    Without a seed they are left for others to fill.
     """
     order, communicator = PipelineOrder(parallel.pipeline), None
     # One rank has whole weights: a plan would be idle, and costs a fifth of a step of 64 tokens.
@@ -136,7 +134,6 @@ def build_model(
         sequence=sequence,
         host=host,
         everyone=mesh.host,
-        cache=cache,
         device=device,
         dtype=dtype,
     )

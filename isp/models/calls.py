@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.attention.kinds import AttentionKind
-from isp.mixers.recurrence import StateSizes
 from isp.tensors import memory_of
 
 __all__ = [
@@ -67,8 +66,6 @@ class AttentionSizes(NamedTuple):
     """Keys that a token attends to at most, of those that it sees; None: all."""
     relative: bool = False
     """Whether there is a bias by distance."""
-    index_size: int = 0
-    """Of the keys by which it chooses; 0: it does not, or sees what an earlier one chose."""
     scale: float | None = None
     """The factor of the logits; None: 1 / sqrt(d)."""
     softcap: float | None = None
@@ -95,10 +92,6 @@ class AttentionSizes(NamedTuple):
         reach = min(self.chunk or length, self.window or length, self.chosen or length)
         pairs = whole * reach * (2 * (self.chunk or length) - reach)
         return pairs + min(rest, reach) * (2 * rest - min(rest, reach))
-
-    def kept(self, tokens: int) -> int:
-        """How many of the last `tokens` have keys that a later token may see."""
-        return min(tokens, self.window or tokens, self.chunk or tokens)
 
 
 class Ahead(NamedTuple):
@@ -129,8 +122,6 @@ class Call(NamedTuple):
     """Whether the model writes into the result, of attention."""
     flops: int = 0
     """Of a convolution or scan, for a token, forward."""
-    state: StateSizes | None = None
-    """Of a convolution or scan."""
     given: int | None = None
     """Of a linear: the number of the tensor that it was called with."""
     ahead: Ahead | None = None

@@ -247,7 +247,7 @@ class TracedChunk:
         check_not_compiled(self.model)
         parts = self._layers.tensor.size if self._layers.mode.slices_batch else 1
         check_row(self._most_tokens, positions.shape[1] * parts)
-        if not self._length_limits or self._layers.cache is not None:
+        if not self._length_limits:
             return Masks(cu_seqlens)
         return Masks(cu_seqlens, token_lengths(positions, cu_seqlens, self._layers))
 

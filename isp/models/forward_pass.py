@@ -48,20 +48,14 @@ class Masks:
         parts = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
         return AttentionMask.of_documents(parts, causal=causal, window=window)
 
-    def placement(
-        self, sequence: SequenceRanks, channel: Channel, x: Tensor, *, alone: bool = False
-    ) -> Placement:
-        """Which rank of `channel` has which tokens; x [B, S', ..] are this rank's.
-
-        `alone`: each token is one of a document of its own.
-        """
+    def placement(self, sequence: SequenceRanks, channel: Channel, x: Tensor) -> Placement:
+        """Which rank of `channel` has which tokens; x [B, S', ..] are this rank's."""
         if self._placement is None:
             cu = self._cu_seqlens
             rows = x.shape[0], x.shape[1] * channel.size
             if cu is not None and sequence.context.size > 1:  # sequences are joined
                 rows = 1, int(cu[-1])
             bounds: Sequence[int] = () if cu is None else cu.tolist()
-            bounds = range(rows[0] * rows[1] + 1) if alone else bounds
             self._placement = Placement.of(sequence, channel, rows, bounds)
         return self._placement
 

@@ -16,13 +16,12 @@ from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
 from isp.attention.kinds import AttentionKind, make_attention
 from isp.attention.sequence import SequenceRanks
-from isp.comm.tag import Purpose, Tag
 from isp.layers.rank_layers import RankLayers
-from isp.mixers.choice import Indexer, choose, choose_next
-from isp.mixers.convolution import Convolution, convolve
+from isp.mixers.choice import Indexer, choose
+from isp.mixers.convolution import convolve
 from isp.mixers.placement import Placement
-from isp.mixers.recurrence import Inputs, Recurrence, Stateful
-from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state, scan_on
+from isp.mixers.recurrence import Inputs, Recurrence
+from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
 from isp.models.calls import AttentionSizes, Kind
 from isp.parallel.config import SequenceScan
 from isp.settings.attention_backend import AttentionBackend
@@ -119,16 +118,11 @@ class TracedMixers:
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         placement = self._placement(Kind.CONVOLUTION, x)
-        if self._keeps_states:
-            inputs = Inputs((x.flatten(0, 1),), (), (weight, bias))
-            return self._resume(Convolution(dilation), inputs, placement).view(x.shape)
         return convolve(x.flatten(0, 1), weight, bias, placement, dilation).view(x.shape)
 
     def _scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         x, flat = inputs.of_heads[0], inputs.flat()
         placement = self._placement(Kind.SCAN, x)
-        if self._keeps_states:
-            return self._resume(recurrence, flat, placement).view(x.shape)
         way = self._sequence.scan
         if way is SequenceScan.AUTO:
             way = cheaper_way(recurrence, flat, placement)
@@ -144,33 +138,11 @@ class TracedMixers:
         layers = self._layers
         if layers.splits_features:
             raise ValueError(f"{forward_pass.name} uses an indexer to choose keys for attention")
-        cache, tensor = layers.cache, layers.tensor
-        documents = []
-        if cache is not None and cache.keeps:
-            tag = Tag(Purpose.KEYS, tensor="indexer.k")
-            documents = cache.index_keys(tensor.all_gather(keys, 1, tag=tag).wait())
-        if cache is not None and cache.decodes:
-            numbers = choose_next(indexer, documents, tensor.rank * keys.shape[1])
-        else:
-            placement = forward_pass.masks.placement(self._sequence, tensor, keys)
-            numbers = choose(indexer, placement, on_cpu=layers.on_cpu, tiles=layers.tiles)
+        placement = forward_pass.masks.placement(self._sequence, layers.tensor, keys)
+        numbers = choose(indexer, placement, on_cpu=layers.on_cpu, tiles=layers.tiles)
         return numbers.view(*keys.shape[:2], indexer.num_choices, -1)
 
     def _placement(self, kind: Kind, x: Tensor) -> Placement:
         """That of the micro-batch."""
         forward_pass, _ = self._follower.mix(kind, x)
-        cache = self._layers.cache
-        alone = cache is not None and cache.decodes
-        return forward_pass.masks.placement(
-            self._sequence, self._layers.token_ranks, x, alone=alone
-        )
-
-    @property
-    def _keeps_states(self) -> bool:
-        return self._layers.cache is not None and self._layers.cache.keeps
-
-    def _resume(self, by: Stateful, inputs: Inputs, placement: Placement) -> Tensor:
-        """By heads: a rank keeps the states of the same heads, whoever has the tokens."""
-        assert self._layers.cache is not None
-        copies = None if self._layers.mode.splits_sequence else self._layers.tensor
-        return self._layers.cache.resume(partial(scan_on, by, inputs, placement, copies=copies))
+        return forward_pass.masks.placement(self._sequence, self._layers.token_ranks, x)

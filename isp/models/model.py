@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from isp.attention import HeadPlan, LocalAttention
+from isp.attention import LocalAttention
 from isp.layers.compiled import CompileWhen
 from isp.layers.module import RowsOf
 from isp.layers.rank_layers import RankLayers
@@ -265,26 +265,6 @@ class TracedModel:
         query = min((s.num_heads for s in sizes), default=parallel.tensor.size)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
-    def cache_bytes(self, tokens: int, item_bytes: int, parts: int, ranks: int = 1) -> int:
-        """Bytes of a rank's cache for a document of so many tokens, at most.
-
-        Keys and values have `item_bytes` a number, and are kept equally long. The rank's layers
-        have one of `parts` of the heads, which `ranks` exchange for tokens.
-        """
-        total = 0
-        for call in self.trace.calls:
-            if call.sizes is not None:
-                split = (parts > 1 and self._tensor_plan.head_parts(call.block, parts)) or 1
-                own = call.sizes.num_heads // split, call.sizes.num_kv_heads // split
-                heads = HeadPlan.of(*own, ranks).most_attended_kv
-                of_token = heads * 2 * call.sizes.head_size + call.sizes.index_size
-                total += item_bytes * call.sizes.kept(tokens) * of_token
-            if (state := call.state) is not None:
-                heads = max(map(len, HeadPlan.of(*state[:2], parts * ranks).query))
-                wide = max(4, item_bytes) if state.widened else item_bytes
-                total += wide * heads * state.numbers
-        return total
-
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
         """Raise ValueError, naming key, value and way out, if it cannot be split as asked.
 
@@ -424,17 +404,11 @@ class TracedModel:
             for name in self.trace.unused:
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
-        unkept = any(sizes.chunk or sizes.relative for sizes in self.trace.attentions)
-        if layers.cache is not None and unkept:
-            raise ValueError(
-                f"{type(self.model).__name__} uses chunked attention or a bias by distance, for"
-                f" which isp has no KV cache: generate with transformers"
-            )
         plan = self._tensor_plan if layers.splits_features else None
         follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
         holders = WeightHolders(model, layers, follower, plan, stages)
         routers = load = None
-        if layers.device.type != "meta" and layers.cache is None:  # it trains
+        if layers.device.type != "meta":
             of, experts = self._router_losses(), experts_of(self)
             routers = make_router_losses(model, self.host.config(model), of, layers.tensor)
             load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from isp.attention.call import AttentionOptions
 from isp.mixers.choice import Indexer
-from isp.mixers.convolution import Convolution
-from isp.mixers.recurrence import Inputs, Recurrence, Stateful
+from isp.mixers.recurrence import Inputs, Recurrence
 from isp.models.calls import (
     Ahead,
     AttentionSizes,
@@ -51,8 +50,6 @@ class CallRecorder:
         self._calls: list[Call] = []
         self._results: dict[int, tuple[Tensor, int]] = {}
         """Those of attention, and how often each had been written into, by number of the call."""
-        self._index_size = 0
-        """Of the keys of the indexer that was called for the next attention."""
         self._block: str | None = None
         self._given: tuple[Tensor, int] | None = None
         """What the last linear was called with, and how often it had been written into."""
@@ -91,10 +88,7 @@ class CallRecorder:
         chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
         reach = options.window, options.chunk, options.causal, chosen, options.profiles is not None
         logits = options.scale, options.softcap, options.sinks is not None
-        sizes = AttentionSizes(
-            heads, k.shape[2], size, v.shape[3], *reach, self._index_size, *logits
-        )
-        self._index_size = 0
+        sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, *logits)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
         self._results[len(self._calls)] = result, result._version
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
@@ -102,19 +96,18 @@ class CallRecorder:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
         """Note a convolution; as `isp.mixers.Mixers.convolve`."""
-        inputs = Inputs((x,), (), (weight, bias))
-        return self._mixed(Kind.CONVOLUTION, Convolution(dilation), inputs)
+        return self._mixed(Kind.CONVOLUTION, x, 2 * weight.numel(), weight, bias)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
         """Note a scan; as `isp.mixers.Mixers.scan`."""
-        return self._mixed(Kind.SCAN, recurrence, inputs)
+        flops = recurrence.flops(inputs.flat())
+        return self._mixed(Kind.SCAN, inputs.of_heads[0], flops, *inputs.constants)
 
-    def _mixed(self, kind: Kind, by: Stateful, inputs: Inputs) -> Tensor:
-        _read(*inputs.constants)
+    def _mixed(self, kind: Kind, x: Tensor, flops: int, *constants: Tensor | None) -> Tensor:
+        _read(*constants)
         self.mixing.update(self._open)
-        flops, state = by.flops(inputs.flat()), by.state_sizes(inputs.flat())
-        self._calls.append(Call(kind, self._block or "", self._block, flops=flops, state=state))
-        return torch.zeros_like(inputs.of_heads[0])
+        self._calls.append(Call(kind, self._block or "", self._block, flops=flops))
+        return torch.zeros_like(x)
 
     def place(self) -> tuple[str | None, int]:
         """The entry of a list that runs, if one does, and how many have been entered."""
@@ -122,7 +115,6 @@ class CallRecorder:
 
     def choose(self, indexer: Indexer) -> Tensor:
         """Numbers of keys, all 0: as many as are chosen in a long document."""
-        self._index_size = indexer.keys.shape[-1]
         self.mixing.update(self._open)
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

@@ -37,23 +37,21 @@ class DryRecurrence:
         self._kind = kind
         self._recorder = recorder
         self.summary_size = kind.summary_size
-        self.state_sizes = kind.state_sizes
+        self.state_size = kind.state_size
         self.flops = kind.flops
         self.after = kind.after
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Stateful.scan`."""
+        """As `Recurrence.scan`."""
         rows = sum(lengths), len(lengths)
         out, states = self._noted(rows, self.flops(inputs), inputs, lengths, initial)
         return out, states
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
         """As `Recurrence.summary`; as many FLOPs more than a scan as it has more numbers."""
-        sizes = self.state_sizes(inputs)
-        flops = self.flops(inputs) * self.summary_size(inputs)
-        flops //= sizes.num_heads * sizes.numbers
+        flops = self.flops(inputs) * self.summary_size(inputs) // self.state_size(inputs)
         (found,) = self._noted((len(lengths),), flops, inputs, lengths, None)
         return found
 

@@ -10,7 +10,6 @@ from isp.planner.case import PlanCase
 from isp.planner.counts import scans
 from isp.planner.experts import expert_traffic
 from isp.planner.fabric import Fabric
-from isp.planner.generation import GenerationPlan
 from isp.planner.ladder import LadderStep, changes
 from isp.planner.lengths import Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
@@ -37,7 +36,6 @@ class MemoryPlan(NamedTuple):
     longest: Longest | None
     """None if it was not asked for."""
     steps: Sequence[LadderStep]
-    generation: GenerationPlan
 
     @property
     def fits(self) -> bool:
@@ -48,7 +46,7 @@ class MemoryPlan(NamedTuple):
 
 
 def lengths_as_text(plan: MemoryPlan) -> str:
-    parts = [_head(plan), _owners(plan.growth), _verdict(plan), _generation(plan)]
+    parts = [_head(plan), _owners(plan.growth), _verdict(plan)]
     if plan.longest is not None:
         parts += [_end(plan, plan.longest), _ladder(plan), _advice(plan, plan.longest)]
     return "\n\n".join(part for part in parts if part)
@@ -65,7 +63,6 @@ def lengths_as_json(plan: MemoryPlan) -> str:
         "memory": _plain(plan.memory),
         "growth": _plain_growth(plan.growth),
         "experts": (experts := expert_traffic(_case(plan))) and experts.plain(),
-        "generation": plan.generation._asdict(),
     }
     if plan.longest is not None:
         plain["longest"] = _plain_longest(plan.longest)
@@ -157,17 +154,6 @@ def _verdict(plan: MemoryPlan) -> str:
     if plan.budget.fits(plan.memory):
         return f"data.seq_len={seq_len} fits as it is"
     return f"data.seq_len={seq_len} does not fit: {_too_much(plan.memory, plan)}"
-
-
-def _generation(plan: MemoryPlan) -> str:
-    found, length = plan.generation, plan.planned.config.data.seq_len
-    mode = "" if found.ranks == 1 else f" in {found.mode}"
-    return (
-        f"generation by {counted(found.ranks, 'rank')}{mode}: the cache of {length:,} tokens takes"
-        f" {_gib(found.cache)} GiB of a rank,\nbeside {_gib(found.weights)} GiB of weights,"
-        f" and the next token at least {found.seconds * 1e3:.3g} ms,\nin which cache and weights"
-        f" are read"
-    )
 
 
 def _end(plan: MemoryPlan, longest: Longest) -> str:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from isp.comm import Mesh
-from isp.evaluation.engine import Engine
-from isp.evaluation.layout import choose_layout
+from isp.evaluation.engine import Engine, choose_layout
 from isp.evaluation.source import Source, open_source
 from isp.models.tiny import kept_in_float64, tiny_model
 from isp.parallel import Topology
@@ -102,7 +101,7 @@ def made(family: str) -> Any:
 def _without_ties(model: Any) -> Any:
     """With indexers of which two heads are never both zero behind a ReLU, for any key.
 
-    Which of equal keys is taken depends on how many there are, transformers' cache or not.
+    Which of equal keys is taken depends on how many there are.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("indexer.wq_b.weight"):
