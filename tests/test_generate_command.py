@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,17 @@ def test_runs_and_folders_write_what_transformers_writes(
         code, out, err = said(capsys, str(path), *words, *(f"--prompt={p}" for p in PROMPTS))
         assert (code, out) == (0, "".join(shown)), err
         assert "float64, cpu" in err
+
+
+def test_the_decoder_needs_no_packages_of_others(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an import that the quickstart, without the extra hf, has no package for."""
+    run = run_of("decoder", folder)
+    for package in ("transformers", "tokenizers", "peft", "accelerate"):
+        monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = said(capsys, str(run), "--prompt=a", "--tokenizer=bytes", "--max-new-tokens=3")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_moe"])
