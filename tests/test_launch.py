@@ -301,7 +301,7 @@ def test_ranks_of_plain_torchrun_refuse_once(tmp_path, capsys, monkeypatch, rank
 
 
 def test_a_reader_that_leaves_is_reported_as_what_ended_the_ranks(tmp_path, capsys, monkeypatch):
-    """Catches a traceback of the other ranks behind `isp generate ... --nproc 2 | head`."""
+    """Catches a traceback of the other ranks behind `isp evaluate ... --nproc 2 | head`."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     assert report_broken_pipe(BrokenPipeError()) == 141

@@ -106,7 +106,10 @@ def _check(args: argparse.Namespace) -> None:
     from isp.settings.packages import require
 
     if launched():
-        raise ValueError("isp generate is one process: start it without torchrun (--device-map)")
+        raise ValueError(
+            "isp generate runs in one process: start it without torchrun, and use --device-map auto"
+            " where a model needs several GPUs"
+        )
     if not 0 <= args.temperature < math.inf:
         raise ValueError(
             f"--temperature {args.temperature} must be 0 (the likeliest token) or more"

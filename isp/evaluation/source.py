@@ -24,7 +24,7 @@ from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
 from isp.evaluation.engine import Engine
 from isp.models.build import build_model, parameter_shapes
 from isp.models.lora import with_trained_adapters
-from isp.models.make import limited_model
+from isp.models.make import limited_model, take_out_tower
 from isp.models.model import TracedModel, position_rows
 from isp.models.pretrained import meta_model, plain_model
 from isp.parallel import Axis, ParallelConfig
@@ -82,10 +82,16 @@ class Source:
 
     @cached_property
     def _base(self) -> Any:
-        """The plain model of a folder, without memory and adapters."""
-        assert self.section.hf is not None
-        with limited_model(self.section.hf):
-            return meta_model(self.section.hf, torch.float32)
+        """The plain model of a folder, without memory, adapters and what reads no text."""
+        folder = self.section.hf
+        assert folder is not None
+        require(f"model.hf={folder}", "transformers", "safetensors")
+        if self.section.adapter is not None:
+            require("model.adapter", "peft", extra="peft")
+        with limited_model(folder):
+            model = meta_model(folder, torch.float32)
+        take_out_tower(model)  # its tables of positions are of pixels
+        return model
 
     @property
     def position_limit(self) -> int | None:

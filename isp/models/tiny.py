@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -385,6 +385,7 @@ def kept_in_float64(model: nn.Module) -> nn.Module:
 def _widened(kind: type[nn.Module]) -> type[nn.Module]:
     """A class that is `kind`, whose forward runs in `_Widened`."""
 
+    @wraps(kind.forward)  # `generate` of transformers reads its signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _in_float64(partial(kind.forward, self), *args, **kwargs)
 
