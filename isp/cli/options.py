@@ -57,14 +57,14 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option(
-    parser: argparse._ActionsContainer,
+    parser: argparse.ArgumentParser,
     name: str,
     metavar: str,
     kind: Callable[[str], object],
     meaning: str,
     default: float | None = None,
 ) -> None:
-    """Add an option under its name and, with `_`, that of transformers, vLLM and the harness."""
+    """Add an option under its name and, with `_`, that of transformers and vLLM."""
     names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
     shown = meaning if default is None else f"{meaning} (default: {default})"
     parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=shown)
