@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 __all__ = ["check_command"]
 
 _REMOVED_COMMANDS: Mapping[str, str] = {
-    "report": "use a tracker (metrics.report_to) for curves of a run, and isp profile --html",
+    "report": "use a tracker (metrics.report_to) for the curves of a run, isp profile --html for"
+    " the timeline of a step, and isp evaluate --png",
 }
 """Replacements in words, by command (`checkpoint import`)."""
 
