@@ -95,7 +95,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     subject = (
         Subject.of_decoder(keys.model, blocks)
         if folder is None
-        else Subject.of_config(read_folder(folder), blocks, keys.model)
+        else Subject.of_config(read_folder(folder, keys.model.hf_overrides), blocks, keys.model)
     )
     layouts, left_out = layouts_of(args.layouts, subject, keys.parallel)
     for reason in left_out:

@@ -104,7 +104,7 @@ class JobConfig:
             self.model.check_layout(self.parallel, self.row_tokens)
         else:
             check_layout(self.parallel, self.row_tokens)
-            check_model_folder(self.model.hf, self.parallel)
+            check_model_folder(self.model.hf, self.parallel, self.model.hf_overrides)
         if self.training.global_batch_size is None or self.data.micro_num is not None:
             self.parallel.pipeline.check_micro_batches(self.data.num_micro_batches)
         if self.validation.freq and not (self.data.valid_source or self.data.valid_fraction):
@@ -324,7 +324,8 @@ def to_yaml(config: JobConfig, *, redact: bool = False, of_decoder: bool = True)
     """
     plain = to_plain(config, redact=redact)
     if config.model.hf is not None and not of_decoder:
-        kept = {"hf", "adapter", *folder_sizes(config.model.hf)}
+        sizes = folder_sizes(config.model.hf, config.model.hf_overrides)
+        kept = {"hf", "hf_overrides", "adapter", *sizes}
         for key in defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE).keys() - kept:
             del plain["model"][key]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -11,7 +11,7 @@ from isp.checkpoint.state import TrainState, weight_shards
 from isp.config.models import language_model
 from isp.layers.rope_scaling import RopeScaling
 from isp.models.build import parameter_shapes
-from isp.models.model_folder import of_text
+from isp.models.model_folder import of_text, read_config
 from isp.settings.json_file import read_json
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, model_values, trained_positions
@@ -44,11 +44,11 @@ def beyond_positions(model: ModelConfig, seq_len: int) -> str:
     folder = model.hf or model.init_from
     if folder is None:
         return ""
-    found = of_text(read_json(Path(folder) / CONFIG_FILE))
+    found = of_text(read_config(folder, model.hf_overrides))
     trained = trained_positions(found)
     if trained is None or seq_len <= trained:
         return ""
-    way = "its rotary positions"
+    way = "model.hf_overrides.rope_parameters"
     if model.init_from is not None:
         was, way = model_values(found), "model.rope_scaling or model.rope_theta"
         before = was["rope_scaling"] and RopeScaling(**was["rope_scaling"])

@@ -23,6 +23,7 @@ from isp.config.models import language_model
 from isp.config.removed import REMOVED_KEYS
 from isp.foreign.files import copy_regular
 from isp.models.build import parameter_shapes
+from isp.models.model_folder import read_config
 from isp.settings import DTYPES
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
@@ -96,8 +97,13 @@ def _export_adapter(
     model: Any = traced.model
     model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
     named = _copy_companions(kept, _source(kept), folder)
-    notes = () if named else ("the run names no tokenizer to copy",)
-    return Exported(weights.info.path, len(state), out, "adapter", notes)
+    notes = [] if named else ["the run names no tokenizer to copy"]
+    if section.hf_overrides:
+        notes.append(
+            f"the adapter was trained with model.hf_overrides={json.dumps(section.hf_overrides)}:"
+            f" load its base model with these keys changed in config.json"
+        )
+    return Exported(weights.info.path, len(state), out, "adapter", tuple(notes))
 
 
 def saved_model(info: CheckpointInfo) -> ModelConfig:
@@ -112,6 +118,7 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
         raise ValueError(f"{info.path} does not record its model")
     known = {
         "model.hf": lambda found: found is None or isinstance(found, str),
+        "model.hf_overrides": lambda found: found is None or isinstance(found, dict),
         "model.init_from": lambda found: found is None or isinstance(found, str),
         "training.dtype": lambda found: found in DTYPES,
         "data.seq_len": lambda found: type(found) is int and found > 0,
@@ -146,7 +153,7 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
             raise ValueError(
                 f"model.hf={kept['model']['hf']} is not there any more: its {CONFIG_FILE} is needed"
             )
-        return _plan_as_named(weights, source, dtype)
+        return _plan_as_named(weights, source, dtype, kept["model"].get("hf_overrides"))
     like = None if source is None else read_json(source / CONFIG_FILE)
     section = _model(weights.info, kept["model"])
     model = language_model(section, kept["training"]["dtype"])
@@ -171,16 +178,18 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
     return _Plan(described, tensors)
 
 
-def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
+def _plan_as_named(
+    weights: WholeWeights, source: Path, dtype: str, overrides: Mapping[str, Any] | None
+) -> _Plan:
     """Of a run of `model.hf`, as transformers saves such a model."""
     require("an export of model.hf", "transformers", "safetensors")
     from isp.models.pretrained import saved_again
 
-    described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
+    described = {**read_config(str(source), overrides), "torch_dtype": dtype}
     for of_the_files in ("dtype", "quantization_config"):
         described.pop(of_the_files, None)
     tensors = saved_again(
-        str(source), weights.shapes, lambda name: _in_dtype(weights.read(name), dtype)
+        str(source), weights.shapes, lambda name: _in_dtype(weights.read(name), dtype), overrides
     )
     return _Plan(described, tensors)
 
