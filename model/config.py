@@ -48,9 +48,6 @@ class ModelConfig:
     of text_config. An export writes them to its config.json."""
     adapter: AdapterConfig | None = None
     """Adapters on the model of hf: only they are trained; null: the whole model is."""
-    init_from: Annotated[str | None, KeyRole.PLACE] = None
-    """Folder of a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE,
-    InternLM2) whose sizes are used and whose weights a run without checkpoints starts from."""
     vocab_size: Size = 32000
     """Entries of the embedding table and of the logits, at least as many as the tokenizer has."""
     hidden_size: Size = 4096

@@ -12,8 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from isp.cli import launch as launch_module
 from isp.cli import main
 from isp.foreign.shown import printable
-from isp.train.import_folder import import_folder
-from tests.inference.models import made, saved, written
+from tests.inference.models import checkpoint_of, made, saved, written
 from tests.ranks import launch_forked
 
 NEW = 12
@@ -21,9 +20,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = saved("llama", tmp_path_factory.mktemp("llama"))
-    import_folder(folder, folder / "checkpoint", dtype="float64")
-    return folder / "checkpoint"
+    return checkpoint_of("llama", tmp_path_factory.mktemp("llama"))
 
 
 def text_of(prompt: str) -> str:

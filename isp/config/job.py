@@ -36,10 +36,8 @@ from isp.settings import (
     TrainingConfig,
     ValidationConfig,
 )
-from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of, section
 from model.config import ModelConfig
-from model.huggingface import with_init_from
 from model.presets import with_preset
 
 if TYPE_CHECKING:
@@ -111,12 +109,6 @@ class JobConfig:
             raise ValueError(
                 f"validation.freq={self.validation.freq} needs held-out text: give"
                 f" data.valid_source, or data.valid_fraction=0.01"
-            )
-        if self.model.init_from is not None and self.checkpoint.initial_load_path is not None:
-            raise ValueError(
-                f"checkpoint.initial_load_path={self.checkpoint.initial_load_path} and"
-                f" model.init_from={self.model.init_from} both set the initial weights: leave one"
-                f" out (`isp config` prints the sizes to give instead of init_from)"
             )
         check_objective(self)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
@@ -209,8 +201,6 @@ class JobConfig:
             check_tracker(name)
         if self.checkpoint.upload_to is not None:
             check_complete("checkpoint.upload_to", self.checkpoint.upload_to)
-        if self.model.init_from is not None:
-            require(f"model.init_from={self.model.init_from}", "safetensors")
         backend = self.model.attention_backend
         if backend.package is not None and importlib.util.find_spec(backend.package) is None:
             raise ConfigError(
@@ -348,17 +338,15 @@ def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, An
 
 
 def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:
-    """Put what `model.hf`, `.init_from` or `.preset` names below what is given; what is wrong."""
+    """Put what `model.hf` or `.preset` names below what is given; what is wrong."""
     model = values.get("model")
     if not isinstance(model, dict):
         return []
-    named = [key for key in ("hf", "init_from", "preset") if isinstance(model.get(key), str)]
+    named = [key for key in ("hf", "preset") if isinstance(model.get(key), str)]
     try:
         if "hf" in named:
             decided = defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE)
             values["model"] = with_sizes(model, decided)
-        elif "init_from" in named:
-            values["model"] = with_init_from(model)
         elif named:
             values["model"] = with_preset(model)
     except ValueError as error:

@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 
 from isp.attention.cached import KeyValueCache
 from isp.checkpoint import Checkpointer, TrainState
-from isp.checkpoint.agreement import attempt
 from isp.checkpoint.choice import CheckpointInfo, newest_at
 from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
@@ -30,11 +29,10 @@ from isp.settings.hub import download_hint
 from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of
-from isp.train.begin_from import check_folder, load_folder
 from isp.train.export import saved_model
 from isp.train.resume import saved_config
 from model.config import ModelConfig
-from model.huggingface import CONFIG_FILE, model_values, with_init_from
+from model.huggingface import CONFIG_FILE
 
 __all__ = ["Source", "open_source"]
 
@@ -57,7 +55,7 @@ class Source:
     trained_length: int | None
     """Tokens of the documents that it was trained on; None: not known."""
     checkpoint: Path | None
-    """Where the weights are; None: in a folder of Hugging Face, `section.hf` or `.init_from`."""
+    """Where the weights are; None: in the folder of Hugging Face `section.hf`."""
     data: Mapping[str, Any]
     """The `data` section that it was trained with, with the tokenizer's keys as they are now."""
     adds_special_tokens: bool
@@ -159,9 +157,6 @@ class Source:
             with Checkpointer(folder, CheckpointConfig(), world=world) as checkpointer:
                 info = checkpointer.choose_initial(folder)
                 checkpointer.load(info, state, weights_only=True)
-        elif self.section.init_from is not None:
-            what = f"loading {self.section.init_from}"
-            attempt(mesh.host, what, lambda: load_folder(state, self.section))
 
 
 def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Source:
@@ -218,7 +213,7 @@ def _of_checkpoint(
 
 
 def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
-    require("isp generate from a Hugging Face folder", "safetensors")
+    require(f"the model in {path}", "transformers", "safetensors")
     named = with_adapter({"hf": str(path)})
     base = Path(named["hf"])
     described = read_json(base / CONFIG_FILE)
@@ -232,7 +227,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     saved = described.get("dtype") or described.get("torch_dtype")
     return Source(
         title=str(path),
-        section=_section(path, described) if base == path else _validated(named),
+        section=TypeAdapter(ModelConfig).validate_json(json.dumps(named)),
         dtype=dtype or (saved if saved in DTYPES else "float32"),
         tokenizer=own,
         ends=frozenset([own.eos_id]) | _ends(base, described),
@@ -241,23 +236,6 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         data={"tokenizer": file, "add_bos": True},
         adds_special_tokens=True,
     )
-
-
-def _section(path: Path, described: Mapping[str, Any]) -> ModelConfig:
-    """The decoder where it computes such a model, else the model as it is."""
-    try:
-        model_values(described)
-    except ValueError:
-        require(f"the model in {path}", "transformers")
-        return ModelConfig(hf=str(path))
-    values = with_init_from({"init_from": str(path.absolute())})
-    found = _validated(values)
-    check_folder(found)
-    return found
-
-
-def _validated(section: Mapping[str, Any]) -> ModelConfig:
-    return TypeAdapter(ModelConfig).validate_json(json.dumps(section))
 
 
 def _ends(path: Path, described: Mapping[str, Any]) -> frozenset[int]:

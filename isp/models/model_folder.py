@@ -13,11 +13,11 @@ from isp.settings.json_file import read_json
 from isp.settings.packages import require
 
 __all__ = [
+    "beyond_positions",
     "check_layout",
     "check_model_config",
     "check_model_folder",
     "folder_sizes",
-    "of_text",
     "read_config",
     "with_sizes",
 ]
@@ -120,10 +120,33 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
             )
 
 
-def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` with the keys of its text model, which a vision-language model has apart."""
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else dict(config)
+def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, seq_len: int) -> str:
+    """Return a warning of rows longer than a folder's model is for; "" without."""
+    if folder is None:
+        return ""
+    trained = _trained_positions(_read_config(folder, overrides))
+    if trained is None or seq_len <= trained:
+        return ""
+    return (
+        f"sequences of {seq_len:,} tokens have positions beyond the {trained:,} that"
+        f" {folder}/config.json says the model was trained on: model.hf_overrides.rope_parameters"
+        f" may extend them"
+    )
+
+
+def _trained_positions(found: Mapping[str, Any]) -> int | None:
+    """The tokens of a row that a config.json says the model is for; None: it does not say."""
+    context: int | None = found.get("max_position_embeddings", found.get("n_positions"))
+    if context is None:
+        return None
+    ropes = [found.get(name) for name in ("rope_scaling", "rope_parameters")]
+    ropes += [kind for rope in ropes if isinstance(rope, Mapping) for kind in rope.values()]
+    reach = [
+        int(rope["factor"] * (rope.get("original_max_position_embeddings") or context))
+        for rope in ropes
+        if isinstance(rope, Mapping) and isinstance(rope.get("factor"), int | float)
+    ]
+    return max(context, *reach, 0)
 
 
 def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
@@ -157,7 +180,10 @@ def read_config(folder: str, overrides: Mapping[str, Any] | None = None) -> dict
 
 
 def _read_config(folder: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    return of_text(read_config(folder, overrides))
+    """As `read_config`, with the keys of the text model that a vision-language model has apart."""
+    config = read_config(folder, overrides)
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def _defaults_of_type(folder: str) -> dict[str, Any]:

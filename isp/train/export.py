@@ -25,11 +25,10 @@ from isp.foreign.files import copy_regular
 from isp.models.build import parameter_shapes
 from isp.models.model_folder import read_config
 from isp.settings import DTYPES
-from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
-from model.weight_names import WeightTable
+from model.weight_names import ParameterRows, exported_rows
 
 __all__ = ["Exported", "export", "saved_model"]
 
@@ -72,16 +71,9 @@ def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
             writer.add(name, tensor)
             num_tensors += 1
     (folder / CONFIG_FILE).write_text(json.dumps(plan.config, indent=2) + "\n")
-    notes = []
-    if source is None and kept["model"].get("init_from") is not None:
-        notes.append(
-            f"model.init_from={kept['model']['init_from']} is not there: {CONFIG_FILE} has the keys"
-            f" of the run alone"
-        )
-    if not _copy_companions(kept, source, folder):
-        notes.append("the run names no tokenizer to copy")
-    family = plan.config["model_type"]
-    return Exported(weights.info.path, num_tensors, out, family, tuple(notes))
+    named = _copy_companions(kept, source, folder)
+    notes = () if named else ("the run names no tokenizer to copy",)
+    return Exported(weights.info.path, num_tensors, out, plan.config["model_type"], notes)
 
 
 def _export_adapter(
@@ -119,7 +111,6 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
     known = {
         "model.hf": lambda found: found is None or isinstance(found, str),
         "model.hf_overrides": lambda found: found is None or isinstance(found, dict),
-        "model.init_from": lambda found: found is None or isinstance(found, str),
         "training.dtype": lambda found: found in DTYPES,
         "data.seq_len": lambda found: type(found) is int and found > 0,
         "data.tokenizer": lambda found: isinstance(found, str),
@@ -139,9 +130,8 @@ class _Plan(NamedTuple):
 
 
 def _source(kept: Mapping[str, Any]) -> Path | None:
-    """The folder of the model that the run began from, if it is still there."""
-    model = kept["model"]
-    named = model.get("hf") or model.get("init_from")
+    """The folder of the run's `model.hf`, if it is still there."""
+    named = kept["model"].get("hf")
     folder = None if named is None else Path(named)
     return folder if folder is not None and (folder / CONFIG_FILE).exists() else None
 
@@ -154,27 +144,24 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
                 f"model.hf={kept['model']['hf']} is not there any more: its {CONFIG_FILE} is needed"
             )
         return _plan_as_named(weights, source, dtype, kept["model"].get("hf_overrides"))
-    like = None if source is None else read_json(source / CONFIG_FILE)
     section = _model(weights.info, kept["model"])
     model = language_model(section, kept["training"]["dtype"])
     context = kept["data"]["seq_len"]
-    described = config_json(section, dtype=dtype, context=context, like=like)
+    described = config_json(section, dtype=dtype, context=context)
     shapes, earlier = parameter_shapes(model), model.earlier_names
     check_shapes(weights.info, shapes, earlier)
-    table = WeightTable(section, described["model_type"], shapes)
+    exported = exported_rows(section, described["model_type"], shapes)
     saved = saved_rows(shapes, weights.shapes, earlier)
 
     whole = lru_cache(maxsize=1)(weights.read)  # of experts all are read for the first
 
-    def read(name: str, start: int, stop: int) -> Tensor:
-        first, found = saved[name].first, whole(saved[name].name)
+    def read(part: ParameterRows) -> Tensor:
+        first, found = saved[part.name].first, whole(saved[part.name].name)
         rows = found.flatten(0, -2) if found.dim() > 2 else found
-        return rows[first + start : first + stop]
+        # A copy: rows alone wait for their file, not what they were read with.
+        return rows[first + part.start : first + part.stop].clone()
 
-    tensors = (
-        (name, _in_dtype(torch.cat([read(*part) for part in table.parts_of(name)]), dtype))
-        for name in table.shapes
-    )
+    tensors = ((name, _in_dtype(read(part), dtype)) for name, part in exported.items())
     return _Plan(described, tensors)
 
 

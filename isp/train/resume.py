@@ -66,7 +66,6 @@ from isp.run.launcher import (
 )
 from isp.settings import CheckpointConfig, JobSection
 from isp.settings.section import KeyRole
-from isp.train.begin_from import check_folder
 
 __all__ = [
     "STREAM",
@@ -300,8 +299,6 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
             check_changes(initial, config, topology)
             stream_place(initial, config)
         _check_model(initial, config)
-    elif config.model.init_from is not None:
-        check_folder(config.model)
 
 
 def _check_model(info: CheckpointInfo, config: JobConfig) -> None:

@@ -15,8 +15,8 @@ from isp.checkpoint.choice import newest_at
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.models import language_model
+from isp.models.model_folder import beyond_positions
 from isp.models.overrides import OverrideError, overridden_config, overridden_json
-from isp.train.begin_from import beyond_positions
 from isp.train.export import saved_model
 from isp.train.resume import check_changes
 from model.config import ModelConfig
@@ -196,13 +196,35 @@ def test_an_adapter_says_what_its_base_model_needs(
     assert 'note: the adapter was trained with model.hf_overrides={"rope_parameters":' in said
 
 
+@pytest.mark.parametrize(
+    ("rope", "trained"),
+    [
+        ({}, 64),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": None}}, 256),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, 512),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0, 2.0]}}, 64),
+    ],
+)
+def test_rows_beyond_the_positions_of_a_folder_are_told(
+    rope: dict[str, Any], trained: int, tmp_path: Path
+) -> None:
+    """Catches a model that is trained at positions that it does not know, silently, and a warning
+    for nothing.
+    """
+    values = {"model_type": "llama", "max_position_embeddings": 64, **rope}
+    folder = str(_described(tmp_path / "model", **values))
+    assert beyond_positions(folder, None, trained) == ""
+    assert f"beyond the {trained} that" in beyond_positions(folder, None, trained + 1)
+
+
 def test_a_warning_of_long_rows_knows_overrides(tmp_path: Path) -> None:
     """Catches a warning of positions that the user has extended."""
     folder = str(_described(tmp_path / "model", model_type="llama", max_position_embeddings=64))
-    assert "beyond the 64" in beyond_positions(ModelConfig(hf=folder), 300)
-    longer = ModelConfig(hf=folder, hf_overrides={"rope_scaling": YARN})
-    assert "beyond the 256" in beyond_positions(longer, 300)
-    assert beyond_positions(longer, 256) == ""
+    longer = {"rope_scaling": YARN}
+    assert "beyond the 256" in beyond_positions(folder, longer, 300)
+    assert beyond_positions(folder, longer, 256) == ""
+    assert beyond_positions(None, None, 300) == ""
 
 
 REFUSED = {
