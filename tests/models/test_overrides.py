@@ -179,8 +179,10 @@ def test_commands_take_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "model.hf_overrides.max_positions=512: LlamaConfig" in said
         assert "did you mean max_position_embeddings?" in said
     odd = ["--model.hf_overrides.hidden_size=48"]
-    assert main(["check", str(job), "--layouts", "1x1", *odd]) == 2
-    assert "model.hf_overrides.hidden_size=48: model.embed_tokens" in capsys.readouterr().err
+    for path in (job, folder):
+        assert main(["check", str(path), "--layouts", "1x1", *words]) == 0
+        assert main(["check", str(path), "--layouts", "1x1", *odd]) == 2
+        assert "model.hf_overrides.hidden_size=48: model.embed_tokens" in capsys.readouterr().err
 
 
 def test_an_adapter_says_what_its_base_model_needs(
