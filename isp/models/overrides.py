@@ -94,7 +94,7 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
             raise OverrideError(
                 f"{shown} is not supported for {type(config).__name__}: change {folder}/config.json"
             )
-        section = found.setdefault(named[0], {})
+        section = found[named[0]] = found.get(named[0]) or {}
     for key, value in overrides.items():
         name = _known_name(text, key, value)
         if name == _ROPE:

@@ -255,6 +255,15 @@ def test_what_does_not_fit_is_refused(overrides: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_value_without_effect_is_refused(tmp_path: Path) -> None:
+    """Catches a window that the class of transformers drops, since another key is false."""
+    folder = _described(tmp_path / "model", model_type="qwen2_moe")
+    with pytest.raises(OverrideError, match=r"sliding_window=5 has no effect: .* give"):
+        overridden_config(folder, {"sliding_window": 5})
+    config = overridden_config(folder, {"sliding_window": 5, "use_sliding_window": True})
+    assert config.sliding_window == 5
+
+
 def test_overrides_of_kinds_of_layers_name_a_kind(tmp_path: Path) -> None:
     """Catches positions of a kind that the model does not have, which nothing would read."""
     folder = _described(tmp_path / "model", model_type="gemma3_text")
