@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,6 +16,7 @@ from isp.settings.adapter import AdapterConfig
 from isp.settings.attention_backend import AttentionBackend
 from isp.settings.recomputation import Recomputation
 from isp.settings.section import (
+    Absent,
     Count,
     CountOrZero,
     Fraction,
@@ -35,12 +38,16 @@ class ModelConfig:
     hf: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face causal language model, trained unchanged: config.json, and
     safetensors unless the weights should be random. Only checkpoint, checkpoint_*,
-    loss_chunk_tokens, attention_backend, allow_unchecked and adapter can be combined with it."""
+    loss_chunk_tokens, attention_backend, allow_unchecked, hf_overrides and adapter can be combined
+    with it."""
+    hf_overrides: Annotated[dict[str, Any] | None, Absent(None)] = field(default=None, hash=False)
+    """Keys of config.json with other values than in the folder of hf, such as {rope_parameters:
+    {rope_type: yarn, factor: 4, original_max_position_embeddings: 32768}, max_position_embeddings:
+    131072}, by the names of the installed transformers (rope_scaling: an older one of
+    rope_parameters). Mappings are merged key by key. In a folder with a text_config, keys are those
+    of text_config. An export writes them to its config.json."""
     adapter: AdapterConfig | None = None
     """Adapters on the model of hf: only they are trained; null: the whole model is."""
-    init_from: Annotated[str | None, KeyRole.PLACE] = None
-    """Folder of a Hugging Face model (Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE,
-    InternLM2) whose sizes are used and whose weights a run without checkpoints starts from."""
     vocab_size: Size = 32000
     """Entries of the embedding table and of the logits, at least as many as the tokenizer has."""
     hidden_size: Size = 4096
@@ -147,6 +154,11 @@ class ModelConfig:
         """Raise ValueError if the keys do not describe a model."""
         if self.adapter is not None and self.hf is None:
             raise ValueError("model.adapter needs model.hf, the folder of the model that it adapts")
+        if self.hf_overrides is not None and self.hf is None:
+            raise ValueError(
+                f"model.hf_overrides={json.dumps(self.hf_overrides)} changes the config.json of"
+                f" model.hf, which is not given: name its folder, or leave hf_overrides out"
+            )
         if self.hf is not None:
             self.check_beside(f"model.hf={self.hf}")
             return

@@ -14,8 +14,8 @@ import torch
 
 from isp.cli import main
 from isp.cli.auto_layout import layout_words
-from isp.config import load_config, to_plain
-from isp.config.keys import differences
+from isp.config import JobConfig, load_config, to_plain
+from isp.config.keys import KeyTable
 from isp.planner import load_fabric, search
 from isp.planner.experts import with_spread_experts
 from tests.ranks import run_programs
@@ -150,6 +150,6 @@ def test_layouts_gives_a_command_and_a_file(job: Path, capsys: pytest.CaptureFix
     assert command.startswith(f"isp train {job} --nproc=2 {many} ")
     (best, *_) = search(load_config(job, [many]), 2, load_fabric("cpu")).fitting
     for config in (load_config(out), load_config(job, shlex.split(command)[4:])):
-        assert not list(differences(to_plain(best.config), to_plain(config)))
+        assert not list(KeyTable.of(JobConfig).differences(to_plain(best.config), to_plain(config)))
     assert main(layouts) == 2
     assert f"--write {out} exists" in capsys.readouterr().err

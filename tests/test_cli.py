@@ -136,11 +136,9 @@ def test_a_value_that_looks_like_an_option_is_a_value(text, capsys):
     "words",
     [
         ["config", "JOB", "--model.preset=null", "--model.hf=them/it"],
-        ["config", "JOB", "--model.preset=null", "--model.init_from=them/it"],
         ["train", "JOB", "--nproc=1", "--data.tokenizer=them/it"],
         ["generate", "them/it", "--prompt=hi"],
         ["check", "them/it"],
-        ["checkpoint", "import", "them/it", "--into=new"],
     ],
 )
 def test_a_name_of_the_hub_is_answered_with_how_to_download_it(words, job, capsys):

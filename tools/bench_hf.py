@@ -30,13 +30,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from isp.checkpoint import TrainState
 from isp.comm import Mesh
 from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
+from isp.models.folder import WeightFiles
 from isp.run.forked import run_ranks
-from isp.train.begin_from import load_folder
-from isp.train.step import make_train_step
+from isp.settings.json_file import read_json
+from isp.train.step import TrainStep, make_train_step
 
 SIZES = {
     "quickstart": {
@@ -68,7 +68,6 @@ SIZES = {
     },
 }
 PLAIN, HF, OWN, WHOLE = "transformers", "model.hf", "own decoder", "weight 1"
-KEYS = {HF: "hf", OWN: "init_from", WHOLE: "hf"}
 TOLERANCE = 1e-5
 """Of the losses; sums in another order, float32."""
 Step = Callable[[], float]
@@ -85,11 +84,25 @@ def write_folder(folder: Path, size: str, seq_len: int) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
+def decoder_keys(folder: Path) -> dict[str, Any]:
+    """Return the keys of ISP's decoder for the Llama in `folder`."""
+    found = read_json(folder / "config.json")
+    same = ("vocab_size", "hidden_size", "intermediate_size")
+    return {
+        **{name: found[name] for name in same},
+        "num_layers": found["num_hidden_layers"],
+        "num_heads": found["num_attention_heads"],
+        "num_kv_heads": found["num_key_value_heads"],
+        "norm_eps": found["rms_norm_eps"],
+        "rope_theta": found["rope_parameters"]["rope_theta"],
+    }
+
+
 def job(folder: Path, name: str, ranks: int, seq_len: int) -> JobConfig:
     """A run of the model in `folder`."""
     weight = 1 if name == WHOLE else ranks
     values = {
-        "model": {KEYS[name]: str(folder)},
+        "model": decoder_keys(folder) if name == OWN else {"hf": str(folder)},
         "data": {"source": str(folder), "seq_len": seq_len},
         "parallel": {"tensor": {"size": ranks, "mode": "isp"}, "weight": {"size": weight}},
         "optimizer": {"lr": 1e-3},
@@ -100,16 +113,22 @@ def job(folder: Path, name: str, ranks: int, seq_len: int) -> JobConfig:
     return load_config(path)
 
 
-def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh) -> Step:
-    """A training step as the trainer builds it, on the device of `batch`."""
-    begins_from = config.model.init_from is not None
-    train_step = make_train_step(config, mesh, batch.tokens.device, initial_weights=not begins_from)
+@torch.no_grad()
+def fill(train_step: TrainStep, folder: Path) -> None:
+    """Give ISP's decoder, without experts, the weights in `folder`, which have the same names."""
+    files = WeightFiles(folder)
+    for item in train_step.built.parameters:
+        item.parameter.copy_(files.read(item.name, item.layout))
+    train_step.optimizer.take_up_weights()
+
+
+def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh, folder: Path) -> Step:
+    """A training step as the trainer builds it, on the device of `batch`, from these weights."""
+    own = config.model.hf is None
+    train_step = make_train_step(config, mesh, batch.tokens.device, initial_weights=not own)
     train_step.drain()
-    if begins_from:
-        parameters = train_step.built.parameters
-        optimizer, topology = train_step.optimizer, mesh.topology
-        state = TrainState(parameters=parameters, optimizer=optimizer, topology=topology)
-        load_folder(state, config.model)
+    if own:
+        fill(train_step, folder)
 
     def step() -> float:
         train_step.weights_changed()
@@ -178,7 +197,7 @@ def steps_of(folder: Path, ranks: int, seq_len: int) -> dict[str, Step]:
     positions = torch.arange(seq_len).unsqueeze(0)
     batch = MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), positions, None)
     mesh = Mesh(jobs[HF].topology(ranks), dist.get_rank())
-    found = {name: ours(config, batch, mesh) for name, config in jobs.items()}
+    found = {name: ours(config, batch, mesh, folder) for name, config in jobs.items()}
     if ranks == 1:
         found[PLAIN] = plain(folder, jobs[HF], batch)
     return found

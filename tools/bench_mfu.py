@@ -52,33 +52,44 @@ from model.presets import PRESETS
 OURS, PLAIN, SHARDED = "isp", "transformers", "transformers, fully_shard"
 TOLERANCE = 0.02
 """Relative, of the losses: bfloat16 keeps 8 bits."""
+DENSE = [name for name, sizes in PRESETS.items() if "num_experts" not in sizes]
 LEAST_SECONDS = 2.0
 """For which a contestant is timed: a clock needs a while to settle."""
 
 
-def write_folder(folder: Path, preset: str, layers: int | None, device: torch.device) -> int:
-    """A folder of random weights for transformers; the number of its layers."""
+def sizes_of(preset: str, layers: int | None) -> dict[str, Any]:
+    """Return the keys of the model: those of a preset, without scaling for longer rows."""
+    sizes = {**PRESETS[preset], "num_layers": layers or PRESETS[preset]["num_layers"]}
+    sizes.pop("rope_scaling", None)
+    return sizes
+
+
+def write_folder(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
+    """A folder of random weights for transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes = dict(PRESETS[preset])
-    sizes["num_layers"] = layers or sizes["num_layers"]
-    sizes.pop("rope_scaling", None)  # of rows longer than the model was made for
     written = config_json(ModelConfig(**sizes), dtype="bfloat16", context=2**20)
     (folder / "config.json").write_text(json.dumps(written))
     with device:
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    return int(sizes["num_layers"])
 
 
-def job(folder: Path, tokens: int, device: torch.device, again: bool, *keys: str) -> JobConfig:
-    """A run of the weights in `folder` on rows of so many tokens."""
+def job(
+    folder: Path,
+    sizes: dict[str, Any],
+    tokens: int,
+    device: torch.device,
+    again: bool,
+    *keys: str,
+) -> JobConfig:
+    """A run of ISP's decoder on rows of so many tokens."""
     path = folder / "job.json"
     path.write_text(
         json.dumps(
             {
-                "model": {"init_from": str(folder), "checkpoint": float(again)},
+                "model": {**sizes, "checkpoint": float(again)},
                 "data": {"source": str(folder), "seq_len": tokens},
                 "training": {"device": device.type, "dtype": "bfloat16"},
                 "optimizer": {"lr": 1e-4},
@@ -129,18 +140,20 @@ def timed(make: Callable[[], Step], rounds: int, device: torch.device) -> dict[s
     return {"ms": ms, "loss": loss, "peak_gib": peak, "seconds": taken}
 
 
-def measure(folder: Path, tokens: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(
+    folder: Path, sizes: dict[str, Any], tokens: int, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Yield the row of each contestant at one length."""
     device = torch.device(options.device)
     again = tokens >= options.recompute_from
-    config = job(folder, tokens, device, again)
+    config = job(folder, sizes, tokens, device, again)
     batch = row(config, device)
     flash = device.type == "cuda" and importlib.util.find_spec("flash_attn")
     kernel = "flash_attention_2" if flash else "sdpa"
 
     def of(*keys: str) -> Step:
-        own = job(folder, tokens, device, again, *keys)
-        return ours(own, batch, Mesh(own.topology(1), 0))
+        own = job(folder, sizes, tokens, device, again, *keys)
+        return ours(own, batch, Mesh(own.topology(1), 0), folder)
 
     makers: dict[str, Callable[[], Step]] = {OURS: of}
     makers |= {f"{OURS}, {key}": partial(of, key) for key in options.also}
@@ -184,7 +197,7 @@ def show(one: dict[str, Any]) -> None:
 def main() -> int:
     """Measure every preset at every length; 1 if losses differ or a contestant failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=["qwen3-0.6b"])
+    parser.add_argument("--presets", nargs="+", choices=DENSE, default=["qwen3-0.6b"])
     parser.add_argument("--layers", type=int, help="of the presets, in place of all")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--also", nargs="+", default=[], metavar="KEY=VALUE", help="ours so, too")
@@ -201,10 +214,11 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     for preset in options.presets:
         with tempfile.TemporaryDirectory() as name:
-            layers = write_folder(Path(name), preset, options.layers, device)
+            sizes = sizes_of(preset, options.layers)
+            write_folder(Path(name), sizes, device)
             for tokens in options.lengths:
-                for one in measure(Path(name), tokens, options):
-                    found.append({"model": f"{preset}, {layers} layers", **one})
+                for one in measure(Path(name), sizes, tokens, options):
+                    found.append({"model": f"{preset}, {sizes['num_layers']} layers", **one})
                     show(found[-1])
                     save(found, options.json)
     if dist.is_initialized():

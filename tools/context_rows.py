@@ -105,7 +105,7 @@ class BothWaysLink(Link):
 
 
 class BothWaysChannel(Channel):
-    """A channel on whose link, if it has one, both ways count; with the moves of rings."""
+    """A channel that counts the bytes of both directions on its link, also those of rings."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, name: str, log: CommLog, link: BothWaysLink | None

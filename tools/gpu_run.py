@@ -145,7 +145,7 @@ def look(device: str) -> Machine:
         why = done.stderr.decode().strip().rpartition("\n")[2]
         if named := re.search(r"No module named '(\w+)", why):
             sys.exit(recipe([named[1]]))
-        sys.exit(f"error: {sys.executable} cannot load isp ({why}): pip install -e '.[report,hf]'")
+        sys.exit(f"error: {sys.executable} cannot load isp ({why}): pip install -e '.[hf]'")
     gpus, facts = json.loads(done.stdout.splitlines()[-1])
     return Machine(device, gpus, facts)
 

@@ -38,7 +38,7 @@ class Link:
             )
 
     def book(self, num_bytes: int) -> float:
-        """The end of a transfer of `num_bytes` launched now, in `time.perf_counter`."""
+        """Return the end of a transfer of `num_bytes` launched now, in `time.perf_counter`."""
         start = max(time.perf_counter(), self._busy_until)
         self._busy_until = start + self.latency_seconds + num_bytes / self.bytes_per_second
         return self._busy_until

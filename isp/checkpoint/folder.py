@@ -170,7 +170,7 @@ def describe_contents(path: Path) -> str:
         return "is a checkpoint itself"
     weights = [name for name in names if name.endswith((".safetensors", ".bin", ".index.json"))]
     if "config.json" in names and weights:
-        return f"holds a Hugging Face model (config.json, {weights[0]}): model.init_from reads it"
+        return f"holds a Hugging Face model (config.json, {weights[0]}): model.hf reads it"
     if "config.yaml" in names and "checkpoint" in names:
         return "is the folder of a run"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

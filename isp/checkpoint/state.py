@@ -30,7 +30,6 @@ __all__ = [
     "saved_shards",
     "saved_weights",
     "targets_for",
-    "weight_shards",
 ]
 
 MODEL = "model."
@@ -192,11 +191,6 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
         required.setdefault(model_key(found.name), []).append(model_key(name))
     required = {key: required.get(key, [key]) for key in map(model_key, names)}
     return Targets(shards, sources, required, anew)
-
-
-def weight_shards(state: TrainState) -> Iterator[tuple[str, Shard]]:
-    """The names of all parameters with their weights and their master weights; views."""
-    return ((name, shard) for name, _, shard in _shards(state, weights_only=True))
 
 
 def _shards(

@@ -45,13 +45,13 @@ class _Machine(NamedTuple):
 
 def layout_words(config: JobConfig, chosen: Mapping[str, Any]) -> list[str]:
     """The words that make `config` the layout of `chosen`, a configuration of plain values."""
-    from isp.config import to_plain
-    from isp.config.keys import differences
+    from isp.config import JobConfig, to_plain
+    from isp.config.keys import KeyTable
 
     follows = config.training.global_batch_size is not None and config.data.micro_num is None
     return [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, _, value in differences(to_plain(config), chosen)
+        for key, _, value in KeyTable.of(JobConfig).differences(to_plain(config), chosen)
         if key.startswith(_CHOSEN) and not (follows and key == "data.micro_num")
     ]
 

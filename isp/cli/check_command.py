@@ -82,7 +82,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     folder: Path | None = path
     keys: CheckKeys | JobConfig
     if path.is_dir() or download_hint(path):  # refused as a folder that is not here
-        keys = keys_from(args.overrides, str(path))
+        keys = keys_from(args.overrides, str(path), folder=str(path))
     else:
         keys = load_config(path, args.overrides)
         training = keys.training
@@ -95,7 +95,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     subject = (
         Subject.of_decoder(keys.model, blocks)
         if folder is None
-        else Subject.of_config(read_folder(folder), blocks, keys.model)
+        else Subject.of_config(read_folder(folder, keys.model.hf_overrides), blocks, keys.model)
     )
     layouts, left_out = layouts_of(args.layouts, subject, keys.parallel)
     for reason in left_out:

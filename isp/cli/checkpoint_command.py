@@ -1,4 +1,4 @@
-"""`isp checkpoint inspect`, `verify`, `export` and `import`."""
+"""`isp checkpoint inspect`, `verify` and `export`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from isp.cli.options import Run
 from isp.cli.output import say
 
-__all__ = ["add_export", "add_import", "add_inspect", "add_verify"]
+__all__ = ["add_export", "add_inspect", "add_verify"]
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +52,10 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--hf", required=True, metavar="FOLDER", help="where to write it: a new or an empty folder"
     )
-    _add_dtype(parser, None, "training.dtype of the run")
-    return _run_export
-
-
-def _add_dtype(parser: argparse.ArgumentParser, default: str | None, meaning: str) -> None:
     choices = ["float32", "float64", "bfloat16", "float16"]
-    help_text = f"of the weights (default: {meaning})"
-    parser.add_argument("--dtype", choices=choices, default=default, help=help_text)
+    help_text = "of the weights (default: training.dtype of the run)"
+    parser.add_argument("--dtype", choices=choices, help=help_text)
+    return _run_export
 
 
 def _run_export(args: argparse.Namespace) -> int:
@@ -74,26 +70,4 @@ def _run_export(args: argparse.Namespace) -> int:
     )
     for note in done.notes:
         say(f"note: {note}", error=True)
-    return 0
-
-
-def add_import(parser: argparse.ArgumentParser) -> Run:
-    """Add the folder, and the checkpoints it becomes one of."""
-    parser.add_argument("path", metavar="FOLDER", help="a Hugging Face folder with safetensors")
-    parser.add_argument(
-        "--into", required=True, metavar="PATH", help="where to write it: a new or an empty folder"
-    )
-    _add_dtype(parser, "bfloat16", "bfloat16")
-    return _run_import
-
-
-def _run_import(args: argparse.Namespace) -> int:
-    """Write a checkpoint, and say how to begin from it."""
-    from isp.train.import_folder import import_folder
-
-    number = import_folder(Path(args.path), Path(args.into), dtype=args.dtype)
-    say(
-        f"{args.into}: step_0, {number:,} parameters in {args.dtype}, of {args.path}; a run begins"
-        f" from it with --checkpoint.initial_load_path {args.into}"
-    )
     return 0

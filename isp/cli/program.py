@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp import __version__
 from isp.cli.check_command import add_options as add_check
-from isp.cli.checkpoint_command import add_export, add_import, add_inspect, add_verify
+from isp.cli.checkpoint_command import add_export, add_inspect, add_verify
 from isp.cli.data_command import add_inspect_data, add_prepare
 from isp.cli.evaluate_command import add_options as add_evaluate
 from isp.cli.failures import report, report_broken_pipe, report_end, report_interrupt
@@ -345,5 +345,4 @@ _COMMANDS = (
     _Command("checkpoint inspect", "show what checkpoints contain", add_inspect),
     _Command("checkpoint verify", "compare checkpoints with their checksums", add_verify),
     _Command("checkpoint export", "write a checkpoint as a Hugging Face folder", add_export),
-    _Command("checkpoint import", "write a Hugging Face folder as a checkpoint", add_import),
 )

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 __all__ = ["check_command"]
 
 _REMOVED_COMMANDS: Mapping[str, str] = {
-    "report": "use a tracker (metrics.report_to) for curves of a run, and isp profile --html",
+    "checkpoint import": "use model.hf=FOLDER, which trains it in any layout without a copy",
+    "report": "use a tracker (metrics.report_to) for the curves of a run, isp profile --html for"
+    " the timeline of a step, and isp evaluate --png",
 }
 """Replacements in words, by command (`checkpoint import`)."""
 

@@ -61,9 +61,8 @@ class Channel:
         self.rank = 0 if group is None else group.rank()
         self.log = CommLog() if log is None else log
         self.arrival: Callable[[int], float] | None = None
-        """Hook for tools that slow transfers: given the bytes that one sends, called as it is
-        launched, it returns the earliest end of a wait in `time.perf_counter`. For tensors in CPU
-        memory only."""
+        """Hook for tools that slow transfers: called at the launch of each with its bytes, returns
+        the earliest end of its wait (`time.perf_counter`). Not called for tensors on CUDA."""
         if sum_locally is None:
             sum_locally = group is not None and dist.get_backend(group) == "gloo"
         self._launched: Counter[tuple[int, ...]] = Counter()

@@ -42,9 +42,13 @@ def describe_faults(
 
 
 def place(fault: str, path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
-    """`fault` after the line or override it is about: of the key it begins with, or of `path`."""
+    """`fault` after the line or override it is about: of the key it begins with, or of `path`.
+
+    A key in a mapping that is given whole is about that.
+    """
     named = tuple(fault.split("=")[0].split(":")[0].split("."))
-    for candidate in (named, *(path[:end] for end in range(len(path), 0, -1))):
+    of_fault = [named[:end] for end in range(len(named), 1, -1)]
+    for candidate in (*of_fault, *(path[:end] for end in range(len(path), 0, -1))):
         if candidate in origins:
             return f"{origins[candidate]}: {fault}"
     return fault

@@ -36,10 +36,8 @@ from isp.settings import (
     TrainingConfig,
     ValidationConfig,
 )
-from isp.settings.packages import require
 from isp.settings.section import KeyRole, defaults_of, section
 from model.config import ModelConfig
-from model.huggingface import with_init_from
 from model.presets import with_preset
 
 if TYPE_CHECKING:
@@ -104,19 +102,13 @@ class JobConfig:
             self.model.check_layout(self.parallel, self.row_tokens)
         else:
             check_layout(self.parallel, self.row_tokens)
-            check_model_folder(self.model.hf, self.parallel)
+            check_model_folder(self.model.hf, self.parallel, self.model.hf_overrides)
         if self.training.global_batch_size is None or self.data.micro_num is not None:
             self.parallel.pipeline.check_micro_batches(self.data.num_micro_batches)
         if self.validation.freq and not (self.data.valid_source or self.data.valid_fraction):
             raise ValueError(
                 f"validation.freq={self.validation.freq} needs held-out text: give"
                 f" data.valid_source, or data.valid_fraction=0.01"
-            )
-        if self.model.init_from is not None and self.checkpoint.initial_load_path is not None:
-            raise ValueError(
-                f"checkpoint.initial_load_path={self.checkpoint.initial_load_path} and"
-                f" model.init_from={self.model.init_from} both set the initial weights: leave one"
-                f" out (`isp config` prints the sizes to give instead of init_from)"
             )
         check_objective(self)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
@@ -209,8 +201,6 @@ class JobConfig:
             check_tracker(name)
         if self.checkpoint.upload_to is not None:
             check_complete("checkpoint.upload_to", self.checkpoint.upload_to)
-        if self.model.init_from is not None:
-            require(f"model.init_from={self.model.init_from}", "safetensors")
         backend = self.model.attention_backend
         if backend.package is not None and importlib.util.find_spec(backend.package) is None:
             raise ConfigError(
@@ -324,7 +314,8 @@ def to_yaml(config: JobConfig, *, redact: bool = False, of_decoder: bool = True)
     """
     plain = to_plain(config, redact=redact)
     if config.model.hf is not None and not of_decoder:
-        kept = {"hf", "adapter", *folder_sizes(config.model.hf)}
+        sizes = folder_sizes(config.model.hf, config.model.hf_overrides)
+        kept = {"hf", "hf_overrides", "adapter", *sizes}
         for key in defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE).keys() - kept:
             del plain["model"][key]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
@@ -347,17 +338,15 @@ def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, An
 
 
 def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:
-    """Put what `model.hf`, `.init_from` or `.preset` names below what is given; what is wrong."""
+    """Put what `model.hf` or `.preset` names below what is given; what is wrong."""
     model = values.get("model")
     if not isinstance(model, dict):
         return []
-    named = [key for key in ("hf", "init_from", "preset") if isinstance(model.get(key), str)]
+    named = [key for key in ("hf", "preset") if isinstance(model.get(key), str)]
     try:
         if "hf" in named:
             decided = defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE)
             values["model"] = with_sizes(model, decided)
-        elif "init_from" in named:
-            values["model"] = with_init_from(model)
         elif named:
             values["model"] = with_preset(model)
     except ValueError as error:

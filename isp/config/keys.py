@@ -19,7 +19,7 @@ from isp.config.yaml_file import KeyPath, parse_value
 from isp.settings.section import KeyRole, absent_values, docs_of, role_of
 from isp.settings.suggestion import suggest
 
-__all__ = ["KeyTable", "differences", "general"]
+__all__ = ["KeyTable", "general"]
 
 _ENTRY = "*"
 """Stands for the number of an entry in a list."""
@@ -30,6 +30,7 @@ _NULLS = ("", "~", "null", "Null", "NULL")
 _TYPES = {
     "NoneType": "null",
     "bool": "true or false",
+    "dict[str, typing.Any]": "a mapping",
     "float": "a number",
     "int": "a whole number",
     "list[str]": "a list of texts",
@@ -88,6 +89,26 @@ class KeyTable:
             if isinstance(values, dict):
                 values.update({**absent_values(section), **values})
         return filled
+
+    def differences(
+        self, there: Mapping[str, Any], here: Mapping[str, Any], section: KeyPath = ()
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the keys whose values differ, with both; keys that one version lacks do not.
+
+        `there` and `here` are the values of `section`.
+        """
+        for name in [name for name in here if name in there]:
+            both, path = (there[name], here[name]), (*section, name)
+            if all(isinstance(x, list) and x and _entries(x) for x in both) and len(both[0]) == len(
+                both[1]
+            ):
+                both = _entries(both[0]), _entries(both[1])
+            # The value of a key may be a mapping, of which a missing entry is a difference.
+            is_section = general(path) not in self.hints or general(path) in self.sections
+            if is_section and all(isinstance(value, dict) for value in both):
+                yield from self.differences(*both, path)
+            elif both[0] != both[1]:
+                yield ".".join(path), *both
 
     def typed(self, path: KeyPath, text: str) -> Any:
         """Return the value that `text` on a command line gives the key `path`.
@@ -160,22 +181,6 @@ class KeyTable:
         paths = (*self.hints, *self.sections)
         every = [".".join(p) for p in paths if p and _ENTRY not in p]
         return suggest(name, known, section=".".join(section), paths=every)
-
-
-def differences(
-    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Keys whose values differ, with both; keys that only one version of the project has do not."""
-    for name in [name for name in here if name in there]:
-        both = there[name], here[name]
-        if all(isinstance(x, list) and x and _entries(x) for x in both) and len(both[0]) == len(
-            both[1]
-        ):
-            both = _entries(both[0]), _entries(both[1])
-        if all(isinstance(value, dict) for value in both):
-            yield from differences(*both, f"{prefix}{name}.")
-        elif both[0] != both[1]:
-            yield f"{prefix}{name}", *both
 
 
 def _entries(values: list[Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,12 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
     from isp.models.pretrained import folder_model
 
     return folder_model(
-        model.hf, dtype, trains=trains, adapter=model.adapter, **how_computed(model)
+        model.hf,
+        dtype,
+        trains=trains,
+        overrides=json.dumps(model.hf_overrides) if model.hf_overrides else None,
+        adapter=model.adapter,
+        **how_computed(model),
     )
 
 

@@ -57,7 +57,7 @@ def second_model(config: JobConfig) -> TracedModel | None:
         return None
     if training.objective == "dpo":
         return config.language_model.frozen()
-    how = replace(config.model, hf=training.distill.teacher, adapter=None)
+    how = replace(config.model, hf=training.distill.teacher, hf_overrides=None, adapter=None)
     teacher = language_model(how, training.dtype, trains=False)
     if teacher.vocab_size != config.language_model.vocab_size:
         raise ValueError(

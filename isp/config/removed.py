@@ -20,6 +20,12 @@ class RemovedKey(NamedTuple):
 
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
+    "model.init_from": RemovedKey(
+        default=None,
+        is_spent=True,
+        instead="use model.hf=FOLDER, with model.hf_overrides for RoPE scaling and other keys of"
+        " its config.json (InternLM2: rewrite the folder by tools/internlm2_to_llama.py first)",
+    ),
     "parallel.expert.max_gathered_bytes": RemovedKey(
         None, "use parallel.expert.size, which spreads the experts of a layer over ranks"
     ),

@@ -89,7 +89,7 @@ class Source:
         if self.section.adapter is not None:
             require("model.adapter", "peft", extra="peft")
         with limited_model(folder):
-            model = meta_model(folder, torch.float32)
+            model = meta_model(folder, torch.float32, self.section.hf_overrides)
         take_out_tower(model)  # its tables of positions are of pixels
         return model
 
@@ -170,8 +170,10 @@ class Source:
             return plain_decoder(weights, section, self.dtype).to(device)
         state = None
         if weights is not None and section.adapter is None:
-            state = dict(as_saved(weights, section.hf, self.dtype))
-        model = plain_model(section.hf, dtype, state=state, device_map=device_map)
+            state = dict(as_saved(weights, section.hf, self.dtype, section.hf_overrides))
+        model = plain_model(
+            section.hf, dtype, section.hf_overrides, state=state, device_map=device_map
+        )
         if section.adapter is not None:
             own = None
             if weights is not None:

@@ -184,7 +184,7 @@ class _SwanLab(Tracker):
         self._run.finish("crashed" if failed else "success")
 
 
-LIBRARIES: dict[str, type[Tracker]] = {
+_LIBRARIES: dict[str, type[Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
     "trackio": _Trackio,
@@ -195,8 +195,8 @@ LIBRARIES: dict[str, type[Tracker]] = {
 
 def tracker_of(name: str) -> Tracker:
     """The tracker `name` of `metrics.report_to`: a library, or module:Class."""
-    if name in LIBRARIES:
-        return LIBRARIES[name]()
+    if name in _LIBRARIES:
+        return _LIBRARIES[name]()
     made: Tracker = pkgutil.resolve_name(name)()
     return made
 
@@ -204,7 +204,7 @@ def tracker_of(name: str) -> Tracker:
 def check_tracker(name: str) -> None:
     """Raise ValueError if the tracker `name` cannot be used: not installed, or no `Tracker`."""
     who = f"metrics.report_to={name}"
-    if name in LIBRARIES:
+    if name in _LIBRARIES:
         require(who, name, extra="tensorboard" if name == "tensorboard" else None)
         return
     try:

@@ -305,15 +305,23 @@ def _attention_function(
     if causal is None:  # BigBird-Pegasus' is a decoder's, and says that it is not causal
         causal = getattr(module, "is_causal", True) or getattr(module, "is_decoder", False)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    chunk = _chunk(module)
-    options = AttentionOptions(causal, sliding_window, scaling, softcap, s_aux, chunk, chosen)
+    chunk, window = _chunk(module), sliding_window or _window(module)
+    options = AttentionOptions(causal, window, scaling, softcap, s_aux, chunk, chosen)
     return mixers.attend(q, k, v, options), None
 
 
 def _chunk(module: Any) -> int | None:
     """Tokens of the chunks in which a layer attends: only transformers' masks know them."""
+    return module.config.attention_chunk_size if _is_of(module, "chunked_attention") else None
+
+
+def _window(module: Any) -> int | None:
+    """The window of a layer of Qwen2-MoE, which leaves it to transformers' mask."""
+    return module.config.sliding_window if _is_of(module, "sliding_attention") else None
+
+
+def _is_of(module: Any, kind: str) -> bool:
+    """Whether a configuration that names the kind of each layer names this one for a module's."""
     kinds = getattr(module.config, "layer_types", None) or ()
-    if "chunked_attention" not in kinds or kinds[module.layer_idx] != "chunked_attention":
-        return None
-    size: int = module.config.attention_chunk_size
-    return size
+    index = getattr(module, "layer_idx", None)  # attention outside of the layers has none
+    return index is not None and list(kinds[index : index + 1]) == [kind]

@@ -10,13 +10,15 @@ from typing import Any
 from isp.parallel.config import ParallelConfig
 from isp.settings.adapter import with_adapter
 from isp.settings.json_file import read_json
+from isp.settings.packages import require
 
 __all__ = [
+    "beyond_positions",
     "check_layout",
     "check_model_config",
     "check_model_folder",
     "folder_sizes",
-    "of_text",
+    "read_config",
     "with_sizes",
 ]
 
@@ -42,26 +44,26 @@ def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
     for such keys that say other than the folder.
     """
     section = with_adapter(section)
-    folder = section["hf"]
-    found = folder_sizes(folder)
+    folder, overrides = section["hf"], section.get("hf_overrides")
+    found = folder_sizes(folder, overrides if isinstance(overrides, dict) else None)
     known = {**decided, **found, "hf": folder}
     faults = [
         f"model.{key}={json.dumps(value)} is given beside model.hf={folder}, whose config.json"
         f" decides: leave it out, or change it there"
         for key, value in section.items()
-        if key in decided and key != "adapter" and value != known[key]
+        if key in decided.keys() - {"adapter", "hf_overrides"} and value != known[key]
     ]
     if faults:
         raise ValueError("\n".join(faults))
     return {**found, **section}
 
 
-def folder_sizes(folder: str) -> dict[str, int]:
+def folder_sizes(folder: str, overrides: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Return the keys of a `model` section that the config.json in a folder has.
 
-    Raises ValueError for a folder without one.
+    Raises ValueError for a folder without one, and for `model.hf_overrides` that do not fit it.
     """
-    config = _read_config(folder)
+    config = _read_config(folder, overrides)
     if "vocab_size" not in config:  # as of Gemma 3 on the hub: the default of its type
         config = {**_defaults_of_type(folder), **config}
     return {
@@ -72,9 +74,14 @@ def folder_sizes(folder: str) -> dict[str, int]:
     }
 
 
-def check_model_folder(folder: str, parallel: ParallelConfig) -> None:
-    """Raise ValueError, naming key, value and way out, for what isp cannot run so."""
-    config = _read_config(folder)
+def check_model_folder(
+    folder: str, parallel: ParallelConfig, overrides: Mapping[str, Any] | None = None
+) -> None:
+    """Raise ValueError, naming key, value and way out, for what isp cannot run so.
+
+    `overrides`: the `model.hf_overrides` of the folder.
+    """
+    config = _read_config(folder, overrides)
     for name in _DROPOUT:
         if config.get(name):
             raise ValueError(
@@ -113,10 +120,33 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
             )
 
 
-def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json` with the keys of its text model, which a vision-language model has apart."""
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else dict(config)
+def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, seq_len: int) -> str:
+    """Return a warning of rows longer than a folder's model is for; "" without."""
+    if folder is None:
+        return ""
+    trained = _trained_positions(_read_config(folder, overrides))
+    if trained is None or seq_len <= trained:
+        return ""
+    return (
+        f"sequences of {seq_len:,} tokens have positions beyond the {trained:,} that"
+        f" {folder}/config.json says the model was trained on: model.hf_overrides.rope_parameters"
+        f" may extend them"
+    )
+
+
+def _trained_positions(found: Mapping[str, Any]) -> int | None:
+    """The tokens of a row that a config.json says the model is for; None: it does not say."""
+    context: int | None = found.get("max_position_embeddings", found.get("n_positions"))
+    if context is None:
+        return None
+    ropes = [found.get(name) for name in ("rope_scaling", "rope_parameters")]
+    ropes += [kind for rope in ropes if isinstance(rope, Mapping) for kind in rope.values()]
+    reach = [
+        int(rope["factor"] * (rope.get("original_max_position_embeddings") or context))
+        for rope in ropes
+        if isinstance(rope, Mapping) and isinstance(rope.get("factor"), int | float)
+    ]
+    return max(context, *reach, 0)
 
 
 def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
@@ -132,11 +162,28 @@ def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
         )
 
 
-def _read_config(folder: str) -> dict[str, Any]:
+def read_config(folder: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the config.json in a folder, with `model.hf_overrides` merged in.
+
+    Raises ValueError for a folder without one, and for overrides that do not fit it.
+    """
     try:
-        return of_text(read_json(Path(folder) / "config.json"))
+        found = read_json(Path(folder) / "config.json")
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
+    if not overrides:
+        return found
+    require("model.hf_overrides", "transformers")
+    from isp.models.overrides import overridden_json  # loads torch
+
+    return overridden_json(folder, overrides)
+
+
+def _read_config(folder: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """As `read_config`, with the keys of the text model that a vision-language model has apart."""
+    config = read_config(folder, overrides)
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def _defaults_of_type(folder: str) -> dict[str, Any]:

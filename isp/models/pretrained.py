@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from isp.models.known_code import check_code
 from isp.models.lora import AdapterWeights, adapted
 from isp.models.make import folder_config, limited_model, made, parameters_on_meta, take_out_tower
 from isp.models.model import TracedModel
+from isp.models.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.swap import InitialWeights
 from isp.models.tiny import kept_in_float64
 from isp.parallel.layout import ParameterLayout
@@ -51,19 +53,23 @@ def folder_model(
     dtype: str,
     *,
     trains: bool = True,
+    overrides: str | None = None,
     adapter: AdapterConfig | None = None,
     allow_unchecked: bool = False,
     **keys: Any,
 ) -> TracedModel:
     """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
 
+    `overrides`: `model.hf_overrides` as JSON, which can be hashed.
     `keys`: as of `TracedModel.computed`; the folder is read and traced once for all of them. A
     model that does not train may have dropout. Of one with an `adapter`, only that is trained.
 
     In float64 all of it is computed in float64. Raises ValueError if the folder does not hold such
     a model, or one that is not supported.
     """
-    read = _read_and_traced(folder, dtype, adapter, trains=trains, allow_unchecked=allow_unchecked)
+    read = _read_and_traced(
+        folder, dtype, overrides, adapter, trains=trains, allow_unchecked=allow_unchecked
+    )
     return read.computed(**keys)
 
 
@@ -71,6 +77,7 @@ def folder_model(
 def _read_and_traced(
     folder: str,
     dtype: str,
+    overrides: str | None,
     adapter: AdapterConfig | None,
     *,
     trains: bool,
@@ -78,7 +85,8 @@ def _read_and_traced(
 ) -> TracedModel:
     try:
         with limited_model(folder):
-            model, weights = empty_model(folder, getattr(torch, dtype))
+            given = json.loads(overrides) if overrides else None
+            model, weights = empty_model(folder, getattr(torch, dtype), given)
             if trains:
                 _check_dropout(model)
             if adapter is not None:
@@ -90,6 +98,8 @@ def _read_and_traced(
             return TracedModel(
                 model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
             )
+    except OverrideError:  # says its key
+        raise
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
     except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device
@@ -100,17 +110,24 @@ def _read_and_traced(
         ) from error
 
 
-def empty_model(folder: str, dtype: torch.dtype) -> tuple[nn.Module, InitialWeights]:
+def empty_model(
+    folder: str, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, InitialWeights]:
     """Return the model in `folder` without memory, in training mode, and its weights' source.
 
-    Raises ValueError as `folder_model` does.
+    `overrides`: `model.hf_overrides`. Raises ValueError as `folder_model` does.
     """
-    model = meta_model(folder, dtype)
+    model = meta_model(folder, dtype, overrides)
+    if overrides:
+        check_overrides(folder, overrides)
     return model, _weights_of(model, Path(folder))
 
 
 def saved_again(
-    folder: str, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
+    folder: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    overrides: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """A trained folder's tensors, by the names and in the pieces that `save_pretrained` gives them.
 
@@ -119,7 +136,7 @@ def saved_again(
     a tower of vision, and what transformers does not load. Raises ValueError as `folder_model`
     does, and for other parameters.
     """
-    model = meta_model(folder, torch.float32)
+    model = meta_model(folder, torch.float32, overrides)
     weights = _weights_of(model, Path(folder))
     kept = {name: buffer for name, buffer in kept_buffers(model) if name not in shapes}
     own = {n: tuple(attrgetter(n)(model).shape) for n in _names(model) if n not in kept}
@@ -151,21 +168,23 @@ def _by_block(
 def plain_model(
     folder: str,
     dtype: torch.dtype,
+    overrides: Mapping[str, Any] | None = None,
     *,
     state: dict[str, Tensor] | None = None,
     device_map: str | None = None,
 ) -> Any:
     """Load a folder's model by `from_pretrained` of transformers, ready to generate.
 
-    `state`: weights to use instead of the folder's, as `saved_again` gives them. `device_map`: as
-    of transformers; None: in CPU memory. Raises ValueError where transformers cannot load it.
+    `overrides`: `model.hf_overrides`. `state`: weights to use instead of the folder's, as
+    `saved_again` gives them. `device_map`: as of transformers; None: in CPU memory. Raises
+    ValueError where transformers cannot load it.
     """
     import transformers
 
-    kind: Any = type(meta_model(folder, dtype))
+    kind: Any = type(meta_model(folder, dtype, overrides))
     if not kind.can_generate():
         raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
-    config = folder_config(folder)
+    config = overridden_config(folder, overrides) if overrides else folder_config(folder)
     if state is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # `state` is not quantized
     try:
@@ -193,14 +212,18 @@ def plain_model(
     return model.eval()
 
 
-def meta_model(folder: str, dtype: torch.dtype) -> nn.Module:
+def meta_model(
+    folder: str, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None
+) -> nn.Module:
     """A folder's model without memory for its parameters; one that sees is whole."""
     import transformers
 
     try:
-        config = folder_config(folder)
+        config = overridden_config(folder, overrides) if overrides else folder_config(folder)
         with parameters_on_meta():
             model: Any = made(config, dtype)
+    except OverrideError:
+        raise
     except Exception as error:  # somebody else's code on somebody's file: anything may come
         first = next(iter(str(error).strip().splitlines()), "")
         if "custom code" in first:

@@ -156,7 +156,7 @@ class EventRecorder:
         self._ahead = 0
         """The block that what is kept belongs to: the next from a block's last use on."""
         self._launched = 0
-        """Those of the blocks."""
+        """Transfers of blocks that were launched so far."""
         self._known: set[int] = set()
         self._reached: set[tuple[int, int]] = set()
         """Blocks and uses that forward has come to."""

@@ -232,9 +232,10 @@ def _layouts(
                 try:
                     layout = _with_sizes(config, mode, tensor, two, weight, pipeline, zero1)
                     layout = _with_batch(layout, rows, stage // tensor, micro_bsz)
-                    yield layout
                 except ValueError as error:
                     refused.setdefault(str(error))
+                else:
+                    yield layout
 
 
 def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterator[Sequence2DConfig]:

@@ -280,15 +280,17 @@ def _waits_section(mode: ModeProfile, *, at_most: int) -> str:
 
 def _timeline_section(modes: Sequence[ModeProfile]) -> str:
     """Return the same step in each mode and on each rank, of which one is shown at a time."""
-    shown = [(mode, rank) for mode in modes for rank in _chosen_ranks(mode)]
+    # The same ranks of every mode, as the menus offer each pair of a mode and a rank.
+    chosen = set().union(*map(_chosen_ranks, modes))
+    shown = [(mode, rank) for mode in modes for rank in mode.ranks if rank.rank in chosen]
     lanes = {lane for _, rank in shown for lane in lanes_of(rank.timeline)}
     text = (
         "Of one rank, from top to bottom. A black line below a transfer leads from its launch to"
         " the time it could begin, behind others of its lane."
     )
-    ranks = [str(rank) for rank in sorted({rank.rank for _, rank in shown})]
+    ranks = map(str, sorted(chosen))
     menus = (
-        f"<label>{name} <select>{''.join(f'<option>{value}</option>' for value in values)}"
+        f"<label>{name} <select>{''.join(f'<option>{escape(value)}</option>' for value in values)}"
         f"</select></label>"
         for name, values in (("mode", [mode.mode for mode in modes]), ("rank", ranks))
     )
@@ -322,14 +324,13 @@ def _figure(mode: ModeProfile, rank: RankProfile, *, hidden: bool) -> str:
     )
 
 
-def _chosen_ranks(mode: ModeProfile) -> list[RankProfile]:
+def _chosen_ranks(mode: ModeProfile) -> set[int]:
     """Return all ranks, or the first ones and those that wait least and most of many."""
     if len(mode.ranks) <= _MOST_RANKS:
-        return list(mode.ranks)
+        return {rank.rank for rank in mode.ranks}
 
     def exposed(rank: RankProfile) -> float:
         return sum(c.exposed_ms for c in rank.timeline.collectives)
 
     ordered = [max(mode.ranks, key=exposed), min(mode.ranks, key=exposed), *mode.ranks]
-    chosen = list(dict.fromkeys(rank.rank for rank in ordered))[:_MOST_RANKS]
-    return [rank for rank in mode.ranks if rank.rank in chosen]
+    return set(list(dict.fromkeys(rank.rank for rank in ordered))[:_MOST_RANKS])

@@ -55,7 +55,7 @@ _HATCHES = {"up": "M0 6L6 0", "down": "M0 0L6 6", "cross": "M0 0L6 6M0 6L6 0", "
 
 
 class _Look(NamedTuple):
-    """Color of a bar, and a hatch so that color alone tells no two kinds apart."""
+    """Color and hatch of a bar; no two kinds differ by color alone."""
 
     color: str
     hatch: str = ""

@@ -1,4 +1,4 @@
-"""Results of commands in files of JSON, which other commands read."""
+"""Results of commands in files of JSON, for programs that read them."""
 
 from __future__ import annotations
 

@@ -43,14 +43,15 @@ _UNREAD = {
 """Keys of `model` that a check decides by itself."""
 
 
-def keys_from(overrides: Sequence[str], given: str) -> CheckKeys:
+def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None) -> CheckKeys:
     """The keys that `overrides` of a command line change, for the model `given`, in words.
 
+    `folder`: of the model, whose config.json `model.hf_overrides` may change; None: it has none.
     Raises ConfigError for keys that a check of it has no use for.
     """
-    keys = sections_from(CheckKeys, overrides, {})
-    for key, default in _UNREAD.items():
-        if getattr(keys.model, key) != default:
+    keys = sections_from(CheckKeys, overrides, {} if folder is None else {"model": {"hf": folder}})
+    for key, default in {**_UNREAD, "hf": folder}.items():
+        if getattr(keys.model, key) != default and (folder is None or key != "hf_overrides"):
             raise ConfigError(
                 f"model.{key} is decided by the check, which computes a small model on the CPU:"
                 f" leave it out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from isp.models.folder import read_json
 from isp.models.make import folder_config
 from isp.models.model import TracedModel
+from isp.models.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.tiny import fewer_heads, kept_in_float64, tiny_model
 from isp.settings.packages import require
 from isp.settings.recomputation import Recomputation
@@ -139,9 +141,10 @@ class Subject:
         return self._traced.computed(recomputation=recomputation)
 
 
-def read_folder(folder: Path) -> Any:
+def read_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> Any:
     """The configuration of the model in a Hugging Face folder; no weights are read.
 
+    `overrides`: `model.hf_overrides`.
     Raises ValueError for a folder without one, or one that transformers does not know.
     """
     kind = read_json(folder / "config.json").get("model_type")
@@ -150,11 +153,15 @@ def read_folder(folder: Path) -> Any:
 
     logging.set_verbosity_error()  # of faster kernels, and token ids beyond a small vocabulary
     try:
-        config = folder_config(folder)
+        if not overrides:
+            return folder_config(folder)
+        check_overrides(folder, overrides)
+        return overridden_config(folder, overrides)
+    except OverrideError:
+        raise
     except (KeyError, OSError, TypeError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{folder / 'config.json'} (model_type {kind!r}) cannot be read by transformers:"
             f" {first_line}"
         ) from error
-    return config

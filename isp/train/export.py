@@ -25,12 +25,12 @@ from isp.config.removed import REMOVED_KEYS
 from isp.foreign.files import copy_regular
 from isp.models.build import parameter_shapes
 from isp.models.model import TracedModel
+from isp.models.model_folder import read_config
 from isp.settings import DTYPES
-from isp.settings.json_file import read_json
 from isp.settings.packages import require
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
-from model.weight_names import WeightTable
+from model.weight_names import exported_rows
 
 __all__ = ["Exported", "as_saved", "export", "plain_decoder", "saved_model"]
 
@@ -73,16 +73,9 @@ def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
             writer.add(name, tensor)
             num_tensors += 1
     (folder / CONFIG_FILE).write_text(json.dumps(plan.config, indent=2) + "\n")
-    notes = []
-    if source is None and kept["model"].get("init_from") is not None:
-        notes.append(
-            f"model.init_from={kept['model']['init_from']} is not there: {CONFIG_FILE} has the keys"
-            f" of the run alone"
-        )
-    if not _copy_companions(kept, source, folder):
-        notes.append("the run names no tokenizer to copy")
-    family = plan.config["model_type"]
-    return Exported(weights.info.path, num_tensors, out, family, tuple(notes))
+    named = _copy_companions(kept, source, folder)
+    notes = () if named else ("the run names no tokenizer to copy",)
+    return Exported(weights.info.path, num_tensors, out, plan.config["model_type"], notes)
 
 
 def _export_adapter(
@@ -98,8 +91,13 @@ def _export_adapter(
     model: Any = traced.model
     model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
     named = _copy_companions(kept, _source(kept), folder)
-    notes = () if named else ("the run names no tokenizer to copy",)
-    return Exported(weights.info.path, len(state), out, "adapter", notes)
+    notes = [] if named else ["the run names no tokenizer to copy"]
+    if section.hf_overrides:
+        notes.append(
+            f"the adapter was trained with model.hf_overrides={json.dumps(section.hf_overrides)}:"
+            f" load its base model with these keys changed in config.json"
+        )
+    return Exported(weights.info.path, len(state), out, "adapter", tuple(notes))
 
 
 def saved_model(info: CheckpointInfo) -> ModelConfig:
@@ -114,7 +112,7 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
         raise ValueError(f"{info.path} does not record its model")
     known = {
         "model.hf": lambda found: found is None or isinstance(found, str),
-        "model.init_from": lambda found: found is None or isinstance(found, str),
+        "model.hf_overrides": lambda found: found is None or isinstance(found, dict),
         "training.dtype": lambda found: found in DTYPES,
         "data.seq_len": lambda found: type(found) is int and found > 0,
         "data.tokenizer": lambda found: isinstance(found, str),
@@ -134,9 +132,8 @@ class _Plan(NamedTuple):
 
 
 def _source(kept: Mapping[str, Any]) -> Path | None:
-    """The folder of the model that the run began from, if it is still there."""
-    model = kept["model"]
-    named = model.get("hf") or model.get("init_from")
+    """The folder of the run's `model.hf`, if it is still there."""
+    named = kept["model"].get("hf")
     folder = None if named is None else Path(named)
     return folder if folder is not None and (folder / CONFIG_FILE).exists() else None
 
@@ -148,20 +145,16 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
             raise ValueError(
                 f"model.hf={kept['model']['hf']} is not there any more: its {CONFIG_FILE} is needed"
             )
-        return _plan_as_named(weights, source, dtype)
-    like = None if source is None else read_json(source / CONFIG_FILE)
+        return _plan_as_named(weights, source, dtype, kept["model"].get("hf_overrides"))
     section = _model(weights.info, kept["model"])
     model = language_model(section, kept["training"]["dtype"])
     context = kept["data"]["seq_len"]
-    described = config_json(section, dtype=dtype, context=context, like=like)
+    described = config_json(section, dtype=dtype, context=context)
     shapes = parameter_shapes(model)
     check_shapes(weights.info, shapes, model.earlier_names)
-    table = WeightTable(section, described["model_type"], shapes)
+    exported = exported_rows(section, described["model_type"], shapes)
     read = _rows_of(weights, model)
-    tensors = (
-        (name, _in_dtype(torch.cat([read(*part) for part in table.parts_of(name)]), dtype))
-        for name in table.shapes
-    )
+    tensors = ((name, _in_dtype(read(*part), dtype)) for name, part in exported.items())
     return _Plan(described, tensors)
 
 
@@ -173,7 +166,8 @@ def _rows_of(weights: WholeWeights, model: TracedModel) -> Callable[[str, int, i
     def read(name: str, start: int, stop: int) -> Tensor:
         first, found = saved[name].first, whole(saved[name].name)
         rows = found.flatten(0, -2) if found.dim() > 2 else found
-        return rows[first + start : first + stop]
+        # A copy: rows alone wait for their file, not what they were read with.
+        return rows[first + start : first + stop].clone()
 
     return read
 
@@ -187,27 +181,33 @@ def plain_decoder(weights: WholeWeights, section: ModelConfig, dtype: str) -> nn
     for name, parameter in [*decoder.named_parameters(remove_duplicate=False)]:
         if id(parameter) not in found:  # else it is tied
             rows = parameter.shape[: max(1, parameter.dim() - 1)].numel()
-            own = _in_dtype(read(name, 0, rows), dtype).view(parameter.shape).clone()
+            own = _in_dtype(read(name, 0, rows), dtype).view(parameter.shape)
             found[id(parameter)] = nn.Parameter(own, requires_grad=False)
         owner, _, local = name.rpartition(".")
         decoder.get_submodule(owner).register_parameter(local, found[id(parameter)])
     return decoder.eval()
 
 
-def as_saved(weights: WholeWeights, folder: str, dtype: str) -> Iterator[tuple[str, Tensor]]:
+def as_saved(
+    weights: WholeWeights, folder: str, dtype: str, overrides: Mapping[str, Any] | None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a run's weights as transformers saves those of the model in `folder`."""
     from isp.models.pretrained import saved_again
 
-    return saved_again(folder, weights.shapes, lambda name: _in_dtype(weights.read(name), dtype))
+    return saved_again(
+        folder, weights.shapes, lambda name: _in_dtype(weights.read(name), dtype), overrides
+    )
 
 
-def _plan_as_named(weights: WholeWeights, source: Path, dtype: str) -> _Plan:
-    """Of a run of `model.hf`, as transformers saves such a model."""
+def _plan_as_named(
+    weights: WholeWeights, source: Path, dtype: str, overrides: Mapping[str, Any] | None
+) -> _Plan:
+    """Return the plan of a run of `model.hf`, as transformers saves such a model."""
     require("an export of model.hf", "transformers", "safetensors")
-    described = {**read_json(source / CONFIG_FILE), "torch_dtype": dtype}
+    described = {**read_config(str(source), overrides), "torch_dtype": dtype}
     for of_the_files in ("dtype", "quantization_config"):
         described.pop(of_the_files, None)
-    return _Plan(described, as_saved(weights, str(source), dtype))
+    return _Plan(described, as_saved(weights, str(source), dtype, overrides))
 
 
 def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:

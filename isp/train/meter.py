@@ -209,8 +209,8 @@ class StepOutputs:
         last_step = self._last_step - lacks_last
         file = MetricsFile(self._folder.metrics_file, last_step=last_step)
         self._file = opened.enter_context(file)
-        if names := self._config.metrics.trackers:
-            trackers = run_trackers(self._config, self._folder, names, last_step=last_step)
+        if self._config.metrics.trackers:
+            trackers = run_trackers(self._config, self._folder, last_step=last_step)
             self._trackers = opened.enter_context(trackers)
         if (stream := watched_stream()) is not None:
             done, total = self._last_step, self._config.training.steps

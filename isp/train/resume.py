@@ -41,7 +41,7 @@ from isp.checkpoint.plain import Plain
 from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
-from isp.config.keys import KeyTable, differences
+from isp.config.keys import KeyTable
 from isp.data.sources import takes_bos
 from isp.data.stream import is_place
 from isp.foreign.shown import first_line, redacted_values
@@ -66,7 +66,6 @@ from isp.run.launcher import (
 )
 from isp.settings import CheckpointConfig, JobSection
 from isp.settings.section import KeyRole
-from isp.train.begin_from import check_folder
 
 __all__ = [
     "STREAM",
@@ -300,8 +299,6 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
             check_changes(initial, config, topology)
             stream_place(initial, config)
         _check_model(initial, config)
-    elif config.model.init_from is not None:
-        check_folder(config.model)
 
 
 def _check_model(info: CheckpointInfo, config: JobConfig) -> None:
@@ -448,7 +445,8 @@ def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
     # A place is a count of files and documents in the order of the seed: elsewhere it is any place.
     # A URL with another signature names the same data.
     saved = redacted_values(saved_config(info) or {})
-    for key, there, here in differences(saved, to_plain(config, redact=True)):
+    keys = KeyTable.of(JobConfig)
+    for key, there, here in keys.differences(saved, to_plain(config, redact=True)):
         is_source = key.startswith("data.source") and not key.endswith(_SHARES)
         if key in ("data.text_key", "training.seed") or is_source:
             why = why or f"{key}: {there} there, {here} now"
@@ -474,7 +472,8 @@ def _compare(
     refused: list[str] = []
     keys = KeyTable.of(JobConfig)
     # A URL with another signature names the same data; older checkpoints have the whole one.
-    for key, there, here in differences(redacted_values(saved), to_plain(config, redact=True)):
+    here_now = to_plain(config, redact=True)
+    for key, there, here in keys.differences(redacted_values(saved), here_now):
         if key == "data.add_bos" and not takes_bos(config.data):
             continue  # the same tokens either way
         line = f"{key}: {there} there, {here} now"

@@ -21,6 +21,7 @@ from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
 from isp.models.build import trained_layouts
 from isp.models.model import TracedModel
+from isp.models.model_folder import beyond_positions
 from isp.optim import check_groups
 from isp.optim.newton_schulz import matrices_of
 from isp.optim.torch_optimizer import check_elementwise, optimizer_of
@@ -29,7 +30,6 @@ from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging
 from isp.run.signals import StopRequest
-from isp.train.begin_from import beyond_positions
 from isp.train.data import StepData, open_for_rank
 from isp.train.host_memory import check_host_memory
 from isp.train.out_of_memory import MemoryGuard, memory_owners
@@ -103,7 +103,8 @@ def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | N
                 logger.info("%-11s in this run: %s", "mixture", shares)
             if isinstance(datasets.train, ExampleDataset):
                 logger.info("%-11s %s", "example", datasets.train.shown(datasets.tokenizer))
-        if warning := beyond_positions(config.model, config.data.seq_len):
+        model, seq_len = config.model, config.data.seq_len
+        if warning := beyond_positions(model.hf, model.hf_overrides, seq_len):
             logger.warning("%s", warning)
         if config.topology(world.size).context > 1:
             config = _with_exchange(config, world.size, mesh, device)

@@ -15,7 +15,6 @@ from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.metrics import StepRecord
 from isp.parallel import Axis
-from isp.train.begin_from import load_folder
 from isp.train.resume import STREAM, Start, check_changes, saved_values, stream_place
 from isp.train.saved_step import SavedStep
 from isp.train.step import TrainStep
@@ -64,8 +63,7 @@ class RunCheckpoints:
         """Load what the run begins from, and how far that has come.
 
         That are the run's own checkpoints if there are any, else those that
-        `checkpoint.initial_load_path` names, else the weights in the folder `model.init_from`, else
-        the model's initial weights.
+        `checkpoint.initial_load_path` names, else the model's initial weights.
         """
         start, checkpoint, own = self._start, self._config.checkpoint, None
         begun = not self._train_step.built.model.checkpoints_frozen
@@ -83,13 +81,6 @@ class RunCheckpoints:
                 return self._go_on_from(initial)._replace(record=None)  # in another's metrics
             self._saved.load(self.checkpointer, initial, weights_only=True)
             logger.info("begins at step 0 with the weights of %s", initial.describe())
-        elif (source := self._config.model.init_from) is not None:
-            what = f"loading model.init_from={source}"
-            attempt(
-                self._mesh.host, what, lambda: load_folder(self._saved.state, self._config.model)
-            )
-            self._train_step.weights_changed()
-            logger.info("begins at step 0 with the weights of %s", source)
         else:
             if start.resumes:
                 folder = self.checkpointer.folder.path

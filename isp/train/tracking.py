@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from isp.config import JobConfig, to_plain
@@ -15,10 +14,8 @@ __all__ = ["run_trackers"]
 _ENVIRONMENT = ("python", "torch", "cuda", "git_commit", "world_size", "hostnames", "devices")
 
 
-def run_trackers(
-    config: JobConfig, folder: RunFolder, names: Iterable[str], *, last_step: int = 0
-) -> Trackers:
-    """Open the trackers `names` for the run in `folder`, which resumes after `last_step`.
+def run_trackers(config: JobConfig, folder: RunFolder, *, last_step: int) -> Trackers:
+    """Open the trackers of `config` for the run in `folder`, which resumes after `last_step`.
 
     They get the configuration, the layout and the versions. A resumed run continues in them: their
     ids are next to its checkpoints.
@@ -38,4 +35,4 @@ def run_trackers(
         last_step=last_step,
     )
     ids = Path(config.checkpoint.folder or folder.checkpoint_folder)
-    return Trackers(names, run, ids=ids)
+    return Trackers(config.metrics.trackers, run, ids=ids)

@@ -324,13 +324,13 @@ def test_a_place_with_another_tensor_is_damaged(folder: Path) -> None:
         ("data.seq_len", "8"),
         ("data.tokenizer", 5),
         ("model.hf", 5),
-        ("model.init_from", []),
+        ("model.hf_overrides", []),
     ],
 )
 def test_a_crafted_configuration_is_damaged(folder: Path, key: str, value: object) -> None:
     """Catches a traceback where a checkpoint is exported, or text is made with it."""
     config: dict[str, dict[str, object]] = {
-        "model": {"hf": None, "init_from": None},
+        "model": {"hf": None},
         "training": {"dtype": "float32"},
         "data": {"seq_len": 8, "tokenizer": "bytes"},
     }

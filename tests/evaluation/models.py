@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -10,15 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isp.checkpoint import Checkpointer, TrainState
 from isp.comm import Mesh
+from isp.config import load_config
+from isp.config.models import language_model
 from isp.evaluation.engine import Engine, choose_layout
 from isp.evaluation.source import Source, open_source
+from isp.models.build import build_model
 from isp.models.tiny import kept_in_float64, tiny_model
-from isp.parallel import Topology
+from isp.parallel import Axis, Topology
+from isp.settings import CheckpointConfig
+from isp.train.resume import saved_values
 from tests.model.folders import in_float64
+from tests.toolkit import topology
 from tools.architectures import ARCHITECTURES
 
-__all__ = ["FAMILIES", "HYBRIDS", "PROMPTS", "made", "opened", "read", "saved", "written"]
+__all__ = [
+    "FAMILIES",
+    "HYBRIDS",
+    "PROMPTS",
+    "checkpoint_of",
+    "made",
+    "opened",
+    "read",
+    "saved",
+    "written",
+]
 
 WINDOW = 9
 _SIZES = {
@@ -119,6 +137,46 @@ def saved(family: str, folder: Path) -> Path:
     plain.load_state_dict(model.state_dict())
     plain.save_pretrained(folder)
     return folder
+
+
+def checkpoint_of(family: str, folder: Path) -> Path:
+    """The same as a checkpoint of ISP's decoder, at step 0."""
+    model, path = made(family), folder / "config.yaml"
+    theirs = model.config
+    keys = {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": theirs.hidden_size,
+        "num_layers": theirs.num_hidden_layers,
+        "num_heads": theirs.num_attention_heads,
+        "num_kv_heads": theirs.num_key_value_heads,
+        "head_dim": theirs.head_dim,
+        "intermediate_size": theirs.intermediate_size,
+        "norm_eps": theirs.rms_norm_eps,
+        "rope_theta": theirs.rope_parameters["rope_theta"],
+        "sliding_window": getattr(theirs, "sliding_window", None),
+        "qk_norm": family == "qwen3",
+    }
+    folder.mkdir(exist_ok=True)
+    values = {"model": keys, "data": {"source": "x"}, "training": {"dtype": "float64"}}
+    path.write_text(json.dumps(values))
+    config, mesh = load_config(path), Mesh(topology(), 0)
+    built = build_model(
+        language_model(config.model, "float64"),
+        config.parallel,
+        mesh,
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+    with torch.no_grad():
+        for item in built.parameters:
+            item.parameter.copy_(item.layout.shard(model.state_dict()[item.name]))
+    state = TrainState(parameters=built.parameters, optimizer=None, topology=mesh.topology)
+    into = folder / "checkpoint"
+    with Checkpointer(into, CheckpointConfig(), world=mesh[Axis.WORLD]) as checkpointer:
+        shared = saved_values(config, mesh.topology)
+        checkpointer.save(0, state, tokens=0, shared=shared, wait=True)
+    return into
 
 
 def opened(path: Path, rank: int, ranks: int, words: Sequence[str] = ()) -> tuple[Source, Engine]:

@@ -21,8 +21,7 @@ from isp.evaluation.passkey import Passkey, PasskeyPrompts
 from isp.metrics import read_metrics
 from isp.metrics.evaluation import Evaluation, PositionBucket, TextLosses
 from isp.run.folder import RunFolder
-from isp.train.import_folder import import_folder
-from tests.evaluation.models import made, opened, saved, written
+from tests.evaluation.models import checkpoint_of, made, opened, saved, written
 from tests.ranks import launch_forked, run_each
 
 LENGTH = 32
@@ -105,7 +104,7 @@ def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float 
 
 
 def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> None:
-    """Of a run, and of folders read by the decoder and as they are; 4 ranks do not divide rows."""
+    """Of a run, and of folders; 4 ranks do not divide rows."""
     models = {
         "run": (run, ("mtp", "isp")),
         "qwen3": (saved("qwen3", tmp_path / "qwen3"), ("fsp", "isp")),
@@ -125,11 +124,9 @@ def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Path) -> None:
     """A checkpoint of the decoder, and a folder that is read as it is."""
-    folder = saved(family, tmp_path / family)
+    write = checkpoint_of if family == "llama" else saved
+    folder = write(family, tmp_path / family)
     words = ["--tokenizer=bytes", "--dtype=float64", "--rows=2", f"--data={text}"]
-    if family == "llama":
-        import_folder(folder, folder / "imported", dtype="float64")
-        folder /= "imported"
     found = evaluated(tmp_path, str(folder), *words)
     read: list[Any] = []
     whole = [*text.read_bytes(), 256]

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from isp.data.tokenizer import HFTokenizer
 from isp.evaluation.source import open_source
-from isp.train.import_folder import import_folder
 from tests.data.test_tokenizer import template, write_tokenizer
-from tests.evaluation.models import DECODER, PROMPTS, made, opened, read, saved
+from tests.evaluation.models import DECODER, PROMPTS, checkpoint_of, made, opened, read, saved
 from tests.ranks import run_each
 
 
@@ -25,11 +24,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, An
     """Checkpoints of the decoder, and a folder of another model, with transformers' models."""
     found = {}
     for family in (*DECODER, "gemma3_text"):
-        folder = saved(family, tmp_path_factory.mktemp(family))
-        if family in DECODER:
-            import_folder(folder, folder / "imported", dtype="float64")
-            folder /= "imported"
-        found[family] = folder, made(family)
+        write = checkpoint_of if family in DECODER else saved
+        found[family] = write(family, tmp_path_factory.mktemp(family)), made(family)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +10,7 @@ from isp.layers.rope_scaling import RopeScaling, RopeScalingType
 from model.config import ModelConfig
 from model.decoder import Decoder
 
-__all__ = ["CONFIG", "SCALINGS", "SMALL", "S", "config_of", "filled"]
+__all__ = ["CONFIG", "MADE", "SCALINGS", "SMALL", "S", "filled"]
 
 S = 24
 CONFIG = ModelConfig(
@@ -40,6 +40,28 @@ SCALINGS = [
 ]
 
 
+_EXPERTS = replace(CONFIG, num_experts=3, moe_intermediate_size=24)
+_SHARED = replace(
+    _EXPERTS, shared_expert_intermediate_size=12, num_dense_layers=1, sliding_window=5
+)
+MADE = {
+    "llama": CONFIG,
+    "llama, tied": replace(CONFIG, tie_embeddings=True),
+    "mixtral": replace(_EXPERTS, intermediate_size=24, head_dim=6, sliding_window=5),
+    "qwen2_moe": replace(_SHARED, norm_topk_prob=False),
+    "qwen2_moe, qkv bias": replace(_SHARED, qkv_bias=True),
+    "qwen3_moe": replace(
+        _EXPERTS, qk_norm=True, norm_topk_prob=False, num_dense_layers=1, sliding_window=5
+    ),
+    "mistral": replace(CONFIG, tie_embeddings=True, sliding_window=5),
+    "mistral, odd heads": replace(CONFIG, head_dim=6, num_heads=5, num_kv_heads=5),
+    "qwen2": replace(CONFIG, qkv_bias=True, sliding_window=5),
+    "qwen3": replace(CONFIG, qk_norm=True, head_dim=6, num_heads=5, num_kv_heads=1),
+    **{str(scaling.type): replace(CONFIG, rope_scaling=scaling) for scaling in SCALINGS},
+}
+"""Decoders of each family of transformers that an export writes, with each option."""
+
+
 def filled(config: ModelConfig) -> Decoder:
     """With weights of which none is 0 or 1: biases and norms count too."""
     torch.manual_seed(3)
@@ -48,11 +70,3 @@ def filled(config: ModelConfig) -> Decoder:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
-
-
-def config_of(values: dict[str, Any]) -> ModelConfig:
-    """The keys that a config.json stands for."""
-    scaling = values.get("rope_scaling")
-    return ModelConfig(
-        **{**values, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
-    )

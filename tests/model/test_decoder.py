@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,25 +12,23 @@ from torch import Tensor, nn
 import isp
 from isp.config import JobConfig
 from isp.settings import MuonConfig
-from isp.settings.json_file import read_json
 from model.decoder import Decoder, Experts
-from model.huggingface import model_values
-from tests.model.decoders import CONFIG, S, config_of, filled
-from tests.model.folders import FAMILIES, make_folder
+from tests.model.decoders import CONFIG, MADE, S, filled
+from tests.model.folders import of_decoder
 from tests.models.models import Rows, Trained, assert_trained_as, job, packed_rows, trained
 from tests.ranks import run_each
 
 POSITIONS = torch.arange(S).expand(2, -1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_the_family_of_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MADE)
+def test_it_is_the_family_of_transformers(name: str) -> None:
     """An option that is not obeyed, in logits or in a gradient; another name of a weight."""
     pytest.importorskip("transformers", minversion="5")
-    theirs = make_folder(family, tmp_path)
-    decoder = Decoder(config_of(model_values(read_json(tmp_path / "config.json")))).double()
+    theirs = of_decoder(MADE[name], S)
+    decoder = Decoder(MADE[name]).double()
     decoder.load_state_dict(theirs.model.state_dict())
-    tokens = torch.randint(264, (2, S), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(50, (2, S), generator=torch.Generator().manual_seed(0))
     found, expected = decoder(tokens, POSITIONS), theirs(tokens)
     assert _far(found, expected) < 1e-12
     for logits in (found, expected):
@@ -47,15 +44,15 @@ def _trained(rank: int, case: tuple[nn.Module, JobConfig, list[Rows]]) -> Traine
     return trained(isp.parallelize(model, config), data)
 
 
-def test_muon_updates_experts_as_those_of_transformers(tmp_path: Path) -> None:
+def test_muon_updates_experts_as_those_of_transformers() -> None:
     """Catches gate and up of the same weights that are one matrix here and two there."""
     pytest.importorskip("transformers", minversion="5")
     data = [packed_rows(4, S, [[S], [5, 19], [S], [S]], seed) for seed in range(2)]
     config = job(1, 2, name="muon", muon=MuonConfig(lr=2e-2))
     cases: dict[str, tuple[nn.Module, JobConfig, list[Rows]]] = {}
     for family in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        theirs = make_folder(family, tmp_path / family).model.train()
-        keys = config_of(model_values(read_json(tmp_path / family / "config.json")))
+        keys = replace(MADE[family], vocab_size=160)
+        theirs = of_decoder(keys, S).model.train()
         decoder = Decoder(keys).double()
         decoder.load_state_dict(theirs.state_dict())
         cases |= {family: (decoder, config, data), f"{family}, theirs": (theirs, config, data)}

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
 from isp.models.make import folder_config, made
 from isp.train.data import check_data
@@ -296,3 +297,21 @@ def test_rows_at_whose_length_a_model_does_something_else_are_refused(tmp_path: 
     with pytest.raises(ValueError, match=said):
         config_of(folder, long).check_folder_model()
     config_of(folder, long, "--model.allow_unchecked").check_folder_model()
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "check"])
+def test_commands_say_which_packages_a_folder_needs(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches a traceback of an import where the extra for folders is not installed."""
+    folder, found = write_folder(tmp_path / "llama", "llama"), importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
+    )
+    words = ["--prompt=x"] if command == "generate" else []
+    assert main([command, str(folder), *words]) == 2
+    said = capsys.readouterr().err
+    assert "needs the transformers package: bash tools/setup_env.sh hf" in said

@@ -17,9 +17,8 @@ from isp.models.model import TracedModel
 from isp.models.router_losses import RouterCoefficients
 from isp.parallel import Mode
 from isp.parallel.config import PipelineConfig
+from model.config import ModelConfig
 from model.decoder import Decoder
-from model.huggingface import model_values
-from tests.model.decoders import config_of
 from tests.model.folders import in_float64
 from tests.models.models import (
     Rows,
@@ -69,6 +68,24 @@ def _plainly(model: nn.Module, of: RouterCoefficients, ranks: int) -> Trained:
     return trained_plainly(model, DATA, loss)
 
 
+AS_DECODER = ModelConfig(
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    num_experts=4,
+    experts_per_token=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=False,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
+"""The small Qwen3-MoE."""
+
+
 class Case(NamedTuple):
     kind: str
     config: JobConfig
@@ -114,7 +131,7 @@ def _run(rank: int, case: Case) -> Trained:
     model = replace(case.config.model, router_z_loss_coef=case.of.z, **keys)
     plain = _model(case)
     if case.plain_decoder:
-        decoder = Decoder(config_of(model_values(plain.config.to_dict()))).double()
+        decoder = Decoder(AS_DECODER).double()
         decoder.load_state_dict(plain.state_dict())
         plain = decoder
     run = isp.parallelize(plain, replace(case.config, model=model))

@@ -235,9 +235,12 @@ def test_many_ranks() -> None:
     timeline = ranks[13].timeline
     slow = replace(timeline.collectives[0], exposed_ms=50.0)
     ranks[13] = replace(ranks[13], timeline=replace(timeline, collectives=(slow,)))
-    profile = replace(example_profile(), modes=(replace(isp, ranks=tuple(ranks)),))
-    shown = [values[1] for values, _ in figures(profile_page(profile))]
-    assert shown == ["0", "1", "2", "3", "4", "5", "6", "13"]
+    slow_11 = [*ranks[:11], replace(ranks[13], rank=11), *ranks[12:13], replace(ranks[0], rank=13)]
+    mtp = replace(isp, mode="mtp", ranks=(*slow_11, *ranks[14:]))
+    modes = (replace(isp, ranks=tuple(ranks)), mtp)
+    shown = figures(profile_page(replace(example_profile(), modes=modes)))
+    chosen = ["0", "1", "2", "3", "4", "5", "6", "11", "13"]
+    assert [values for values, _ in shown] == [[m.mode, r] for m in modes for r in chosen]
 
 
 def test_losses_that_differ() -> None:

@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.huggingface import config_json
-from model.presets import PRESETS
 from tests.profile.html_page import HtmlPage
 
 ROOT = Path(__file__).parents[2]
@@ -261,12 +258,12 @@ def test_a_contestant_that_fails_is_a_row(tmp_path, monkeypatch, fault):
 def test_a_contestant_of_mfu_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
     """Catches the same beside transformers, and a loss that is another model's."""
 
-    def ours(config, batch, mesh):
+    def ours(config, batch, mesh, folder):
         if not config.model.compile:
             raise ValueError("not so")
         return lambda: 5.0
 
-    monkeypatch.setattr(bench_mfu, "write_folder", _tiny_folder)
+    monkeypatch.setattr(bench_mfu, "write_folder", lambda folder, *_: None)
     monkeypatch.setattr(bench_mfu, "ours", ours)
     monkeypatch.setattr(
         bench_mfu, "plain", lambda *_, shard=None: lambda: 5.01 if shard is None else 7.0
@@ -284,13 +281,6 @@ def test_a_contestant_of_mfu_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
         "transformers, fully_shard, sdpa": "the first loss is 7.0000, not 5.0000",
     }
     assert "| ValueError: not so |" in capsys.readouterr().out
-
-
-def _tiny_folder(folder: Path, preset: str, layers: int | None, device: torch.device) -> int:
-    sizes = PRESETS[preset]
-    written = config_json(ModelConfig(**sizes), dtype="bfloat16", context=64)
-    (folder / "config.json").write_text(json.dumps(written))
-    return int(sizes["num_layers"])
 
 
 def test_each_test_that_needs_a_gpu_is_in_one_step():

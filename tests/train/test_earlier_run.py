@@ -1,0 +1,44 @@
+"""A run folder of the version before keys were removed: resumed, evaluated and exported.
+
+`EARLIER` trained a Llama folder named by `model.init_from` on `tables.txt`, and was stopped after
+its checkpoint of step 2; `THEN` is what the next steps of that version came to.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from isp.cli import main
+from isp.config import load_config
+from isp.metrics import read_metrics
+from isp.train import main as train
+from tests.ranks import run_programs
+
+ARCHIVE = Path(__file__).with_name("earlier_run.tar.xz")
+THEN = [(6.157193899154663, 3.165778739344532), (6.168535232543945, 1.737180816030107)]
+"""Loss and gradient norm of steps 3 and 4, in float32."""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the run's folder; the working directory is the one in which it was started."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    (found,) = (path for path in Path("runs/tables").glob("2*"))
+    return found
+
+
+def test_it_is_resumed_evaluated_and_exported(run: Path) -> None:
+    """Catches a kept key of an earlier version that this one refuses, and other sizes for it."""
+    config = load_config(run / "config.yaml")
+    run_programs(1, lambda rank: train(config))
+    found = [(line.loss, line.grad_norm) for line in read_metrics(run / "metrics.jsonl")[2:]]
+    for theirs, ours in zip(THEN, found, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+    step = str(run / "checkpoint" / "step_4")
+    assert main(["evaluate", step, "--data", "tables.txt"]) == 0
+    assert main(["checkpoint", "export", step, "--hf", "exported"]) == 0
