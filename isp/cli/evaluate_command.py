@@ -108,12 +108,19 @@ def _run(args: argparse.Namespace) -> int:
         if rows is None:
             notes.append("no text was held out for evaluation: name files with --data")
     prompts = PasskeyPrompts(source.encode, digits=args.digits)
+    if rows is None and not (args.keys and args.lengths[-1] >= prompts.shortest):
+        raise ValueError(
+            f"nothing to evaluate: name text with --data, or lengths of {prompts.shortest} tokens"
+            f" and more, which passkeys need"
+        )
     if args.keys and args.lengths[0] < prompts.shortest:
         notes.append(f"a passkey prompt has {prompts.shortest} tokens and more: none are shorter")
     if args.output is not None:
         Path(args.output).mkdir(parents=True, exist_ok=True)  # what fails, fails before the work
     if args.png is not None:
         args.png.parent.mkdir(parents=True, exist_ok=True)
+        if args.png.is_dir():
+            raise ValueError(f"--png {args.png} is a folder: name a file in it")
     if speaks():
         for note in filter(None, notes):
             say(f"note: {note}", error=True)
@@ -203,13 +210,12 @@ def _evaluate(
         passkeys=passkeys,
     )
     say(describe(evaluation))
+    if args.output is not None:
+        file = Path(args.output) / EVALUATION_FILE
+        write_whole(file, evaluation.to_json(indent=1))
+        say(f"\nwrote {file}")
     if args.png is not None:
         from isp.cli.evaluation_picture import draw_evaluation
 
         draw_evaluation(evaluation, args.png)
         say(f"\nwrote {args.png}")
-    if args.output is None:
-        return
-    file = Path(args.output) / EVALUATION_FILE
-    write_whole(file, evaluation.to_json(indent=1))
-    say(f"\nwrote {file}")

@@ -57,7 +57,8 @@ def _draw_losses(axes: Axes, text: TextLosses, trained: int | None) -> None:
     axes.set_title("Loss by position")
     axes.set_ylabel("loss (nats per token)")
     _name_columns(axes, [bucket.places for bucket in buckets], "position in the sequence (tokens)")
-    _mark_trained(axes, [bucket.end for bucket in buckets], trained)
+    if trained is not None:
+        _mark_trained(axes, sum(bucket.begin < trained for bucket in buckets))
 
 
 def _draw_passkeys(axes: Axes, passkeys: Passkeys, trained: int | None) -> None:
@@ -73,7 +74,8 @@ def _draw_passkeys(axes: Axes, passkeys: Passkeys, trained: int | None) -> None:
     axes.set_yticks(range(len(by_depth)), [f"{100 * depth:.0f}" for depth in passkeys.depths])
     axes.set_ylabel("depth of the key (%)")
     _name_columns(axes, [f"{n:,}" for n in passkeys.lengths], "length of the prompt (tokens)")
-    _mark_trained(axes, passkeys.lengths, trained)
+    if trained is not None:
+        _mark_trained(axes, sum(length <= trained for length in passkeys.lengths))
 
 
 def _name_columns(axes: Axes, names: list[str], label: str) -> None:
@@ -85,8 +87,6 @@ def _name_columns(axes: Axes, names: list[str], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def _mark_trained(axes: Axes, ends: tuple[int, ...] | list[int], trained: int | None) -> None:
-    """Draw a line between the columns that end within the trained length and those beyond."""
-    if trained is not None:
-        inside = sum(end <= trained for end in ends)
-        axes.axvline(inside - 0.5, color="#d55e00", linestyle="--", linewidth=2)
+def _mark_trained(axes: Axes, inside: int) -> None:
+    """Draw a line after the first `inside` columns, those that begin within the trained length."""
+    axes.axvline(inside - 0.5, color="#d55e00", linestyle="--", linewidth=2)

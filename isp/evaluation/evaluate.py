@@ -130,12 +130,11 @@ def find_passkeys(
 
 
 def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int:
-    """Count the prompts after which every token of the answer is the likeliest; a collective.
+    """Count the prompts after which every token of the key is the likeliest; a collective.
 
-    By teacher forcing: greedy decoding writes the answer after exactly these prompts.
+    By teacher forcing: greedy decoding writes the key after exactly these prompts.
     """
-    # Apart, as in training examples and as a model that decodes sees them.
-    answers = [source.tokenizer.encode(passkey.answer).tolist() for passkey in batch]
+    answers = [_tokens_of_key(source, passkey) for passkey in batch]
     read = [
         [*source.encode(passkey.prompt), *answer[:-1]]
         for passkey, answer in zip(batch, answers, strict=True)
@@ -143,3 +142,12 @@ def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int
     counts = [len(answer) for answer in answers]
     likeliest = engine.logits(read, counts).argmax(-1).split(counts)
     return sum(own.tolist() == answer for own, answer in zip(likeliest, answers, strict=True))
+
+
+def _tokens_of_key(source: Source, passkey: Passkey) -> list[int]:
+    """Return the tokens of the answer up to the end of its key."""
+    # Apart from the prompt, as in training examples and as a model that decodes sees them.
+    tokens = source.tokenizer.encode(passkey.answer)
+    ends = (n for n in range(1, len(tokens)) if passkey.key in source.tokenizer.decode(tokens[:n]))
+    found: list[int] = tokens[: next(ends, len(tokens))].tolist()
+    return found

@@ -381,10 +381,9 @@ class Trainer:
             what = f"ending the run in {folder.path}"
             attempt_first(self.mesh.host, what, lambda: folder.write_finished(step))
             logger.info("done: %d steps, in %s", self.step, self.start.folder.path)
-            logger.info(
-                "generate text: %s",
-                _how_to_generate(self.start.checkpoints, chats=self.data.has_chats),
-            )
+            if self.config.training.objective != "reward":  # whose model writes no text
+                how = _how_to_generate(self.start.checkpoints, chats=self.data.has_chats)
+                logger.info("generate text: %s", how)
 
 
 def _how_to_generate(checkpoints: Path, *, chats: bool) -> str:

@@ -85,7 +85,9 @@ def test_ranks_are_started_and_one_of_them_writes(
     words = (str(run), "--lengths=5,33,150", "--rows=1", "--keys=2", "--depths=2")
     alone = evaluated(tmp_path, *words)
     monkeypatch.setattr(launch_module, "launch", launch_forked)
-    found = evaluated(tmp_path, *words, "--nproc=2", "--parallel.tensor.mode=isp")
+    png = tmp_path / "new" / "a.png"
+    found = evaluated(tmp_path, *words, "--nproc=2", "--parallel.tensor.mode=isp", f"--png={png}")
+    assert png.read_bytes().startswith(b"\x89PNG")
     assert losses(found) == pytest.approx(losses(alone), rel=0, abs=1e-9)
     assert found.passkeys == alone.passkeys
     assert found.layout == "2 ranks, isp"
@@ -153,16 +155,18 @@ def asked() -> list[Passkey]:
         tokens = written(made("llama"), list(prompt.encode()), 2)
         with suppress(ValueError):  # of tokens that are no bytes, or no text
             text = bytes(tokens).decode()
+            wrong = f"{text[:-1]}?"  # at its end
             found.append(Passkey(text, prompt, text))
-            found.append(Passkey(text, prompt, f"{text[:-1]}?"))  # wrong at the end
-            found.append(Passkey(text, f"{prompt} ", text))  # behind another prompt
+            found.append(Passkey(text, prompt, f"{text}\0"))  # found whatever follows the key
+            found.append(Passkey(wrong, prompt, wrong))
+            found.append(Passkey(text, f"{prompt} ", text))  # after another prompt
     return found
 
 
 def is_written(passkey: Passkey) -> bool:
-    """Whether greedy decoding of the plain model writes the answer."""
-    answer = list(passkey.answer.encode())
-    return written(made("llama"), list(passkey.prompt.encode()), len(answer)) == answer
+    """Return whether greedy decoding of the plain model writes the key."""
+    key = list(passkey.key.encode())
+    return written(made("llama"), list(passkey.prompt.encode()), len(key)) == key
 
 
 def found_by_layout(rank: int, case: tuple[Path, int, str]) -> list[int]:
@@ -258,6 +262,8 @@ def test_faults_are_told_in_a_line(
         ((str(gpt2), "--tokenizer=bytes", "--lengths=65"), "table of 64 positions"),
         ((str(run), "--optimizer.lr=1"), "optimizer"),
         ((str(run), "--rows=0", "--keys=0"), "nothing to evaluate"),
+        ((str(run), "--rows=0", "--lengths=8"), "nothing to evaluate: name text with --data, or"),
+        ((str(run), f"--png={tmp_path}"), "is a folder: name a file in it"),
     ):
         assert main(["evaluate", *words]) == 2
         out, err = capsys.readouterr()
