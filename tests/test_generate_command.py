@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
@@ -128,15 +131,18 @@ def test_runs_and_folders_write_what_transformers_writes(
         assert "float64, cpu" in err
 
 
-def test_the_decoder_needs_no_packages_of_others(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_decoder_needs_no_packages_of_others(folder: Path) -> None:
     """Catches an import that the quickstart, without the extra hf, has no package for."""
-    run = run_of("decoder", folder)
-    for package in ("transformers", "tokenizers", "peft", "accelerate"):
-        monkeypatch.setitem(sys.modules, package, None)
-    code, _, err = said(capsys, str(run), "--prompt=a", "--tokenizer=bytes", "--max-new-tokens=3")
-    assert code == 0, err
+    words = ["generate", str(run_of("decoder", folder)), "--prompt=a", "--tokenizer=bytes"]
+    code = (
+        "import sys\n"
+        "for name in ('transformers', 'tokenizers', 'peft', 'accelerate'):\n"
+        "    sys.modules[name] = None\n"
+        "from isp.cli import main\n"
+        f"sys.exit(main({[*words, '--max-new-tokens=3']}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_moe"])
@@ -244,7 +250,20 @@ def test_faults_are_reported_in_a_line(
     tokenizer.save(str(wide))
     tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 1)])
     tokenizer.save(str(llama / "tokenizer.json"))
-    bytes_ = "--tokenizer", "bytes"
+    bytes_, few = ("--tokenizer", "bytes"), "--max-new-tokens=5"
+    cut_off, other, broken, adapter = (tmp_path / name for name in ("cut", "other", "odd", "lora"))
+    for copied in (cut_off, other, broken):
+        shutil.copytree(gpt2, copied)
+    weights = cut_off / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    described = json.loads((gpt2 / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**described, "n_layer": 1}))
+    (broken / "config.json").write_text(json.dumps({**described, "n_layer": "two"}))
+    adapter.mkdir()
+    targets = {"peft_type": "LORA", "target_modules": ["none"], "r": 2}
+    base = {"base_model_name_or_path": str(gpt2), "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(targets | base))
+    (adapter / "adapter_model.safetensors").write_bytes(save({}))
     for words, fault in (
         ((str(tmp_path / "none"), "--prompt", "x"), "does not exist"),
         ((str(tmp_path), "--prompt", "x"), "is not a checkpoint"),
@@ -258,6 +277,10 @@ def test_faults_are_reported_in_a_line(
         ((run, "--prompt", "x", "--device-map", "auto"), "isp checkpoint export"),
         ((run, "--prompt", "x", "--device-map", "auto", "--device", "cpu"), "leave out --device"),
         ((str(gpt2), "--prompt", "x"), "--tokenizer"),
+        ((str(cut_off), "--prompt", "x", *bytes_, few), "is damaged or cut short"),
+        ((str(other), "--prompt", "x", *bytes_, few), "not of the model: transformer.h.1."),
+        ((str(broken), "--prompt", "x", *bytes_), f"{broken}: "),
+        ((str(adapter), "--prompt", "x", *bytes_, few), "The model's linear layers: c_attn, c_fc"),
         ((str(gpt2), "--prompt", "x" * 60, *bytes_, "--max-new-tokens", "6"), "--max-new-tokens 5"),
     ):
         code, out, err = said(capsys, *words)

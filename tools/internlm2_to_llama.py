@@ -2,7 +2,7 @@
 
 python tools/internlm2_to_llama.py internlm2-7b internlm2-7b-llama
 
-Source: `modeling_internlm2.py` and `configuration_internlm2.py` beside InternLM2's weights.
+Source: `modeling_internlm2.py` and `configuration_internlm2.py` in the folders of InternLM2.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ NAMES = {
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
 }
+KIND = "InternLM2ForCausalLM"
 DROPPED = ("architectures", "attn_implementation", "auto_map", "bias", "model_type")
 """Keys of config.json that Llama's does not have, or with another value."""
 
 
 def described(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the Llama. Raises ValueError for another model than InternLM2."""
-    if config.get("model_type") != "internlm2":
-        raise ValueError(f"config.json has model_type={config.get('model_type')}, not internlm2")
+    known = config.get("model_type"), config.get("architectures", [KIND])
+    if known != ("internlm2", [KIND]):
+        raise ValueError(f"config.json has {known[0]} {known[1]}, not internlm2 [{KIND}]")
     kept = {key: value for key, value in config.items() if key not in DROPPED}
     kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     return kept | kind | {"attention_bias": config.get("bias", True), "mlp_bias": False}
@@ -71,6 +73,11 @@ def convert(source: Path, target: Path) -> None:
                 writer.add(own, tensor)
     (target / "config.json").write_text(json.dumps(llama, indent=2) + "\n")
     copy_tokenizer(source, target)
+    if (tokenizer := target / "tokenizer_config.json").is_file():
+        kept = read_json(tokenizer)
+        for of_code in ("auto_map", "tokenizer_class"):  # InternLM2's own, which is not copied
+            kept.pop(of_code, None)
+        tokenizer.write_text(json.dumps(kept, indent=2) + "\n")
 
 
 if __name__ == "__main__":

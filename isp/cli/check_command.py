@@ -34,8 +34,9 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
     parser.epilog = (
         "The check uses a small model with the same structure and random weights. It trains one"
         " step in float64 on CPU ranks of this machine: packed or not, recomputed or not."
-        " CONFIG may also be a Hugging Face folder; only its config.json is read. These overrides"
-        " apply to every layout: model.checkpoint and the keys that begin with it,"
+        " CONFIG may also be a Hugging Face folder; only its config.json is read, which"
+        " model.hf_overrides may change. These overrides apply to every layout: model.checkpoint"
+        " and the keys that begin with it,"
         " model.mlp_tile_tokens and model.loss_chunk_tokens (both shrunk with the model),"
         " parallel.weight, optimizer."
     )

@@ -89,8 +89,8 @@ def _run(args: argparse.Namespace) -> int:
     if warning := source.check_lengths(prompts.tokens, args.max_new_tokens):
         say(f"note: {warning}", error=True)
     device = device_of(args.device)
-    say(f"{source.title}, {source.dtype}, {args.device_map or device}", error=True)
     model = source.plain(device, args.device_map)
+    say(f"{source.title}, {source.dtype}, {args.device_map or device}", error=True)
     ends = source.ends | (set() if prompts.turn_end is None else {prompts.turn_end})
     write = _by_decoder if source.section.hf is None else _by_transformers
     torch.manual_seed(args.seed)

@@ -261,6 +261,8 @@ def load_config(
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
         # What a run kept says what the run was, also of keys that came later.
         is_kept = RunFolder(Path(path).parent).environment_file.is_file()
+        if is_kept:
+            _check_resumable(path, file.values)
         given = keys.upgraded(file.values) if is_kept else file.values
         values = _without(given, unread)
         values = _override(values, origins, overrides, keys)
@@ -277,6 +279,22 @@ def load_config(
         raise ConfigError(f"{path}: {faults[0]}" if of_file else faults[0])
     where = path if of_file else "the command line"
     raise ConfigError("\n  ".join([f"{where}: {len(faults)} faults", *faults]))
+
+
+def _check_resumable(path: str | Path, kept: Mapping[str, Any]) -> None:
+    """Raise ValueError for a run that began from `model.init_from` and has no checkpoint yet.
+
+    It would begin again with random weights.
+    """
+    model, checkpoint = kept.get("model"), kept.get("checkpoint")
+    begun = model.get("init_from") if isinstance(model, dict) else None
+    elsewhere = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
+    folder = Path(elsewhere or RunFolder(Path(path).parent).checkpoint_folder)
+    if begun is not None and not any(folder.glob("step_*")):
+        raise ValueError(
+            f"{path}: this run began from model.init_from={begun}, which was removed, and has no"
+            f" checkpoint to go on from: start a run of model.hf={begun}"
+        )
 
 
 def sections_from(

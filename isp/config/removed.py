@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 __all__ = ["REMOVED_KEYS", "RemovedKey", "without_removed"]
@@ -11,23 +11,20 @@ __all__ = ["REMOVED_KEYS", "RemovedKey", "without_removed"]
 class RemovedKey(NamedTuple):
     """A key that was removed."""
 
-    default: Any
-    """Its default, which a configuration kept by a run may have."""
+    ignored: Collection[Any] | None
+    """Values that have no effect in a configuration kept by a run; None: all of them."""
     instead: str
     """The replacement, in words that follow the name of the key in an error."""
-    is_spent: bool = False
-    """True if no value has an effect on a run that has begun."""
 
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
     "model.init_from": RemovedKey(
-        default=None,
-        is_spent=True,
+        ignored=None,  # the sizes that it found are kept, and the weights are in checkpoints
         instead="use model.hf=FOLDER, with model.hf_overrides for RoPE scaling and other keys of"
         " its config.json (InternLM2: rewrite the folder by tools/internlm2_to_llama.py first)",
     ),
     "parallel.expert.max_gathered_bytes": RemovedKey(
-        None, "use parallel.expert.size, which spreads the experts of a layer over ranks"
+        (None,), "use parallel.expert.size, which spreads the experts of a layer over ranks"
     ),
 }
 
@@ -42,6 +39,7 @@ def without_removed(kept: dict[str, Any]) -> None:
         values: Any = kept
         for section in sections:
             values = values.get(section) if isinstance(values, dict) else None
-        is_kept = isinstance(values, dict) and name in values
-        if is_kept and (removed.is_spent or values[name] == removed.default):
+        if not isinstance(values, dict) or name not in values:
+            continue
+        if removed.ignored is None or values[name] in removed.ignored:
             del values[name]

@@ -23,9 +23,10 @@ from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
 from isp.evaluation.engine import Engine
 from isp.models.build import build_model, parameter_shapes
-from isp.models.lora import with_trained_adapters
+from isp.models.lora import adapted, with_trained_adapters
 from isp.models.make import limited_model, take_out_tower
 from isp.models.model import TracedModel, position_rows
+from isp.models.model_folder import read_text_config
 from isp.models.pretrained import meta_model, plain_model
 from isp.parallel import Axis, ParallelConfig
 from isp.settings import DTYPES, CheckpointConfig
@@ -88,8 +89,13 @@ class Source:
         require(f"model.hf={folder}", "transformers", "safetensors")
         if self.section.adapter is not None:
             require("model.adapter", "peft", extra="peft")
-        with limited_model(folder):
-            model = meta_model(folder, torch.float32, self.section.hf_overrides)
+        try:
+            with limited_model(folder):
+                model = meta_model(folder, torch.float32, self.section.hf_overrides)
+        except ValueError as error:
+            raise ValueError(f"model.hf={folder}: {error}") from None
+        if self.section.adapter is not None:
+            adapted(model, self.section.adapter, folder)  # what does not fit, before weights load
         take_out_tower(model)  # its tables of positions are of pixels
         return model
 
@@ -246,7 +252,7 @@ def _of_checkpoint(
             f" started"
         )
     own = load_tokenizer(data["tokenizer"], eos_token=data["eos_token"])
-    ends = frozenset() if section.hf is None else _ends(Path(section.hf))
+    ends = frozenset() if section.hf is None else _ends(section.hf, section.hf_overrides)
     return Source(
         title=f"{info.path}, {info.step} steps",
         section=section,
@@ -264,7 +270,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     require(f"the model in {path}", "transformers", "safetensors")
     named = with_adapter({"hf": str(path)})
     base = Path(named["hf"])
-    described = read_json(base / CONFIG_FILE)
+    described = read_text_config(str(base))
     texts = path if (path / "tokenizer.json").is_file() else base
     if tokenizer is None and not (texts / "tokenizer.json").is_file():
         raise ValueError(
@@ -278,7 +284,7 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
         section=TypeAdapter(ModelConfig).validate_json(json.dumps(named)),
         dtype=dtype or (saved if saved in DTYPES else "float32"),
         tokenizer=own,
-        ends=frozenset([own.eos_id]) | _ends(base),
+        ends=frozenset([own.eos_id]) | _ends(str(base)),
         trained_length=described.get("max_position_embeddings", described.get("n_positions")),
         checkpoint=None,
         data={"tokenizer": file, "add_bos": True},
@@ -286,11 +292,11 @@ def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
     )
 
 
-def _ends(folder: Path) -> frozenset[int]:
+def _ends(folder: str, overrides: Mapping[str, Any] | None = None) -> frozenset[int]:
     """Return the tokens at which transformers would stop."""
-    of_text = folder / "generation_config.json"
+    of_text = Path(folder) / "generation_config.json"
     found = read_json(of_text).get("eos_token_id") if of_text.is_file() else None
-    found = read_json(folder / CONFIG_FILE).get("eos_token_id") if found is None else found
+    found = read_text_config(folder, overrides).get("eos_token_id") if found is None else found
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if odd := [end for end in ends if not isinstance(end, int)]:
         raise ValueError(

@@ -316,12 +316,15 @@ def _chunk(module: Any) -> int | None:
 
 
 def _window(module: Any) -> int | None:
-    """The window of a layer of Qwen2-MoE, which leaves it to transformers' mask."""
+    """Return the window of a layer that passes none, though its kind has one.
+
+    In transformers these are the layers of Qwen2-MoE, which leave it to the mask.
+    """
     return module.config.sliding_window if _is_of(module, "sliding_attention") else None
 
 
 def _is_of(module: Any, kind: str) -> bool:
-    """Whether a configuration that names the kind of each layer names this one for a module's."""
+    """Return whether a configuration that has the kind of each layer has `kind` for a module's."""
     kinds = getattr(module.config, "layer_types", None) or ()
     index = getattr(module, "layer_idx", None)  # attention outside of the layers has none
     return index is not None and list(kinds[index : index + 1]) == [kind]

@@ -34,39 +34,43 @@ _MOST_BYTES = 2**33
 
 
 def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
-    """A copy of a model without memory, with adapters; `base` is the folder of the model.
+    """Return a copy of a model without memory, with adapters; `base` is the model's folder.
 
     Raises ValueError for keys that do not fit the model.
     """
-    pattern = f"model.adapter.target_modules={json.dumps(adapter.target_modules)}"
-    limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
-    try:
-        with limits, parameters_on_meta(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
-            found = _with_adapters(copy.deepcopy(model), adapter)
-    except ValueError as error:
-        if str(error).startswith(pattern):  # beyond the limits
-            raise
-        linears = {n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)}
-        raise ValueError(
-            f"{pattern}:"
-            f" {str(error).splitlines()[0]}{_as_meant(adapter.target_modules, linears)} The model's"
-            f" linear layers: {', '.join(sorted(linears))}"
-        ) from None
+    with parameters_on_meta():
+        found = _with_adapters(copy.deepcopy(model), adapter)
     found.peft_config["default"].base_model_name_or_path = str(Path(base).absolute())
     return found
 
 
 def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
-    """Put adapters of PEFT into a model, in place, and return what PEFT makes of it."""
+    """Put adapters of PEFT into a model, in place, and return what PEFT makes of it.
+
+    Raises ValueError for keys that do not fit the model.
+    """
     from peft import LoraConfig, TaskType, get_peft_model
 
     given = asdict(adapter)
     del given["folder"]
     lists: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
     keys = LoraConfig(**lists, task_type=TaskType.CAUSAL_LM)
-    # Of another dtype than the base model's they would be converted at every call.
-    return get_peft_model(model, keys, autocast_adapter_dtype=False)
+    linears = {n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)}
+    pattern = f"model.adapter.target_modules={json.dumps(adapter.target_modules)}"
+    limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
+    try:
+        with limits, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
+            # Of another dtype than the base model's they would be converted at every call.
+            return get_peft_model(model, keys, autocast_adapter_dtype=False)
+    except ValueError as error:
+        if str(error).startswith(pattern):  # beyond the limits
+            raise
+        raise ValueError(
+            f"{pattern}:"
+            f" {str(error).splitlines()[0]}{_as_meant(adapter.target_modules, linears)} The model's"
+            f" linear layers: {', '.join(sorted(linears))}"
+        ) from None
 
 
 @torch.no_grad()

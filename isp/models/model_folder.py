@@ -19,6 +19,7 @@ __all__ = [
     "check_model_folder",
     "folder_sizes",
     "read_config",
+    "read_text_config",
     "with_sizes",
 ]
 
@@ -63,7 +64,7 @@ def folder_sizes(folder: str, overrides: Mapping[str, Any] | None = None) -> dic
 
     Raises ValueError for a folder without one, and for `model.hf_overrides` that do not fit it.
     """
-    config = _read_config(folder, overrides)
+    config = read_text_config(folder, overrides)
     if "vocab_size" not in config:  # as of Gemma 3 on the hub: the default of its type
         config = {**_defaults_of_type(folder), **config}
     return {
@@ -81,7 +82,7 @@ def check_model_folder(
 
     `overrides`: the `model.hf_overrides` of the folder.
     """
-    config = _read_config(folder, overrides)
+    config = read_text_config(folder, overrides)
     for name in _DROPOUT:
         if config.get(name):
             raise ValueError(
@@ -124,7 +125,7 @@ def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, se
     """Return a warning of rows longer than a folder's model is for; "" without."""
     if folder is None:
         return ""
-    trained = _trained_positions(_read_config(folder, overrides))
+    trained = _trained_positions(read_text_config(folder, overrides))
     if trained is None or seq_len <= trained:
         return ""
     return (
@@ -144,7 +145,9 @@ def _trained_positions(found: Mapping[str, Any]) -> int | None:
     reach = [
         int(rope["factor"] * (rope.get("original_max_position_embeddings") or context))
         for rope in ropes
-        if isinstance(rope, Mapping) and isinstance(rope.get("factor"), int | float)
+        if isinstance(rope, Mapping)
+        and isinstance(rope.get("factor"), int | float)
+        and rope.get("rope_type", rope.get("type")) != "default"
     ]
     return max(context, *reach, 0)
 
@@ -179,8 +182,8 @@ def read_config(folder: str, overrides: Mapping[str, Any] | None = None) -> dict
     return overridden_json(folder, overrides)
 
 
-def _read_config(folder: str, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """As `read_config`, with the keys of the text model that a vision-language model has apart."""
+def read_text_config(folder: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return `read_config`, with the keys of a vision-language model's text model at the top."""
     config = read_config(folder, overrides)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config

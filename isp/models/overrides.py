@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Set
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +25,10 @@ _ORIGINAL = "original_max_position_embeddings"
 _FIXED = {"architectures", "auto_map", "dtype", "model_type", "quantization_config"}
 _FIXED |= {"torch_dtype", "transformers_version"}
 """Keys of config.json that describe the files."""
+_OF_ALL_TYPES = {"rope_theta", "partial_rotary_factor", "mrope_section", _ORIGINAL}
+"""Keys of rotary positions that stay where their type changes."""
+_WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+"""Keys that decide which layers have a window."""
 
 
 class OverrideError(ValueError):
@@ -94,18 +99,25 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
             raise OverrideError(
                 f"{shown} is not supported for {type(config).__name__}: change {folder}/config.json"
             )
-        section = found[named[0]] = found.get(named[0]) or {}
+        # A file may have the keys of its text model at the top: they are in no section there.
+        section = found[named[0]] = found.get(named[0]) or text.to_dict()
+    names = {key: _known_name(text, key, value) for key, value in overrides.items()}
+    if text is not config and "tie_word_embeddings" in names:
+        raise OverrideError(
+            f"{shown}: tie_word_embeddings is of the whole model, not of its text model: change"
+            f" {folder}/config.json"
+        )
     for key, value in overrides.items():
-        name = _known_name(text, key, value)
-        if name == _ROPE:
-            section[_ROPE] = _with_rope(text, overrides)
-            section.pop(_EARLIER_ROPE, None)  # which transformers prefers
-            section.pop("rope_theta", None)  # is in rope_parameters
-            continue
-        for alias, of_class in text.attribute_map.items():
-            if of_class == name:
-                section.pop(alias, None)
-        section[name] = _merged(section.get(name), value)
+        if (name := names[key]) != _ROPE:
+            for alias, of_class in text.attribute_map.items():
+                if of_class == name:
+                    section.pop(alias, None)
+            section[name] = _merged(section.get(name), value)
+    # A longer context alone would change positions, too: some are scaled from it.
+    if _ROPE in names.values() or "max_position_embeddings" in names.values():
+        section[_ROPE] = _with_rope(text, overrides)
+        section.pop(_EARLIER_ROPE, None)  # which transformers prefers
+        section.pop("rope_theta", None)  # is in rope_parameters
     values = copy.deepcopy(found)
     # transformers reads some folders as a type of another name.
     values |= {"model_type": config.model_type, "name_or_path": str(folder)}
@@ -116,14 +128,38 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
             f"{shown}: {type(text).__name__} of transformers {version('transformers')} refuses it:"
             f" {' '.join(str(error).split())}"
         ) from None
+    own = changed.get_text_config(decoder=True)
     for key, value in overrides.items():
-        own = getattr(changed.get_text_config(decoder=True), _known_name(text, key, value))
-        if isinstance(value, bool | int | float | str) and own != value:
-            raise OverrideError(
-                f"model.hf_overrides.{key}={json.dumps(value)} has no effect: other keys of"
-                f" {folder}/config.json give {own}"
-            )
+        _check_effect(f"model.hf_overrides.{key}", value, getattr(own, names[key]), folder)
+    _check_windows(own, {*names.values()}, shown, folder)
     return without_implementations(changed), found
+
+
+def _check_effect(path: str, given: Any, found: Any, folder: str | Path) -> None:
+    """Raise OverrideError if a value of `given`, by the key `path`, is not in `found`."""
+    if isinstance(given, dict) and isinstance(found, dict):
+        for name, value in given.items():
+            own = "rope_type" if name == "type" else name
+            _check_effect(f"{path}.{name}", value, found.get(own), folder)
+    elif given is not None and found != (tuple(given) if isinstance(found, tuple) else given):
+        raise OverrideError(
+            f"{path}={json.dumps(given)} has no effect: other keys of {folder}/config.json give"
+            f" {found}"
+        )
+
+
+def _check_windows(text: Any, overridden: Set[str], shown: str, folder: str | Path) -> None:
+    """Raise OverrideError if windows that are overridden contradict the kinds of the layers."""
+    kinds = getattr(text, "layer_types", None)
+    if not kinds or overridden.isdisjoint(_WINDOWS):
+        return
+    slides, window = "sliding_attention" in kinds, getattr(text, "sliding_window", None)
+    if slides != (window is not None):
+        raise OverrideError(
+            f"{shown}: sliding_window would be {json.dumps(window)}, and layer_types of"
+            f" {folder}/config.json has {'some' if slides else 'no'} layers with a window: override"
+            f" layer_types, too"
+        )
 
 
 def _known_name(text: Any, key: str, value: Any) -> str:
@@ -151,19 +187,21 @@ def _known_name(text: Any, key: str, value: Any) -> str:
     )
 
 
-def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the rotary positions of the configuration `text` with those of `overrides`.
 
     What transformers has read from the file is in its newest form: one mapping with the base, or
     one for each kind of layers. Raises OverrideError for a key that would have no effect.
     """
-    key, *others = (name for name in (_ROPE, _EARLIER_ROPE) if name in overrides)
-    path, value = f"model.hf_overrides.{key}", overrides[key]
+    key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
+    path, value = f"model.hf_overrides.{key}", overrides.get(key, {})
     if others:
         raise OverrideError(f"{path}={json.dumps(value)} is given as {_EARLIER_ROPE}, too: use one")
     if not isinstance(value, dict):
         raise OverrideError(f"{path}={json.dumps(value)} must be a mapping, as {{rope_theta: 1e6}}")
-    found: dict[str, Any] = copy.deepcopy(text.rope_parameters) or {}
+    found: dict[str, Any] = copy.deepcopy(getattr(text, _ROPE, None) or {})
+    if not (found or value):  # a model without rotary positions
+        return None
     kinds = [name for name, of_one in found.items() if isinstance(of_one, dict)]
     if not kinds:
         return _with_rope_of_one(text, found, value, path, overrides)
@@ -173,7 +211,9 @@ def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
                 f"{path}.{kind}={json.dumps(of_one)}: the model has rotary positions for each kind"
                 f" of layers: give a mapping for {' or '.join(kinds)}"
             )
-        found[kind] = _with_rope_of_one(text, found[kind], of_one, f"{path}.{kind}", overrides)
+    for kind in kinds:
+        given = value.get(kind, {})
+        found[kind] = _with_rope_of_one(text, found[kind], given, f"{path}.{kind}", overrides)
     return found
 
 
@@ -195,17 +235,24 @@ def _with_rope_of_one(
                 f"{path}.{name}={json.dumps(value)}: rotary positions of transformers have no such"
                 f" key: {f'did you mean {near[0]}?' if near else 'leave it out'}"
             )
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            raise OverrideError(f"{path}.{name}={json.dumps(value)} has no value: leave it out")
     changed = {name: value for name, value in found.items() if name != "type"}
-    changed |= {"rope_type" if name == "type" else name: x for name, x in given.items()}
-    # transformers would take the longer context for that of the training.
-    scales = changed.get("rope_type") in ("llama3", "longrope", "yarn")
+    new = {"rope_type" if name == "type" else name: value for name, value in given.items()}
+    kind = new.get("rope_type", changed.get("rope_type"))
+    if kind != changed.get("rope_type"):  # the factors of one type mean nothing to another
+        changed = {name: value for name, value in changed.items() if name in _OF_ALL_TYPES}
+    changed |= new
+    longer = overrides.get("max_position_embeddings")
+    if kind == "dynamic" and longer is not None:
+        raise OverrideError(
+            f"model.hf_overrides.max_position_embeddings={longer}: positions of type dynamic are"
+            f" scaled from the {text.max_position_embeddings} on that the folder has: leave it out,"
+            f" or change {path}.rope_type"
+        )
+    # Else transformers would take the longer context for that of the training.
+    scales = kind in ("llama3", "longrope", "yarn")
     if scales and changed.get(_ORIGINAL) is None and not hasattr(text, _ORIGINAL):
-        if (longer := overrides.get("max_position_embeddings")) is not None:
-            raise OverrideError(
-                f"{path}={json.dumps(given)} needs {_ORIGINAL} beside"
-                f" model.hf_overrides.max_position_embeddings={longer}: the folder has"
-                f" {text.max_position_embeddings}"
-            )
         changed[_ORIGINAL] = text.max_position_embeddings
     return changed
 

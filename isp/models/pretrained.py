@@ -181,9 +181,12 @@ def plain_model(
     """
     import transformers
 
-    kind: Any = type(meta_model(folder, dtype, overrides))
+    empty: Any = meta_model(folder, dtype, overrides)
+    kind: Any = type(empty)
     if not kind.can_generate():
         raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
+    if state is None:
+        _weights_of(empty, Path(folder))  # transformers loads files of another model in part
     config = overridden_config(folder, overrides) if overrides else folder_config(folder)
     if state is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # `state` is not quantized

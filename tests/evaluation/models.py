@@ -86,8 +86,9 @@ PROMPTS = [[5, 3, 9], [7] + [(11 * i) % 151 for i in range(2 * WINDOW)], [1]]
 """Of unequal lengths; the second is longer than the window, others come to it."""
 
 
+@cache
 def made(family: str) -> Any:
-    """The small model of a family, with random weights."""
+    """Return the small model of a family, with random weights, in evaluation mode."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -48,8 +48,37 @@ EARLIER = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "max_position
         ),
         (
             {"model_type": "qwen3", "rope_theta": 1e6, **EARLIER},
-            {"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 256},
-            {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e6},
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6},
+        ),
+        (
+            {"model_type": "qwen3", "rope_theta": 1e6, **EARLIER},
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "max_position_embeddings": 256},
+            {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "rope_theta": 1e6,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            {
+                "model_type": "llama",
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "max_position_embeddings": 64,
+            },
+            {"max_position_embeddings": 256},
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            {"model_type": "qwen3", "rope_theta": 1e6, **EARLIER},
+            {"rope_parameters": {"rope_type": "default"}},
+            {"rope_type": "default", "rope_theta": 1e6},
         ),
         (
             {"model_type": "llama", "rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}},
@@ -113,8 +142,7 @@ def test_a_run_with_overrides_is_one_of_a_changed_folder(tmp_path: Path) -> None
     values = {**file, "max_position_embeddings": 512}
     values["rope_parameters"] = {**file["rope_parameters"], **LONGER["rope_parameters"]}
     _described(changed, **values)
-    for name in ("model.safetensors",):
-        (changed / name).write_bytes((folder / name).read_bytes())
+    (changed / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     found = {}
     for name, source, overrides in (
         ("plain", folder, None),
@@ -239,9 +267,10 @@ REFUSED = {
     '{"rope_parameters": {}, "rope_scaling": {}}': "is given as rope_scaling, too",
     '{"rope_parameters": {"rope_type": "yarn"}}': "refuses it: .*Missing required keys",
     '{"max_position_embeddings": "many"}': "refuses it: .*expected int",
-    '{"rope_parameters": {"rope_type": "yarn", "factor": 2}, "max_position_embeddings": 256}': (
-        "needs original_max_position_embeddings .*the folder has 128"
+    '{"rope_parameters": {"rope_type": "dynamic", "factor": 2}, "max_position_embeddings": 256}': (
+        "scaled from the 128 on that the folder has"
     ),
+    '{"rope_parameters": {"rope_theta": null}}': "rope_theta=null has no value",
 }
 
 
@@ -262,6 +291,38 @@ def test_a_value_without_effect_is_refused(tmp_path: Path) -> None:
         overridden_config(folder, {"sliding_window": 5})
     config = overridden_config(folder, {"sliding_window": 5, "use_sliding_window": True})
     assert config.sliding_window == 5
+    phi = _described(tmp_path / "phi", model_type="phi3", max_position_embeddings=64)
+    with pytest.raises(OverrideError, match=r"refuses it: .*longrope"):
+        overridden_config(phi, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
+
+
+def test_windows_and_kinds_of_layers_agree(tmp_path: Path) -> None:
+    """Catches a window that no layer has, and layers whose window is taken away."""
+    kinds = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+    full = _described(tmp_path / "full", model_type="qwen2", **kinds)
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    with pytest.raises(OverrideError, match=r"would be 16, and layer_types of .* has no layers"):
+        overridden_config(full, window)
+    slides = {"layer_types": ["sliding_attention"] * 2}
+    assert overridden_config(full, {**window, **slides}).layer_types == slides["layer_types"]
+
+
+def test_a_text_model_whose_keys_are_at_the_top(tmp_path: Path) -> None:
+    """Catches keys of a file without a section for its text model, which would be lost."""
+    values = {"hidden_size": 64, "rms_norm_eps": 1e-3, "rope_theta": 7e5}
+    values["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    folder = _described(tmp_path / "model", model_type="qwen2_vl", **values)
+    before = transformers.AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    longer = {"max_position_embeddings": 9999}
+    written = _described(tmp_path / "written", **overridden_json(folder, longer))
+    after = transformers.AutoConfig.from_pretrained(written).get_text_config(decoder=True)
+    changed = {k for k, v in before.to_dict().items() if after.to_dict().get(k) != v}
+    assert changed == {*longer, "rope_parameters"}  # without the older key `type`
+    assert _plain(after.rope_parameters) == _plain(before.rope_parameters)
+    assert (after.rms_norm_eps, after.rope_parameters["rope_theta"]) == (1e-3, 7e5)
+    of_parts = _described(tmp_path / "parts", model_type="gemma3")
+    with pytest.raises(OverrideError, match="tie_word_embeddings is of the whole model"):
+        overridden_config(of_parts, {"tie_word_embeddings": False})
 
 
 def test_overrides_of_kinds_of_layers_name_a_kind(tmp_path: Path) -> None:

@@ -1,18 +1,19 @@
 """A run folder of the version before keys were removed: resumed, evaluated and exported.
 
-`EARLIER` trained a Llama folder named by `model.init_from` on `tables.txt`, and was stopped after
-its checkpoint of step 2; `THEN` is what the next steps of that version came to.
+The run in `ARCHIVE` trained a Llama folder named by `model.init_from` on `tables.txt`, and was
+stopped after its checkpoint of step 2; `THEN` is what the next steps of that version came to.
 """
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from isp.cli import main
-from isp.config import load_config
+from isp.config import ConfigError, load_config
 from isp.metrics import read_metrics
 from isp.train import main as train
 from tests.ranks import run_programs
@@ -42,3 +43,10 @@ def test_it_is_resumed_evaluated_and_exported(run: Path) -> None:
     step = str(run / "checkpoint" / "step_4")
     assert main(["evaluate", step, "--data", "tables.txt"]) == 0
     assert main(["checkpoint", "export", step, "--hf", "exported"]) == 0
+
+
+def test_it_does_not_begin_again_with_random_weights(run: Path) -> None:
+    """Catches a run whose initial weights are ignored before its first checkpoint."""
+    shutil.rmtree(run / "checkpoint")
+    with pytest.raises(ConfigError, match=r"no checkpoint to go on from: start a run of model.hf"):
+        load_config(run / "config.yaml")
