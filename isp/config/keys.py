@@ -104,8 +104,11 @@ class KeyTable:
             ):
                 both = _entries(both[0]), _entries(both[1])
             # The value of a key may be a mapping, of which a missing entry is a difference.
-            is_section = general(path) not in self.hints or general(path) in self.sections
-            if is_section and all(isinstance(value, dict) for value in both):
+            place = general(path)
+            has_sections = place in self.sections or (*place, _ENTRY) in self.sections
+            if (has_sections or place not in self.hints) and all(
+                isinstance(value, dict) for value in both
+            ):
                 yield from self.differences(*both, path)
             elif both[0] != both[1]:
                 yield ".".join(path), *both
