@@ -220,54 +220,55 @@ def _note_unused(config: JobConfig) -> None:
         say(f"note: {sentence}", error=True)
 
 
-class _HelpKeys(argparse.Action):
-    """Prints the reference of the keys and ends, as --help does."""
+class _Print(argparse.Action):
+    """Option that prints a text and ends, as --help does."""
+
+    def __init__(self, *args: Any, text: Callable[[str | None], str], **options: Any) -> None:
+        """`text`: makes the text of the option's value."""
+        super().__init__(*args, **options)
+        self._text = text
 
     def __call__(
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: object,
+        values: Any,
         option_string: str | None = None,
     ) -> None:
-        from isp.config import JobConfig
-        from isp.config.keys import KeyTable
-
         try:
-            say(KeyTable.of(JobConfig).reference(None if values is None else str(values)))
+            say(self._text(values))
         except ValueError as error:
             parser.error(f"{option_string}: {error}")
         parser.exit()
 
 
-class _JsonSchema(argparse.Action):
-    """Option that prints the JSON schema of a configuration file and ends."""
+def _reference(section: str | None) -> str:
+    from isp.config import JobConfig
+    from isp.config.keys import KeyTable
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        from isp.config import json_schema
+    return KeyTable.of(JobConfig).reference(section)
 
-        say(json.dumps(json_schema(), indent=1))
-        parser.exit()
+
+def _schema(_: object) -> str:
+    from isp.config import json_schema
+
+    return json.dumps(json_schema(), indent=1)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument(
         "--help-keys",
         nargs="?",
-        action=_HelpKeys,
+        action=_Print,
+        text=_reference,
         metavar="SECTION",
         help="explain the keys (of SECTION), with their types and defaults",
     )
     parser.add_argument(
         "--json-schema",
         nargs=0,
-        action=_JsonSchema,
+        action=_Print,
+        text=_schema,
         help="print the JSON schema of a configuration, from which editors complete keys",
     )
     return _config
