@@ -288,9 +288,11 @@ def _check_resumable(path: str | Path, kept: Mapping[str, Any]) -> None:
     """
     model, checkpoint = kept.get("model"), kept.get("checkpoint")
     begun = model.get("init_from") if isinstance(model, dict) else None
-    elsewhere = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
-    folder = Path(elsewhere or RunFolder(Path(path).parent).checkpoint_folder)
-    if begun is not None and not any(folder.glob("step_*")):
+    places = checkpoint if isinstance(checkpoint, dict) else {}
+    folder = Path(places.get("folder") or RunFolder(Path(path).parent).checkpoint_folder)
+    # Copies in an object store are looked for when the run starts.
+    has_checkpoint = places.get("upload_to") is not None or any(folder.glob("step_*[0-9]"))
+    if begun is not None and not has_checkpoint:
         raise ValueError(
             f"{path}: this run began from model.init_from={begun}, which was removed, and has no"
             f" checkpoint to go on from: start a run of model.hf={begun}"
