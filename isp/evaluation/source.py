@@ -116,13 +116,16 @@ class Source:
         return int(self._base.get_input_embeddings().weight.shape[0])
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with those that begin one; ValueError where the model has fewer."""
-        found: list[int] = self.tokenizer.encode(text).tolist()
+        """Return the tokens of a text, with those that begin one.
+
+        Raises ValueError for a token beyond the model's vocabulary.
+        """
         if self.adds_special_tokens and isinstance(self.tokenizer, HFTokenizer):
-            found = self.tokenizer.encode_prompt(text)
-        elif self.data["add_bos"]:
-            found = begun(self.tokenizer.encode(text), self.tokenizer.bos).tolist()
-        return self._checked(found)
+            return self._checked(self.tokenizer.encode_prompt(text))
+        tokens = self.tokenizer.encode(text)
+        if self.data["add_bos"]:
+            tokens = begun(tokens, self.tokenizer.bos)
+        return self._checked(tokens.tolist())
 
     def _checked(self, found: list[int]) -> list[int]:
         if (largest := max(found, default=0)) >= self.vocab_size:

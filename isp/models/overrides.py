@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from isp.foreign.shown import first_line
 from isp.models.make import folder_config, made, parameters_on_meta, without_implementations
 from isp.settings.json_file import read_json
 from isp.settings.suggestion import nearest
@@ -35,12 +36,12 @@ class OverrideError(ValueError):
     """`model.hf_overrides` does not fit the folder; says key, value and way out."""
 
 
-def overridden_config(folder: str | Path, overrides: Mapping[str, Any]) -> Any:
-    """Return the configuration of a folder for transformers, with `model.hf_overrides`.
+def overridden_config(folder: str | Path, overrides: Mapping[str, Any] | None) -> Any:
+    """Return the configuration of a folder for transformers, with `model.hf_overrides` if any.
 
     Raises OverrideError for overrides that do not fit it, and else as `folder_config` does.
     """
-    return _overridden(folder, overrides)[0]
+    return _overridden(folder, overrides)[0] if overrides else folder_config(folder)
 
 
 def overridden_json(folder: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,10 +55,9 @@ def overridden_json(folder: str | Path, overrides: Mapping[str, Any]) -> dict[st
     except OverrideError:
         raise
     except (KeyError, OSError, TypeError, ValueError) as error:
-        first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
             f"model.hf={folder}: transformers {version('transformers')} cannot read its"
-            f" config.json: {first}"
+            f" config.json: {first_line(error)}"
         ) from None
 
 
@@ -102,6 +102,7 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
         # A file may have the keys of its text model at the top: they are in no section there.
         section = found[named[0]] = found.get(named[0]) or text.to_dict()
     names = {key: _known_name(text, key, value) for key, value in overrides.items()}
+    # The head is tied where the outer configuration says so: the text model's key has no effect.
     if text is not config and "tie_word_embeddings" in names:
         raise OverrideError(
             f"{shown}: tie_word_embeddings is of the whole model, not of its text model: change"
@@ -109,6 +110,7 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
         )
     for key, value in overrides.items():
         if (name := names[key]) != _ROPE:
+            # The file may name the key by an alias: one of the two values would be lost.
             for alias, of_class in text.attribute_map.items():
                 if of_class == name:
                     section.pop(alias, None)
@@ -122,7 +124,7 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
     # transformers reads some folders as a type of another name.
     values |= {"model_type": config.model_type, "name_or_path": str(folder)}
     try:
-        changed: Any = type(config).from_dict(values)
+        changed: Any = type(config).from_dict(values)  # validates values and types
     except Exception as error:  # from the validation of any class
         raise OverrideError(
             f"{shown}: {type(text).__name__} of transformers {version('transformers')} refuses it:"
@@ -190,8 +192,8 @@ def _known_name(text: Any, key: str, value: Any) -> str:
 def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the rotary positions of the configuration `text` with those of `overrides`.
 
-    What transformers has read from the file is in its newest form: one mapping with the base, or
-    one for each kind of layers. Raises OverrideError for a key that would have no effect.
+    `text` has the newest form of rope_parameters whatever the file has: one mapping with the base,
+    or one for each kind of layers. Raises OverrideError for a key that would have no effect.
     """
     key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
     path, value = f"model.hf_overrides.{key}", overrides.get(key, {})

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from isp.foreign.shown import first_line
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.converted import ConvertedFiles
 from isp.models.dequantised import check_readable
 from isp.models.drawn import Drawing, drawings
 from isp.models.known_code import check_code
 from isp.models.lora import AdapterWeights, adapted
-from isp.models.make import folder_config, limited_model, made, parameters_on_meta, take_out_tower
+from isp.models.make import limited_model, made, parameters_on_meta, take_out_tower
 from isp.models.model import TracedModel
 from isp.models.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.swap import InitialWeights
@@ -187,7 +188,7 @@ def plain_model(
         raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
     if state is None:
         _weights_of(empty, Path(folder))  # transformers loads files of another model in part
-    config = overridden_config(folder, overrides) if overrides else folder_config(folder)
+    config = overridden_config(folder, overrides)
     if state is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # `state` is not quantized
     try:
@@ -203,10 +204,8 @@ def plain_model(
             output_loading_info=True,
         )
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
-            f"transformers {transformers.__version__} cannot load {folder}:"
-            f" {type(error).__name__}: {first}"
+            f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}"
         ) from None
     if missing := sorted(info["missing_keys"]):  # transformers would draw them
         raise ValueError(
@@ -222,7 +221,7 @@ def meta_model(
     import transformers
 
     try:
-        config = overridden_config(folder, overrides) if overrides else folder_config(folder)
+        config = overridden_config(folder, overrides)
         with parameters_on_meta():
             model: Any = made(config, dtype)
     except OverrideError:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.models.folder import read_json
-from isp.models.make import folder_config, limited_model
+from isp.models.make import limited_model
 from isp.models.model import TracedModel
 from isp.models.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.tiny import fewer_heads, kept_in_float64, tiny_model
@@ -153,10 +153,9 @@ def read_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> Any
 
     logging.set_verbosity_error()  # of faster kernels, and token ids beyond a small vocabulary
     try:
-        if not overrides:
-            return folder_config(folder)
-        with limited_model(str(folder)):  # builds it, to compare the shapes of its weights
-            check_overrides(folder, overrides)
+        if overrides:
+            with limited_model(str(folder)):  # builds it, to compare the shapes of its weights
+                check_overrides(folder, overrides)
         return overridden_config(folder, overrides)
     except OverrideError:
         raise
