@@ -174,7 +174,7 @@ def _by_transformers(
         max_new_tokens=args.max_new_tokens,
         do_sample=args.temperature > 0,
         eos_token_id=sorted(ends),
-        pad_token_id=min(ends),
+        pad_token_id=min(ends),  # unused with one prompt, but transformers warns without it
         **(drawn if args.temperature > 0 else {}),
     )
     ids = torch.tensor([prompt], device=model.device)

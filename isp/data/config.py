@@ -54,7 +54,7 @@ def _blend(source: Any) -> Any:
 
 
 class Format(StrEnum):
-    """What the objects of a JSON file, or the rows of a table, hold."""
+    """Kinds of content of the objects of a JSON file, or the rows of a table."""
 
     AUTO = "auto"
     TEXT = "text"
@@ -123,7 +123,7 @@ class DataConfig:
     `epochs` and `name`, or Megatron's [WEIGHT, PATH, WEIGHT, PATH]."""
 
     format: Format = Format.AUTO
-    """What each object of a JSON file or row of a table holds: `text`, `messages` (conversations),
+    """Content of each object of a JSON file or row of a table: `text`, `messages` (conversations),
     `tokens` (`input_ids` and `labels`), `preferences` (`chosen` and `rejected`) or `completions`
     (`prompt` and `completion`); `auto`: found from the keys of the first one."""
 

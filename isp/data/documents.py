@@ -251,18 +251,19 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
         at, number, size = held.index("[") + 1, 1, _CHUNK
         while True:
             where, end, fault = f"{path}, entry {number}", len(held), "it is cut off"
-            at = _after_space(held, at)
+            at = _after_space(held, at)  # raw_decode refuses white space before a value
             if held[at : at + 1] == "]" and number == 1:  # an empty array
                 at += 1
                 break
             try:
                 record, end = decoder.raw_decode(held, at)
                 end = _after_space(held, end)
-                is_cut_off = end == len(held)
+                is_cut_off = end == len(held)  # a comma, or the rest of a number, may follow
                 fault = fault if is_cut_off else "no comma follows it"
             except RecursionError:
                 raise ValueError(f"{where} is nested too deeply: correct or remove it") from None
             except json.JSONDecodeError as error:
+                # A fault far from the end of what is held is one of the file.
                 is_cut_off = error.pos > len(held) - _MOST_MISSING or "Unterminated" in error.msg
                 fault = f"{error.msg}, {max(0, error.pos - at)} characters after its beginning"
             if held[end : end + 1] in (",", "]"):

@@ -33,7 +33,7 @@ class EvaluationLayout(NamedTuple):
 
     parallel: ParallelConfig
     note: str
-    """What was not as asked, in words; empty: nothing."""
+    """A sentence on how the layout differs from the one asked for; empty if it does not."""
 
     @property
     def ranks(self) -> int:
@@ -108,13 +108,13 @@ class Engine:
         self._sliced = mode.slices_batch and tensor.size > 1
         self._splits_logits = mode.splits_features and tensor.size > 1
         self._padded_to = tensor.size if mode.splits_sequence else 1
-        """Tokens of a forward are a multiple of it."""
+        """The number of tokens of a forward is padded to a multiple of this."""
 
     @torch.inference_mode()
     def logits(self, documents: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """The logits [sum of counts, V] behind the last tokens, so many, of each document.
+        """Return the logits [sum of counts, V] of the last `counts` tokens of each document.
 
-        On every rank; the documents are packed.
+        Documents are packed into one row. All ranks get the result.
         """
         lengths = [len(document) for document in documents]
         tokens = torch.tensor([token for document in documents for token in document])

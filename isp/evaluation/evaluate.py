@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     dataset: Dataset
     name: str
-    """What is read, in words."""
+    """The source of the text, for the printed table."""
 
 
 def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | None:

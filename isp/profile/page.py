@@ -174,8 +174,8 @@ def _prose(text: str) -> str:
 _MOST_RANKS = 8
 """Ranks whose timelines are shown, at most, for each mode."""
 _WHY = {
-    Cause.FIRST: "which has nothing to hide behind",
-    Cause.LAST: "which has nothing left to hide behind",
+    Cause.FIRST: "as no computation runs before it",
+    Cause.LAST: "as no computation runs after it",
     Cause.AT_ONCE: "before the computation can continue",
     Cause.COULD_HIDE: "by an earlier launch, or more compute beside them",
     Cause.OTHER_RANKS: "because not all come to a transfer at the same time",

@@ -108,7 +108,7 @@ def test_first_sentence(read: HtmlPage) -> None:
     # isp exposes 2 ms at its first gather, 3 ms elsewhere and 4 ms at its last reduction.
     assert (
         "In isp, 9% of the step is exposed: 9.00 of 100.0 ms. 44% of it in the last"
-        " reduce-scatter, which has nothing left to hide behind. 2 ranks share 1 core, so they"
+        " reduce-scatter, as no computation runs after it. 2 ranks share 1 core, so they"
         " wait more for each other than on GPUs. The worst wait, 4.00 ms, is for the"
         " reduce-scatter of embedding.weight.grad in backward: expected: no compute is left to"
         " overlap with the last gradients."
