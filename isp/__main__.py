@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from isp.cli import main
-from isp.foreign.launched import launched
+from isp.utils.launched import launched
 
 __all__ = ["run"]
 

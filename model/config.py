@@ -8,14 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isp.layers.rope_scaling import RopeScaling
-from isp.parallel.config import ParallelConfig, PipelineConfig
-from isp.parallel.distributable import check_distributable
-from isp.parallel.partition import usable
-from isp.settings.adapter import AdapterConfig
-from isp.settings.attention_backend import AttentionBackend
-from isp.settings.recomputation import Recomputation
-from isp.settings.section import (
+from isp.core.attention.backend import AttentionBackend
+from isp.core.recompute.config import Recomputation
+from isp.core.section import (
     Absent,
     Count,
     CountOrZero,
@@ -25,6 +20,11 @@ from isp.settings.section import (
     Size,
     section,
 )
+from isp.layers.rope_scaling import RopeScaling
+from isp.models.huggingface.adapter_config import AdapterConfig
+from isp.parallel.config import ParallelConfig, PipelineConfig
+from isp.parallel.distributable import check_distributable
+from isp.parallel.partition import usable
 
 __all__ = ["ModelConfig"]
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import isp
 from isp.comm import host_memory
 from isp.config import JobConfig
+from isp.core.optim.config import GradScalerConfig, OptimizerConfig
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.parallel.config import ContextExchange
-from isp.settings import GradScalerConfig, OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 from tests.host_syncs import HostSyncs, syncs_on_cuda

@@ -43,7 +43,7 @@ from isp.attention import (
     make_local_attention,
 )
 from isp.comm import Channel
-from isp.settings.attention_backend import AttentionBackend
+from isp.core.attention.backend import AttentionBackend
 
 HOW_TO_GET_DEEPSPEED = (
     "DeepSpeed is not installed, and the comparison on CPU ranks is with it. In an environment of"

@@ -26,13 +26,13 @@ from torch import Tensor
 
 import isp
 from isp.config import JobConfig
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
+from isp.config.sections import TrainingConfig
 from isp.models.follow import CallFollower
 from isp.parallel import ParallelConfig, WeightConfig
 from isp.parallel.config import ExpertConfig
 from isp.planner.experts import PASSES, ExpertLayer, crossing_tokens
 from isp.run.forked import run_ranks
-from isp.settings import TrainingConfig
 from isp.train.parallel_run import ParallelRun
 from model.config import ModelConfig
 from model.decoder import Decoder

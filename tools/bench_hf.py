@@ -35,8 +35,8 @@ from isp.config import JobConfig, load_config
 from isp.data.batch import MicroBatch
 from isp.models.folder import WeightFiles
 from isp.run.forked import run_ranks
-from isp.settings.json_file import read_json
 from isp.train.step import TrainStep, make_train_step
+from isp.utils.json_file import read_json
 
 SIZES = {
     "quickstart": {

@@ -43,6 +43,7 @@ from torch.utils.checkpoint import checkpoint
 from isp.attention import AttentionMask
 from isp.comm import Mesh, streams
 from isp.config.models import language_model
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
@@ -50,7 +51,6 @@ from isp.parallel import Mode
 from isp.parallel.config import ParallelConfig, TensorConfig, WeightConfig
 from isp.parallel.topology import Topology
 from isp.run.garbage import collected_every
-from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import isp.optim.matrices
 from isp.comm import Mesh
 from isp.comm.tag import Purpose, Tag
+from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.buckets import grouped
 from isp.optim.matrices import MatrixUpdates
@@ -35,7 +36,6 @@ from isp.optim.newton_schulz import Matrix
 from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
 from isp.parallel.layout import Matrices, ParameterLayout
 from isp.run.forked import run_ranks
-from isp.settings import MuonConfig, OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
 RANKS, LAYERS, HIDDEN, INSIDE, KEYS, TOKENS = 4, 4, 160, 432, 80, 1024

@@ -15,8 +15,8 @@ from gpu_steps import write_whole
 from isp.comm import Mesh
 from isp.comm.cuda import expand_segments
 from isp.config import JobConfig
-from isp.foreign.shown import first_line
 from isp.train.step import TrainStep, make_train_step
+from isp.utils.safe_text import first_line
 from isp.weights.parameter import ShardedParameter
 
 __all__ = [

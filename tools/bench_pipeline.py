@@ -28,6 +28,7 @@ from paced import Link, Paced
 
 from isp.comm import Mesh, TimedTransfer
 from isp.config.models import language_model
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
@@ -44,7 +45,6 @@ from isp.parallel import (
 from isp.pipeline import PipelineOrder
 from isp.pipeline.order import timeline
 from isp.run.forked import run_ranks
-from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 

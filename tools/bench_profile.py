@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.config.data import DataConfig
 from isp.data.batch import MicroBatch
-from isp.data.config import DataConfig
 from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.profile.recorder import Recorder
 from isp.run.forked import run_ranks

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from isp.comm import Mesh
 from isp.config.models import language_model
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
 from isp.layers.rotary import RotaryEmbedding
 from isp.models.build import build_model
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel.config import ParallelConfig
 from isp.parallel.topology import Topology
-from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 

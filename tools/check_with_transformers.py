@@ -33,11 +33,11 @@ from transformers.distributed import checkpoint as their_checkpoints
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from isp.config import JobConfig
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
+from isp.config.sections import TrainingConfig
 from isp.models.tiny import kept_in_float64
 from isp.parallel.config import ExpertConfig, Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.run.forked import RankError, run_ranks
-from isp.settings import TrainingConfig
 from isp.train.parallelize import ParallelRun, parallelize  # here, not in every forked rank
 from model.config import ModelConfig
 

@@ -42,9 +42,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isp
 from isp.comm import Channel, Pending
 from isp.config import JobConfig
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
+from isp.config.sections import TrainingConfig
+from isp.core.optim.config import OptimizerConfig
 from isp.parallel import ParallelConfig, TensorConfig, WeightConfig
-from isp.settings import OptimizerConfig, TrainingConfig
 from model.config import ModelConfig
 
 VOCAB, LR = 2048, 1e-4

@@ -33,9 +33,9 @@ from isp.comm import Channel, CommLog, Mesh, World, cuda
 from isp.comm.channel import _all_gather
 from isp.comm.tag import UNNAMED
 from isp.config import JobConfig, load_config
+from isp.core.attention.backend import AttentionBackend
 from isp.data.batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
-from isp.settings.attention_backend import AttentionBackend
 from isp.train.step import TrainStep, make_train_step
 
 TINY = ("--model.preset=tiny", "--training.dtype=float32")

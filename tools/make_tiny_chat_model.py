@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from isp.data.config import PYTHON_STDLIB
+from isp.config.data import PYTHON_STDLIB
 from isp.data.documents import find_files
 
 VOCAB_SIZE = 1024

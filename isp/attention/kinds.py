@@ -30,7 +30,7 @@ from isp.attention.lse import FlashKernel
 from isp.attention.sinks import SinkAttention
 from isp.comm import Channel
 from isp.comm.tag import Tag
-from isp.settings.attention_backend import AttentionBackend
+from isp.core.attention.backend import AttentionBackend
 
 __all__ = ["AttentionKind", "make_attention"]
 

@@ -27,8 +27,8 @@ from isp.attention.mask import AttentionMask
 from isp.attention.sdpa import CUDNN_ALONE, SdpaAttention
 from isp.comm import Channel, streams
 from isp.comm.tag import Tag
-from isp.foreign.shown import first_line
-from isp.settings.attention_backend import AttentionBackend
+from isp.core.attention.backend import AttentionBackend
+from isp.utils.safe_text import first_line
 
 __all__ = [
     "FLASH_PACKAGES",

@@ -35,8 +35,8 @@ from isp.checkpoint.state import (
 )
 from isp.checkpoint.storage import CheckedWriter, SafeReader, quietly, read_metadata
 from isp.comm import Channel
+from isp.config.sections import CheckpointConfig
 from isp.layers.module import RowsOf
-from isp.settings import CheckpointConfig
 
 __all__ = ["CheckpointInfo", "Checkpointer"]
 

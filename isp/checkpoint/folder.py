@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isp.checkpoint.manifest import MANIFEST, fault_of, sync_folder
-from isp.foreign.files import open_regular, open_to_write
+from isp.utils.files import open_regular, open_to_write
 
 __all__ = [
     "CheckpointFolder",

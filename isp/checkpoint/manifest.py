@@ -21,8 +21,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from isp.checkpoint.agreement import CheckpointError
 from isp.checkpoint.plain import from_json, to_json
-from isp.foreign import files
 from isp.parallel import Topology
+from isp.utils import files
 
 __all__ = [
     "MANIFEST",

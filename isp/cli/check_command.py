@@ -70,12 +70,12 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     import torch
 
     from isp.config import load_config
-    from isp.settings import TrainingConfig
-    from isp.settings.hub import download_hint
+    from isp.config.sections import TrainingConfig
     from isp.train.check import Check
     from isp.train.check_layouts import layouts_of, most_stages
     from isp.train.check_model import keys_from
     from isp.train.check_subjects import Subject, num_blocks, read_folder
+    from isp.utils.hub import download_hint
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
     torch.manual_seed(0)

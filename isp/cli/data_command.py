@@ -81,7 +81,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 def _reading(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `_add_reading`, by the keys of `data`."""
-    from isp.data.config import TrainOn
+    from isp.config.data import TrainOn
 
     keys = ("tokenizer", "eos_token", "add_bos", "text_key", "chat_template")
     return {key: getattr(args, key) for key in keys} | {"train_on": TrainOn(args.train_on)}
@@ -89,7 +89,7 @@ def _reading(args: argparse.Namespace) -> dict[str, Any]:
 
 def _run_inspect(args: argparse.Namespace) -> int:
     """Print how much there is, a picture of lengths, the padding, and an example."""
-    from isp.data.config import DataConfig, Format
+    from isp.config.data import DataConfig, Format
     from isp.data.sources import describe_source
 
     form, reading = Format(args.format), _reading(args)
@@ -100,9 +100,9 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 def _run_prepare(args: argparse.Namespace) -> int:
     """Prepare, and say what was written."""
-    from isp.data.config import Format
+    from isp.config.data import Format
     from isp.data.prepare import prepare
-    from isp.settings.counts import counted
+    from isp.utils.counts import counted
 
     how = {**_reading(args), "overwrite": args.overwrite}
     done = prepare(args.inputs, args.output, form=Format(args.format), **how)

@@ -16,7 +16,7 @@ from isp.cli.options import (
     positive,
 )
 from isp.cli.output import say
-from isp.foreign.files import write_whole
+from isp.utils.files import write_whole
 
 if TYPE_CHECKING:
     from isp.evaluation.engine import EvaluationLayout
@@ -85,11 +85,11 @@ def _run(args: argparse.Namespace) -> int:
     from isp.evaluation.evaluate import open_rows
     from isp.evaluation.passkey import PasskeyPrompts
     from isp.evaluation.source import open_source
-    from isp.settings.counts import counted
     from isp.train.run import check_device
+    from isp.utils.counts import counted
 
     if args.png is not None:
-        from isp.settings.packages import require
+        from isp.utils.packages import require
 
         require("--png", "matplotlib", extra="report")
     ranks, path = world_size(args.nproc), Path(args.path)

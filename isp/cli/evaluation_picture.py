@@ -7,9 +7,9 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isp.foreign.files import written_whole
-from isp.foreign.shown import shown
-from isp.settings.counts import counted
+from isp.utils.counts import counted
+from isp.utils.files import written_whole
+from isp.utils.safe_text import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -102,8 +102,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that cannot be, before anything is read."""
-    from isp.foreign.launched import launched
-    from isp.settings.packages import require
+    from isp.utils.launched import launched
+    from isp.utils.packages import require
 
     if launched():
         raise ValueError(

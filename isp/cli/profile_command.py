@@ -48,11 +48,11 @@ def _run(args: argparse.Namespace) -> int:
     ranks = world_size(args.nproc, least=config.parallel.least_ranks)
     from isp.profile.table import describe
     from isp.run.folder import check_can_create
-    from isp.settings.counts import counted
     from isp.train.data import check_data
     from isp.train.host_memory import check_host_memory
     from isp.train.profile_run import ProfileOptions, config_for, profile_ranks
     from isp.train.run import check_devices
+    from isp.utils.counts import counted
 
     modes = []
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):

@@ -21,8 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from isp.comm import cuda, streams
 from isp.comm.channel import Channel
 from isp.comm.log import CommLog
-from isp.foreign.launched import rank_and_size
 from isp.parallel.topology import Axis, Topology
+from isp.utils.launched import rank_and_size
 
 __all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "decided_by_rank_0", "use_loopback"]
 

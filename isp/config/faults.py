@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from isp.config.keys import KeyTable, general
 from isp.config.removed import REMOVED_KEYS
 from isp.config.yaml_file import KeyPath
-from isp.settings.section import describe_value
+from isp.core.section import describe_value
 
 __all__ = ["describe_faults", "place"]
 

@@ -13,30 +13,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from isp.config.data import DataConfig
 from isp.config.faults import describe_faults, place
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
 from isp.config.objective import check_logits, check_objective, second_model
+from isp.config.sections import (
+    CheckpointConfig,
+    CommConfig,
+    JobSection,
+    MetricsConfig,
+    ProfilerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 from isp.config.yaml_file import KeyPath, read_yaml
-from isp.data.config import DataConfig
-from isp.foreign.shown import check_complete, redacted_values
+from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
+from isp.core.section import KeyRole, defaults_of, section
 from isp.models.model_folder import check_layout, check_model_folder, folder_sizes, with_sizes
 from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.parallel.partition import any_of
 from isp.parallel.topology import Topology
 from isp.run.folder import RunFolder
-from isp.settings import (
-    CheckpointConfig,
-    CommConfig,
-    JobSection,
-    LRSchedulerConfig,
-    MetricsConfig,
-    OptimizerConfig,
-    ProfilerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
-from isp.settings.section import KeyRole, defaults_of, section
+from isp.utils.safe_text import check_complete, redacted_values
 from model.config import ModelConfig
 from model.presets import with_preset
 

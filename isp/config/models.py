@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from isp.settings.packages import require
-from isp.settings.section import KeyRole, defaults_of
+from isp.core.section import KeyRole, defaults_of
+from isp.utils.packages import require
 from model.config import ModelConfig
 
 if TYPE_CHECKING:  # a configuration is read without torch

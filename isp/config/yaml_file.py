@@ -11,7 +11,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from isp.foreign.files import read_limited
+from isp.utils.files import read_limited
 
 __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isp.config.data import BYTE_TOKENIZER, TrainOn
 from isp.data.chat_turns import Conversation, Span, TurnNotFound
-from isp.data.config import BYTE_TOKENIZER, TrainOn
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.rendering import Rendered, TemplateFailure, named_in
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 from isp.data.turns import Arguments, read_turns, unnamed_keys
-from isp.foreign.files import check_regular_files, read_limited
-from isp.settings.packages import require
+from isp.utils.files import check_regular_files, read_limited
+from isp.utils.packages import require
 
 __all__ = ["ChatTemplate", "Example"]
 

@@ -18,9 +18,9 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from isp.data.config import PYTHON_STDLIB
+from isp.config.data import PYTHON_STDLIB
 from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files
-from isp.settings.packages import require
+from isp.utils.packages import require
 
 __all__ = [
     "Document",

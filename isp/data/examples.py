@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from isp.config.data import Format, TrainOn
 from isp.data.chat import ChatTemplate, Example
-from isp.data.config import Format, TrainOn
 from isp.data.dataset import IGNORE_INDEX, check_ids
 from isp.data.documents import JsonLine, find_files, has_records, read_documents, read_records
 from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.data.tokenizer import TokenArray
-from isp.settings.counts import counted
+from isp.utils.counts import counted
 
 __all__ = [
     "IndexedDataset",

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from isp.data.config import ExcessLength
+from isp.config.data import ExcessLength
 from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, positions_of, shuffled
 from isp.data.examples import ExampleStore, check_trained, count_trained
 from isp.data.tokenizer import Tokenizer
-from isp.settings.counts import counted
+from isp.utils.counts import counted
 
 __all__ = ["ExampleDataset", "best_fit"]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from isp.config.data import BYTE_TOKENIZER, Format, TrainOn
 from isp.data.chat import Example
-from isp.data.config import BYTE_TOKENIZER, Format, TrainOn
 from isp.data.examples import (
     LABEL_DTYPE,
     SourceReader,

@@ -12,9 +12,9 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
-from isp.data.config import BYTE_TOKENIZER
+from isp.config.data import BYTE_TOKENIZER
 from isp.data.tokenizer import HFTokenizer, Tokenizer
-from isp.settings.json_file import read_json
+from isp.utils.json_file import read_json
 
 __all__ = ["check_tokenizer", "record_path", "tokenizer_name", "write_record"]
 

@@ -7,8 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from socket import gethostname
 
-from isp.foreign.shown import check_complete, first_line
-from isp.settings.packages import require
+from isp.utils.packages import require
+from isp.utils.safe_text import check_complete, first_line
 
 __all__ = ["localised"]
 

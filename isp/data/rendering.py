@@ -19,7 +19,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from isp.foreign.limits import limited
+from isp.utils.limits import limited
 
 __all__ = ["REASONING", "Named", "Rendered", "TemplateFailure", "named_in", "render"]
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from isp.data.config import DataConfig, SourcePart
+from isp.config.data import DataConfig, SourcePart
 from isp.data.dataset import Dataset, PackedDataset
 from isp.data.examples import ExampleStore, SourceReader
 from isp.data.indexed import indexed_prefix

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isp.settings.json_file import read_json
-from isp.settings.packages import require
+from isp.utils.json_file import read_json
+from isp.utils.packages import require
 
 __all__ = ["TABLE_SUFFIXES", "read_table", "saved_files"]
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from isp.data.config import BYTE_TOKENIZER
+from isp.config.data import BYTE_TOKENIZER
 from isp.data.tokenizer_check import check_tokenizer
-from isp.settings.hub import download_hint
-from isp.settings.json_file import read_json
-from isp.settings.packages import require
+from isp.utils.hub import download_hint
+from isp.utils.json_file import read_json
+from isp.utils.packages import require
 
 __all__ = [
     "ByteTokenizer",

@@ -8,8 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from isp.foreign.files import LARGE_FILE_BYTES, read_limited
-from isp.foreign.limits import check_in_child
+from isp.utils.files import LARGE_FILE_BYTES, read_limited
+from isp.utils.limits import check_in_child
 
 __all__ = ["check_tokenizer"]
 

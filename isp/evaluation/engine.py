@@ -17,12 +17,12 @@ from torch import Tensor
 from isp.comm import Mesh, host_memory
 from isp.comm.tag import Purpose, Tag
 from isp.config import sections_from
+from isp.core.section import section
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
 from isp.models.model import TracedModel
 from isp.parallel import Axis, Mode, ParallelConfig
 from isp.parallel.partition import any_of, divisors
-from isp.settings.section import section
 from isp.weights.trace import sequential_actions
 
 __all__ = ["Engine", "EvaluationLayout", "choose_layout"]

@@ -13,8 +13,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from isp.config.data import DataConfig
 from isp.data.batch import held_out_micro_batches
-from isp.data.config import DataConfig
 from isp.data.dataset import IGNORE_INDEX, Dataset
 from isp.data.sources import open_datasets
 from isp.evaluation.engine import Engine

@@ -19,24 +19,24 @@ from isp.checkpoint.state import check_shapes
 from isp.checkpoint.whole import WholeWeights
 from isp.comm import Mesh
 from isp.config.models import language_model
+from isp.config.sections import DTYPES, CheckpointConfig
+from isp.core.section import KeyRole, defaults_of
 from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
 from isp.evaluation.engine import Engine
 from isp.models.build import build_model, parameter_shapes
+from isp.models.huggingface.adapter_config import ADAPTER_FILE, with_adapter
 from isp.models.lora import adapted, with_trained_adapters
 from isp.models.make import limited_model, take_out_tower
 from isp.models.model import TracedModel, position_rows
 from isp.models.model_folder import read_text_config
 from isp.models.pretrained import meta_model, plain_model
 from isp.parallel import Axis, ParallelConfig
-from isp.settings import DTYPES, CheckpointConfig
-from isp.settings.adapter import ADAPTER_FILE, with_adapter
-from isp.settings.hub import download_hint
-from isp.settings.json_file import read_json
-from isp.settings.packages import require
-from isp.settings.section import KeyRole, defaults_of
 from isp.train.export import as_saved, plain_decoder, saved_model
 from isp.train.resume import saved_config
+from isp.utils.hub import download_hint
+from isp.utils.json_file import read_json
+from isp.utils.packages import require
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from isp.settings.section import Count, CountOrZero, KeyRole, NotNegative, Positive, section
+from isp.core.section import Count, CountOrZero, KeyRole, NotNegative, Positive, section
 
 __all__ = ["RopeScaling", "RopeScalingType"]
 

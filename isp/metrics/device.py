@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from isp.settings.counts import counted
+from isp.utils.counts import counted
 
 __all__ = [
     "MemoryMeter",

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from itertools import takewhile
 from pathlib import Path
 
-from isp.foreign.files import open_to_write, read_lines
 from isp.metrics.record import StepRecord
+from isp.utils.files import open_to_write, read_lines
 
 __all__ = ["MetricsFile", "is_recorded", "read_metrics"]
 

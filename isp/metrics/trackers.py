@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from isp.foreign.files import read_limited, write_whole
-from isp.foreign.shown import first_line
 from isp.metrics.tracker import TrackedRun, Tracker, tracker_of
+from isp.utils.files import read_limited, write_whole
+from isp.utils.safe_text import first_line
 
 __all__ = ["Trackers"]
 

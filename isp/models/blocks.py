@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isp.core.recompute.config import Recomputation
 from isp.kept_calls import KeptCalls, Needs
 from isp.layers.rank_layers import RankLayers
 from isp.models.calls import Kind
 from isp.models.stages import Stage
 from isp.recompute import Recomputer
 from isp.rng import RngStatesTracker
-from isp.settings.recomputation import Recomputation
 from isp.weights.trace import inputs_kept, recomputed_blocks
 
 __all__ = ["BlockRecomputer"]

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isp.foreign.files import check_regular, copy_regular, write_whole
 from isp.parallel.layout import ParameterLayout
-from isp.settings.json_file import read_json
+from isp.utils.files import check_regular, copy_regular, write_whole
+from isp.utils.json_file import read_json
 
 __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
 

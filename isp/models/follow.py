@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isp.core.recompute.config import Recomputation
 from isp.layers.rank_layers import RankLayers
 from isp.mixers.call import mix_by
 from isp.models.blocks import BlockRecomputer
@@ -24,7 +25,6 @@ from isp.models.positions import at_positions, current_positions
 from isp.models.stages import Stage
 from isp.models.tiles import Holder, TiledModule
 from isp.models.trace import ModelTrace
-from isp.settings.recomputation import Recomputation
 
 __all__ = ["CallFollower"]
 

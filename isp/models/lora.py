@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.foreign.files import check_regular
-from isp.foreign.limits import limited
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.drawn import Drawing, drawings
+from isp.models.huggingface.adapter_config import AdapterConfig
 from isp.models.make import parameters_on_meta
 from isp.models.roles import is_linear
 from isp.models.swap import InitialWeights
-from isp.settings.adapter import AdapterConfig
+from isp.utils.files import check_regular
+from isp.utils.limits import limited
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["AdapterWeights", "adapted", "with_trained_adapters"]

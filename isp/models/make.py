@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from isp.foreign.files import check_regular_files
-from isp.foreign.limits import limited
+from isp.utils.files import check_regular_files
+from isp.utils.limits import limited
 
 __all__ = [
     "copied",

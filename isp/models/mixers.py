@@ -16,6 +16,7 @@ from isp.attention import DistributedAttention, LocalAttention
 from isp.attention.call import AttentionOptions
 from isp.attention.kinds import AttentionKind, make_attention
 from isp.attention.sequence import SequenceRanks
+from isp.core.attention.backend import AttentionBackend
 from isp.layers.rank_layers import RankLayers
 from isp.mixers.choice import Indexer, choose
 from isp.mixers.convolution import convolve
@@ -24,7 +25,6 @@ from isp.mixers.recurrence import Inputs, Recurrence
 from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
 from isp.models.calls import AttentionSizes, Kind
 from isp.parallel.config import SequenceScan
-from isp.settings.attention_backend import AttentionBackend
 
 if TYPE_CHECKING:
     from isp.models.follow import CallFollower

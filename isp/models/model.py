@@ -16,6 +16,8 @@ from typing import Any, TypeVar, cast
 from torch import nn
 
 from isp.attention import LocalAttention
+from isp.core.attention.backend import AttentionBackend
+from isp.core.recompute.config import Recomputation
 from isp.layers.compiled import CompileWhen
 from isp.layers.module import RowsOf
 from isp.layers.rank_layers import RankLayers
@@ -45,8 +47,6 @@ from isp.parallel.config import ParallelConfig, PipelineConfig
 from isp.parallel.context import Windows
 from isp.parallel.distributable import check_distributable
 from isp.pipeline import PipelineOrder
-from isp.settings.attention_backend import AttentionBackend
-from isp.settings.recomputation import Recomputation
 
 __all__ = ["TracedModel", "position_rows"]
 

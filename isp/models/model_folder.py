@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from isp.models.huggingface.adapter_config import with_adapter
 from isp.parallel.config import ParallelConfig
-from isp.settings.adapter import with_adapter
-from isp.settings.json_file import read_json
-from isp.settings.packages import require
+from isp.utils.json_file import read_json
+from isp.utils.packages import require
 
 __all__ = [
     "beyond_positions",

@@ -14,10 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from isp.foreign.shown import first_line
 from isp.models.make import folder_config, made, parameters_on_meta, without_implementations
-from isp.settings.json_file import read_json
-from isp.settings.suggestion import nearest
+from isp.utils.json_file import read_json
+from isp.utils.safe_text import first_line
+from isp.utils.suggestion import nearest
 
 __all__ = ["OverrideError", "check_overrides", "overridden_config", "overridden_json"]
 

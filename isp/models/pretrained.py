@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from isp.foreign.shown import first_line
 from isp.layers.module import MasterStream, RowsOf
 from isp.models.converted import ConvertedFiles
 from isp.models.dequantised import check_readable
 from isp.models.drawn import Drawing, drawings
+from isp.models.huggingface.adapter_config import AdapterConfig
 from isp.models.known_code import check_code
 from isp.models.lora import AdapterWeights, adapted
 from isp.models.make import limited_model, made, parameters_on_meta, take_out_tower
@@ -31,7 +31,7 @@ from isp.models.overrides import OverrideError, check_overrides, overridden_conf
 from isp.models.swap import InitialWeights
 from isp.models.tiny import kept_in_float64
 from isp.parallel.layout import ParameterLayout
-from isp.settings.adapter import AdapterConfig
+from isp.utils.safe_text import first_line
 from isp.weights.parameter import ShardedParameter
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from isp.core.recompute.config import Recomputation
 from isp.models.build import shape_only
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
@@ -12,7 +13,6 @@ from isp.models.stages import stages_of
 from isp.parallel import ParallelConfig
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
-from isp.settings.recomputation import Recomputation
 from isp.weights.declare import as_chunks, weight_names
 from isp.weights.grid import grid
 from isp.weights.parameter import by_whole

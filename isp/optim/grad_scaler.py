@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from isp.settings import GradScalerConfig
+from isp.core.optim.config import GradScalerConfig
 
 __all__ = ["GradScaler"]
 

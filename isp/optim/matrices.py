@@ -24,6 +24,7 @@ from torch import Tensor
 
 from isp.comm import Channel, Channels, Pending
 from isp.comm.tag import Purpose, Tag
+from isp.core.optim.config import OptimizerConfig
 from isp.optim.buckets import copy_all, grouped
 from isp.optim.newton_schulz import Matrix, make_orthogonal, matrices_of
 from isp.optim.states import Bucket, Resting, StateStream, by_values
@@ -32,7 +33,6 @@ from isp.parallel import Axis
 from isp.parallel.boxes import Box, boxes_of
 from isp.parallel.layout import ParameterLayout
 from isp.parallel.partition import chunk_range
-from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["MatrixUpdates", "in_turn"]

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.optim.update_rules import group_of
 from isp.parallel.layout import Matrices, ParameterLayout
-from isp.settings import MuonConfig, OptimizerConfig
 
 __all__ = ["Matrix", "make_orthogonal", "matrices_of", "newton_schulz"]
 

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from isp.core.optim.config import OptimizerConfig
 from isp.optim.states import MASTER, Resting, take_up
-from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["MakeOptimizer", "TorchUpdates", "check_elementwise", "count_states", "optimizer_of"]

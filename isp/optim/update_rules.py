@@ -1,7 +1,7 @@
 """How a step changes a weight: the update rule with its states, the rate, the weight decay.
 
 Who keeps, saves, counts or plans optimizer states asks the rule for them. A further rule is a class
-here, and its name and keys in `isp.settings`.
+here, and its name and keys in `isp.core.optim.config`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig, ParamGroupConfig
 from isp.parallel.layout import Matrices, ParameterLayout
-from isp.settings import LRSchedulerConfig, OptimizerConfig, ParamGroupConfig
 
 __all__ = [
     "GroupValues",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from isp.comm import Channels, Pending, host_memory
 from isp.comm.tag import Tag
+from isp.core.optim.config import OptimizerConfig
 from isp.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.optim.grad_scaler import GradScaler
 from isp.optim.main_grads import MainGradients
@@ -31,7 +32,6 @@ from isp.optim.torch_optimizer import MakeOptimizer, TorchUpdates, optimizer_of
 from isp.optim.update_rules import GroupValues, NoRule, Rows, update_rule, values_of
 from isp.parallel import Axis
 from isp.parallel.partition import chunk_range
-from isp.settings import OptimizerConfig
 from isp.weights.parameter import ShardedParameter
 
 __all__ = ["StepResult", "Zero1Optimizer"]

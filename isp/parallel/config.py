@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from isp.core.section import KeyRole, Ranks, section
 from isp.parallel.experts import ExpertConfig, ExpertWeightConfig
 from isp.parallel.partition import any_of, divisors
-from isp.settings.section import KeyRole, Ranks, section
 
 
 class Mode(StrEnum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isp.settings.section import KeyRole, Ranks, section
+from isp.core.section import KeyRole, Ranks, section
 
 __all__ = ["ExpertConfig", "ExpertWeightConfig"]
 

@@ -32,7 +32,7 @@ from enum import StrEnum
 
 from isp.parallel.config import Mode, ParallelConfig
 from isp.parallel.partition import any_of, divisors
-from isp.settings.counts import counted
+from isp.utils.counts import counted
 
 __all__ = ["Axis", "Topology"]
 

@@ -10,6 +10,7 @@ import torch
 from isp.comm.tag import Purpose, Tag, Transfer
 from isp.config import JobConfig
 from isp.config.models import language_model
+from isp.core.optim.config import OptimizerConfig
 from isp.models.model import TracedModel
 from isp.optim import update_rule
 from isp.optim.torch_optimizer import count_states, optimizer_of
@@ -18,7 +19,6 @@ from isp.parallel import Axis, Mode, ParallelConfig, Topology
 from isp.parallel.context import ContextPlan
 from isp.parallel.layout import ParameterLayout
 from isp.pipeline import PipelineOrder
-from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 
 __all__ = ["Coordinates", "PlanCase"]

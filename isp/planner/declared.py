@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from isp.config.models import language_model
+from isp.core.section import KeyRole, defaults_of
 from isp.models.build import shape_only
 from isp.models.chunk import TracedChunk
 from isp.models.roles import ParameterRole
@@ -22,7 +23,6 @@ from isp.models.schedule import RankShape, marked, rank_shapes
 from isp.parallel import Axis, Mode, PipelineConfig
 from isp.pipeline import PipelineOrder
 from isp.planner.case import Coordinates, PlanCase
-from isp.settings.section import KeyRole, defaults_of
 from isp.weights.parameter import ShardedParameter
 from isp.weights.trace import Block, Use
 from model.config import ModelConfig

@@ -31,6 +31,7 @@ from isp.attention.mask import Chosen
 from isp.attention.pieces import document_lengths
 from isp.comm.host import TO_HOST, HostChannel
 from isp.comm.tag import Transfer
+from isp.core.attention.backend import AttentionBackend
 from isp.layers.linear import LinearLayer
 from isp.layers.rank_layers import RankLayers
 from isp.layers.weight_gradients import OutputGradient, weight_gradient
@@ -40,7 +41,6 @@ from isp.parallel.layout import ParameterLayout
 from isp.parallel.phase import Phase
 from isp.planner.dry_scan import DryRecurrence
 from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
-from isp.settings.attention_backend import AttentionBackend
 from isp.tensors import tensors_in
 from isp.weights.declare import WeightHolder
 from isp.weights.wp import FullWeights, LocalWeights, WPCommunicator

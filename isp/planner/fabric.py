@@ -17,9 +17,9 @@ from isp.config import ConfigError
 from isp.config.faults import describe_faults
 from isp.config.keys import KeyTable
 from isp.config.yaml_file import KeyPath, read_yaml
+from isp.core.section import NotNegative, Positive, Ranks, section
 from isp.parallel import Axis
 from isp.planner.case import PlanCase
-from isp.settings.section import NotNegative, Positive, Ranks, section
 
 __all__ = [
     "DeviceSpec",

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 
-from isp.foreign.files import write_whole
-from isp.foreign.shown import redacted
 from isp.profile import table as tables
 from isp.profile.schema import Cause, ModeProfile, Profile, RankProfile
 from isp.profile.table import Table
 from isp.profile.timeline import LANES, PATTERNS, draw_timeline, lanes_of, legend, ms
+from isp.utils.files import write_whole
+from isp.utils.safe_text import redacted
 
 __all__ = ["facts", "listing", "page", "profile_page", "section", "table", "write_page"]
 

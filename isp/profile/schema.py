@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from isp.comm.tag import BETWEEN_TWO, Purpose
 from isp.parallel.phase import Phase
-from isp.settings.result_file import Result
+from isp.utils.result_file import Result
 
 __all__ = [
     "Cause",

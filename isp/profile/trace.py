@@ -17,8 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from isp.foreign.files import written_whole
 from isp.profile.schema import Collective, StepTimeline
+from isp.utils.files import written_whole
 
 __all__ = ["chrome_trace", "torch_events", "write_trace"]
 

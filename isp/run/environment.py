@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from pydantic import TypeAdapter
 
-from isp.foreign.shown import shown
 from isp.metrics.device import device_name
+from isp.utils.safe_text import shown
 
 __all__ = ["Environment", "RankPlace"]
 

@@ -36,7 +36,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from isp.foreign.files import (
+from isp.config.sections import JobSection
+from isp.utils.files import (
     check_written_on,
     new_file,
     read_limited,
@@ -44,7 +45,6 @@ from isp.foreign.files import (
     write_whole,
     written_whole,
 )
-from isp.settings import JobSection
 
 __all__ = [
     "LaunchRecord",

@@ -14,8 +14,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from isp.foreign.files import open_to_write
-from isp.foreign.shown import shown
+from isp.utils.files import open_to_write
+from isp.utils.safe_text import shown
 
 __all__ = ["run_logging"]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from isp.comm import Mesh
 from isp.comm.log import TimedTransfer
 from isp.comm.tag import Purpose
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.optim import MainGradients, Zero1Optimizer
@@ -26,7 +27,6 @@ from isp.optim.zero1 import StepResult
 from isp.parallel import Axis, ParallelConfig
 from isp.parallel.topology import Topology
 from isp.run.forked import RankError, run_ranks
-from isp.settings import OptimizerConfig
 from isp.train.check_layouts import TOKENS, Layout
 from isp.train.check_reference import (
     Outputs,

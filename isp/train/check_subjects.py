@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isp.core.recompute.config import Recomputation
 from isp.models.folder import read_json
 from isp.models.make import limited_model
 from isp.models.model import TracedModel
 from isp.models.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.tiny import fewer_heads, kept_in_float64, tiny_model
-from isp.settings.packages import require
-from isp.settings.recomputation import Recomputation
+from isp.utils.packages import require
 from model.config import ModelConfig
 from model.decoder import Decoder
 

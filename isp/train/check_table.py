@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isp.settings.counts import counted
 from isp.train.check import TOLERANCE, Check, Differences, Verdict
+from isp.utils.counts import counted
 
 __all__ = ["HEAD", "heading", "line", "summary"]
 

@@ -22,12 +22,12 @@ from isp.config import JobConfig
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
 from isp.config.removed import REMOVED_KEYS
-from isp.foreign.files import copy_regular
+from isp.config.sections import DTYPES
 from isp.models.build import parameter_shapes
 from isp.models.model import TracedModel
 from isp.models.model_folder import read_config
-from isp.settings import DTYPES
-from isp.settings.packages import require
+from isp.utils.files import copy_regular
+from isp.utils.packages import require
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import exported_rows

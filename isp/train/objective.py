@@ -15,11 +15,11 @@ from torch import Tensor
 
 from isp.comm import host_memory
 from isp.comm.tag import Tag
+from isp.config.sections import DistillConfig, DPOConfig
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.layers.token_results import AllLogits, DivergenceRules, TokenScoreRules, TopLogits
 from isp.parallel import Axis
-from isp.settings import DistillConfig, DPOConfig
 
 if TYPE_CHECKING:
     from isp.train.step import TrainStep

@@ -10,10 +10,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from isp.foreign.files import written_whole
 from isp.metrics import peak_memory_gib
 from isp.run.environment import RankPlace
 from isp.train.step import TrainStep
+from isp.utils.files import written_whole
 
 __all__ = ["MemoryGuard", "OutOfMemory", "describe_owners", "memory_owners"]
 

@@ -21,12 +21,12 @@ from isp.checkpoint.plain import Plain
 from isp.checkpoint.state import check_shapes
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.config.sections import CheckpointConfig
 from isp.layers.loss import IGNORED
 from isp.models.build import parameter_shapes
 from isp.models.model import TracedModel
 from isp.optim.torch_optimizer import MakeOptimizer
 from isp.parallel import Axis
-from isp.settings import CheckpointConfig
 from isp.train.asked import Asking
 from isp.train.callers_graphs import CallersGraphs
 from isp.train.gathered_weights import GatheredWeights

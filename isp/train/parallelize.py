@@ -14,8 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from isp.comm import Mesh
 from isp.comm.cuda import compute_deterministically
 from isp.config import JobConfig, load_config
+from isp.config.data import DataConfig
 from isp.config.models import how_computed
-from isp.data.config import DataConfig
+from isp.core.section import KeyRole, defaults_of, section
 from isp.models.build import trained_layouts
 from isp.models.known_code import check_code
 from isp.models.make import limited_model
@@ -24,7 +25,6 @@ from isp.models.pretrained import begun_by_the_model, empty_model
 from isp.models.swap import InitialWeights
 from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.parallel import Topology
-from isp.settings.section import KeyRole, defaults_of, section
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
 from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers

@@ -20,7 +20,6 @@ from torch import nn
 
 from isp.comm import Mesh
 from isp.config import JobConfig, to_yaml
-from isp.foreign.files import write_whole, written_whole
 from isp.metrics import device_name, shared_cores
 from isp.models.schedule import schedule_text
 from isp.parallel import Mode
@@ -31,6 +30,7 @@ from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
 from isp.train.step import TrainStep
+from isp.utils.files import write_whole, written_whole
 
 __all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_profile"]
 

@@ -42,9 +42,10 @@ from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable
+from isp.config.sections import CheckpointConfig, JobSection
+from isp.core.section import KeyRole
 from isp.data.sources import takes_bos
 from isp.data.stream import is_place
-from isp.foreign.shown import first_line, redacted_values
 from isp.models.build import parameter_shapes
 from isp.parallel import Topology
 from isp.run.folder import (
@@ -64,8 +65,7 @@ from isp.run.launcher import (
     process_name,
     was_restarted,
 )
-from isp.settings import CheckpointConfig, JobSection
-from isp.settings.section import KeyRole
+from isp.utils.safe_text import first_line, redacted_values
 
 __all__ = [
     "STREAM",

@@ -28,7 +28,7 @@ from isp.attention.local import (
 )
 from isp.attention.sdpa import SdpaAttention
 from isp.comm import Channel, Pending
-from isp.settings.attention_backend import AttentionBackend
+from isp.core.attention.backend import AttentionBackend
 from tests.attention.reference import largest_error, make_mask, random_inputs
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from isp.attention.kinds import AttentionKind, make_attention
 from isp.attention.lse import FlashKernel
 from isp.attention.sinks import SinkAttention
 from isp.comm import Channel, Pending
-from isp.settings.attention_backend import AttentionBackend
+from isp.core.attention.backend import AttentionBackend
 from tests.attention.reference import attend, random_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

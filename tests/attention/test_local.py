@@ -14,7 +14,7 @@ from isp.attention import AttentionMask, CpuAttention, make_local_attention
 from isp.attention.explicit import ExplicitAttention
 from isp.attention.local import LocalAttention
 from isp.attention.sdpa import SdpaAttention
-from isp.settings.attention_backend import AttentionBackend
+from isp.core.attention.backend import AttentionBackend
 from tests.attention.reference import (
     attend,
     largest_error,

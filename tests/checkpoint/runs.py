@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from isp.checkpoint import Checkpointer, CheckpointInfo, TrainState
 from isp.comm import Channel
+from isp.core.optim.config import OptimizerConfig
 from isp.layers.module import RowsOf, bind_names, named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis, Topology
-from isp.settings import OptimizerConfig
 from tests.toolkit import ToolkitLayers
 
 __all__ = ["LION", "Run", "chosen", "clear", "expect", "fill", "make_run", "whole_value"]

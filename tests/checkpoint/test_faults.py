@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from isp.checkpoint import Checkpointer, CheckpointError
-from isp.settings import CheckpointConfig
+from isp.config.sections import CheckpointConfig
 from tests.checkpoint.runs import Run, chosen, clear, expect, fill, make_run
 from tests.ranks import run_ranks
 from tests.toolkit import topology

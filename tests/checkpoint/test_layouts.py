@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from isp.checkpoint import Checkpointer, inspect
+from isp.config.sections import CheckpointConfig
 from isp.parallel import Mode, Topology
-from isp.settings import CheckpointConfig
 from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run
 from tests.ranks import run_ranks
 from tests.toolkit import topology

@@ -14,7 +14,7 @@ from isp.checkpoint import Checkpointer, CheckpointError, inspect
 from isp.checkpoint.background import Staging
 from isp.checkpoint.boxes import Shard
 from isp.comm import Channel
-from isp.settings import CheckpointConfig
+from isp.config.sections import CheckpointConfig
 from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run, whole_value
 from tests.toolkit import topology
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from isp.checkpoint import Checkpointer, TrainState
+from isp.config.sections import CheckpointConfig
 from isp.parallel import Axis, Mode
-from isp.settings import CheckpointConfig
 from tests.checkpoint.runs import chosen
 from tests.model.decoders import SMALL
 from tests.ranks import run_ranks

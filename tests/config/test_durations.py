@@ -2,7 +2,7 @@
 
 import pytest
 
-from isp.settings.durations import format_duration, parse_duration
+from isp.utils.durations import format_duration, parse_duration
 
 
 @pytest.mark.parametrize(

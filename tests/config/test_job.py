@@ -10,11 +10,11 @@ import pytest
 
 from isp.config import ConfigError, JobConfig, json_schema, load_config, to_yaml
 from isp.config.keys import KeyTable
+from isp.core.attention.backend import AttentionBackend
+from isp.core.section import KeyRole, defaults_of, docs_of
 from isp.evaluation.source import _to_read
 from isp.parallel import Mode
 from isp.planner.declared import bare
-from isp.settings.attention_backend import AttentionBackend
-from isp.settings.section import KeyRole, defaults_of, docs_of
 from model.config import ModelConfig
 
 MINIMAL = "model:\n  preset: tiny\ndata:\n  source: python-stdlib\n"

@@ -12,8 +12,9 @@ import torch
 
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.keys import KeyTable
+from isp.config.sections import MetricsConfig, TrainingConfig
 from isp.config.yaml_file import read_yaml
-from isp.settings import MetricsConfig, OptimizerConfig, TrainingConfig
+from isp.core.optim.config import OptimizerConfig
 from isp.train.run import make_world
 from tests.config.test_job import MINIMAL, faults_of
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from isp.config.data import TrainOn
 from isp.data import chat_turns
 from isp.data.chat import ChatTemplate, Example
-from isp.data.config import TrainOn
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.chat_folder import CHATML, CHATML_MARKED, LLAMA3, chat_folder, load, trained_texts

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
 
 
 @pytest.mark.parametrize(

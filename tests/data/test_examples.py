@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isp.data.config import DataConfig, Format
+from isp.config.data import DataConfig, Format
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.examples import file_format, find_format
 from isp.data.packing import ExampleDataset

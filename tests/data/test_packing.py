@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from isp.cli import main
-from isp.data.config import ExcessLength
+from isp.config.data import ExcessLength
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.examples import ExampleStore
 from isp.data.packing import ExampleDataset, best_fit

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
 from isp.data.indexed import IndexedDataset
 from isp.data.packing import ExampleDataset
 from isp.data.prepare import PrepareSummary, prepare

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
 from isp.data.indexed import IndexedDataset
 from isp.data.prepare import prepare
 from isp.data.sources import open_datasets

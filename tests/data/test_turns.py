@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isp.data.config import Format
+from isp.config.data import Format
 from isp.data.examples import SourceReader
 from isp.data.packing import ExampleDataset
 from isp.data.prepare import prepare

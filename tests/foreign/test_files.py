@@ -12,21 +12,21 @@ import pytest
 
 from isp.checkpoint.folder import folder_lock
 from isp.config import load_config
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
 from isp.data.sources import open_datasets
 from isp.data.tokenizer import HFTokenizer
-from isp.foreign.files import read_limited
 from isp.metrics import MetricsFile, TrackedRun, Tracker, Trackers, read_metrics
 from isp.metrics.evaluation import Evaluation
 from isp.models.folder import WeightFiles, copy_tokenizer
+from isp.models.huggingface.adapter_config import with_adapter
 from isp.profile import Profile
 from isp.profile.page import write_page
 from isp.profile.trace import write_trace
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import LaunchRecord, RunFolder
 from isp.run.log_files import run_logging
-from isp.settings.adapter import with_adapter
-from isp.settings.json_file import read_json
+from isp.utils.files import read_limited
+from isp.utils.json_file import read_json
 from tests.models.folders import write_job
 
 # -- what is read ------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from isp.cli import main
+from isp.config.sections import MetricsConfig
 from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
 from isp.metrics.tracker import mlflow_name
-from isp.settings import MetricsConfig
 from tests.metrics.test_phases import ALONE
 from tests.ranks import run_isp
 from tests.train.jobs import write_job

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
-from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.optim.plain_muon import PlainMuon

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
-from isp.settings import MuonConfig
+from isp.core.optim.config import MuonConfig
 from model.decoder import Decoder, Experts
 from tests.model.decoders import CONFIG, MADE, S, filled
 from tests.model.folders import of_decoder

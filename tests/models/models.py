@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.config import JobConfig
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
+from isp.config.sections import TrainingConfig
+from isp.core.optim.config import OptimizerConfig
 from isp.layers.loss import IGNORED
 from isp.models.chunk import TracedChunk
 from isp.models.known_code import local_layers
@@ -29,7 +31,6 @@ from isp.parallel.config import (
     TensorConfig,
     WeightConfig,
 )
-from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
 from model.config import ModelConfig

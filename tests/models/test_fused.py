@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import isp
 from isp.checkpoint import Checkpointer, TrainState
 from isp.comm.tag import Purpose
+from isp.config.sections import CheckpointConfig
 from isp.models.fused import groups_of
 from isp.models.model import TracedModel
 from isp.parallel import Axis
 from isp.parallel.layout import ParameterLayout
-from isp.settings import CheckpointConfig
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isp.comm import Mesh
+from isp.core.recompute.config import Recomputation
 from isp.models.build import BuiltModel, build_model
 from isp.models.folder import WeightFiles
 from isp.models.pretrained import folder_model, parameters_on_meta
 from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, WeightConfig
-from isp.settings.recomputation import Recomputation
 from tests.layers.test_initial_weights import Drawn
 from tests.models.folders import small_config, write_folder
 from tests.ranks import run_ranks

@@ -124,7 +124,7 @@ def test_what_lies_inside_exists_for_a_tile_at_a_time() -> None:
 
 def test_a_model_without_such_a_module_is_refused() -> None:
     """Catches a key that saves nothing: the linears of these blocks lie in no module of theirs."""
-    from isp.settings.recomputation import Recomputation
+    from isp.core.recompute.config import Recomputation
 
     with pytest.raises(ValueError, match=r"mlp_tile_tokens=8: no module .* use 0"):
         TracedModel(Own(), recomputation=Recomputation(mlp_tile_tokens=8))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isp.settings import OptimizerConfig
+from isp.core.optim.config import OptimizerConfig
 from isp.train.check_reference import orthogonal
 
 __all__ = ["PlainMuon"]

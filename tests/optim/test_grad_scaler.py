@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from isp.comm import Mesh
+from isp.core.optim.config import GradScalerConfig, OptimizerConfig
 from isp.optim import MainGradients, StepResult, Zero1Optimizer
 from isp.optim.grad_scaler import GradScaler
-from isp.settings import GradScalerConfig, OptimizerConfig
 from tests.optim.places import Spec, place
 from tests.toolkit import topology
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from isp.core.optim.config import OptimizerConfig, ParamGroupConfig
 from isp.optim import check_groups
 from isp.optim.update_rules import GroupValues, group_values, values_of
-from isp.settings import OptimizerConfig, ParamGroupConfig
 from tests.optim.places import Spec
 from tests.optim.test_zero1 import assert_parity
 from tests.toolkit import topology

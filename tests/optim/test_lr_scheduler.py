@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from isp.core.optim.config import LRSchedulerConfig
 from isp.optim import learning_rate
-from isp.settings import LRSchedulerConfig
 
 
 def rates(total: int, **config) -> list[float]:

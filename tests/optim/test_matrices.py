@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from isp.comm import Mesh
+from isp.core.optim.config import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.matrices import _homes
 from isp.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
@@ -20,7 +21,6 @@ from isp.optim.update_rules import values_of
 from isp.parallel import Axis, Mode
 from isp.parallel.layout import Matrices
 from isp.run.forked import RankError
-from isp.settings import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
 from isp.train.check_reference import orthogonal
 from tests.optim.places import Spec, go_backward, place
 from tests.optim.test_zero1 import STEPS, reference

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from isp.comm import Mesh, host_memory
 from isp.config import load_config
+from isp.core.optim.config import GradScalerConfig, OptimizerConfig, ParamGroupConfig
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.optim.states import StateMemory
 from isp.parallel import Topology
-from isp.settings import GradScalerConfig, OptimizerConfig, ParamGroupConfig
 from isp.train import host_memory as train_memory
 from tests.optim.places import Spec, loss, place
 from tests.optim.test_update_rules import plain_optimizer

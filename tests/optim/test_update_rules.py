@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from isp.core.optim.config import OptimizerConfig
 from isp.optim import update_rule
 from isp.optim.update_rules import Rows
-from isp.settings import OptimizerConfig
 from tests.optim.plain_muon import PlainMuon
 
 RULES = ("adamw", "lion")

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from isp.comm.tag import Purpose
+from isp.core.optim.config import OptimizerConfig
 from isp.parallel import Axis, Mode
 from isp.planner.costs import Costs
 from isp.planner.counts import traffic
 from isp.planner.fabric import DeviceSpec
 from isp.planner.memory import moments, states
 from isp.planner.report import newton_schulz_of
-from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 from tests.planner.test_counts import case_of
 from tests.ranks import run_each

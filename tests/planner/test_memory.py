@@ -12,6 +12,8 @@ import torch
 
 from isp.attention import AttentionMask
 from isp.config.models import language_model
+from isp.core.attention.backend import AttentionBackend
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
 from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner import rehearsal as rehearsals
@@ -23,8 +25,6 @@ from isp.planner.made import Made
 from isp.planner.memory import memory, moments, states
 from isp.planner.record import EventRecorder
 from isp.planner.rehearsal import records_of, rehearsal
-from isp.settings import OptimizerConfig
-from isp.settings.attention_backend import AttentionBackend
 from isp.train.out_of_memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.cases import plan_case

@@ -10,6 +10,7 @@ import pytest
 from isp.comm.tag import Tag, Transfer
 from isp.config import ConfigError
 from isp.config.models import language_model
+from isp.core.optim.config import OptimizerConfig
 from isp.parallel import Axis, Mode, Topology, WeightConfig
 from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
 from isp.planner.case import PlanCase
@@ -20,7 +21,6 @@ from isp.planner.predict import Prediction, predict
 from isp.planner.record import Compute, Work
 from isp.planner.rehearsal import records_of
 from isp.planner.walk import Clock
-from isp.settings import OptimizerConfig
 from model.config import ModelConfig
 from tests.planner.cases import plan_case
 from tests.train.runs import Layout

@@ -12,6 +12,7 @@ import torch
 
 from isp.comm import Mesh
 from isp.config.models import language_model
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
 from isp.layers.loss import IGNORED
 from isp.models.build import build_model
@@ -31,7 +32,6 @@ from isp.parallel import (
     Zero1Config,
 )
 from isp.parallel.config import ExpertConfig
-from isp.settings import OptimizerConfig
 from isp.train.step import TrainStep
 from isp.weights.parameter import ShardedParameter
 from model.config import ModelConfig

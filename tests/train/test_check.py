@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import isp
 from isp.cli import main
+from isp.core.recompute.config import Recomputation
 from isp.models import forward_pass, swap, tiny
 from isp.models.tiles import TiledModule
 from isp.models.tiny import tiny_config
 from isp.optim import BucketManager
 from isp.parallel import Mode, ParallelConfig
 from isp.run.forked import RankError, run_ranks
-from isp.settings.recomputation import Recomputation
 from isp.train.check import CASES, TOLERANCE, Check
 from isp.train.check_layouts import Layout, layouts_of
 from isp.train.check_model import _subject_of, keys_from

@@ -17,11 +17,11 @@ from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
 from isp.config import JobConfig, load_config
+from isp.config.sections import CheckpointConfig
 from isp.layers.module import MasterStream
 from isp.models import folder as model_folder
 from isp.parallel import Axis, Mode
 from isp.run.forked import RankError
-from isp.settings import CheckpointConfig
 from isp.train.export import export
 from isp.train.resume import saved_values
 from model.config import ModelConfig

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from isp.cli.options import check_planned
 from isp.config import ConfigError, JobConfig, load_config
-from isp.data.config import Format
+from isp.config.data import Format
 from isp.data.dataset import IGNORE_INDEX, Sample
 from isp.data.examples import SourceReader
 from isp.data.sources import open_datasets

@@ -23,9 +23,9 @@ from isp.checkpoint.folder import folder_lock
 from isp.cli import main
 from isp.config import JobConfig, load_config, to_plain, to_yaml
 from isp.config.keys import KeyTable
+from isp.core.section import KeyRole
 from isp.data.prepare import prepare
 from isp.run.folder import run_name
-from isp.settings.section import KeyRole
 from isp.train import resume
 from isp.train.resume import Start, check_changes, check_start, open_run
 from tests.data.chat_folder import chat_folder

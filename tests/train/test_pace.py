@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from isp.config import JobConfig
-from isp.data.config import DataConfig
+from isp.config.data import DataConfig
+from isp.config.sections import CheckpointConfig, TrainingConfig, ValidationConfig
 from isp.metrics.phases import PhaseTimes
 from isp.parallel.phase import Phase
-from isp.settings import CheckpointConfig, TrainingConfig, ValidationConfig
 from isp.train.watch import Pace
 from model.config import ModelConfig
 

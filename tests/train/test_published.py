@@ -9,11 +9,12 @@ import torch
 
 from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.config.data import DataConfig
+from isp.config.sections import TrainingConfig
+from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
-from isp.data.config import DataConfig
 from isp.optim import Zero1Optimizer
 from isp.parallel import Axis, ParallelConfig, WeightConfig
-from isp.settings import OptimizerConfig, TrainingConfig
 from isp.train import step as train_step
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -20,19 +20,18 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.remote import RemoteCheckpoints
 from isp.config import JobConfig
-from isp.data.config import DataConfig
-from isp.metrics import StepRecord, read_metrics
-from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
-from isp.settings import (
+from isp.config.data import DataConfig
+from isp.config.sections import (
     CheckpointConfig,
     CommConfig,
     JobSection,
-    LRSchedulerConfig,
     MetricsConfig,
-    OptimizerConfig,
     TrainingConfig,
     ValidationConfig,
 )
+from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
+from isp.metrics import StepRecord, read_metrics
+from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.train import main, saving
 from isp.train.data import StepData
 from isp.train.resume import check_start

@@ -7,10 +7,10 @@ import time
 import torch
 
 from isp.comm import Mesh
+from isp.core.optim.config import OptimizerConfig
 from isp.layers.module import named_parameters
 from isp.optim import MainGradients, Zero1Optimizer
 from isp.parallel import Axis
-from isp.settings import OptimizerConfig
 from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.weights.trace import sequential_actions
 from tests.ranks import run_ranks

@@ -8,9 +8,24 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
-from isp.settings.section import Count, CountOrZero, KeyRole, NotNegative, Positive, Text, section
+from isp.core.section import (
+    Count,
+    CountOrZero,
+    Fraction,
+    KeyRole,
+    NotNegative,
+    Positive,
+    Text,
+    section,
+)
 
-__all__ = ["GradScalerConfig", "MuonConfig", "OptimizerConfig", "ParamGroupConfig"]
+__all__ = [
+    "GradScalerConfig",
+    "LRSchedulerConfig",
+    "MuonConfig",
+    "OptimizerConfig",
+    "ParamGroupConfig",
+]
 
 
 def _pattern(pattern: str) -> str:
@@ -235,3 +250,24 @@ class OptimizerConfig:
         if "adamw" in self.rules:
             found += [(key, self.of_adamw(key)) for key in ("beta1", "beta2")]
         return found + ([("muon.momentum", self.muon.momentum)] if "muon" in self.rules else [])
+
+
+@section("lr_scheduler", KeyRole.METHOD)
+class LRSchedulerConfig:
+    """`lr_scheduler`: warm-up, an optional stable phase, decay.  Names: torchtitan."""
+
+    warmup_steps: CountOrZero = 0
+    """Steps in which the learning rate rises linearly to `optimizer.lr`."""
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    """Shape of the decay."""
+    decay_ratio: Fraction | None = None
+    """Fraction of the steps, at the end, in which the learning rate decays, after a stable phase
+    (WSD); null: decay from the end of warm-up."""
+    min_lr_factor: Fraction = 0.1
+    """Learning rate at the end of the decay, as a fraction of `optimizer.lr`."""
+
+    def num_decay_steps(self, total_steps: int) -> int:
+        """Length of the decay: the steps after the warm-up, or the last `decay_ratio` of a run."""
+        if self.decay_ratio is None:
+            return total_steps - self.warmup_steps
+        return round(total_steps * self.decay_ratio)

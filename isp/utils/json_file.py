@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from isp.foreign.files import LARGE_FILE_BYTES, SMALL_FILE_BYTES, read_limited
-from isp.settings.hub import download_hint
+from isp.utils.files import LARGE_FILE_BYTES, SMALL_FILE_BYTES, read_limited
+from isp.utils.hub import download_hint
 
 __all__ = ["parse_json", "read_json"]
 

@@ -8,8 +8,8 @@ from typing import ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from isp.foreign.files import LARGE_FILE_BYTES, read_limited
-from isp.foreign.shown import redacted
+from isp.utils.files import LARGE_FILE_BYTES, read_limited
+from isp.utils.safe_text import redacted
 
 __all__ = ["Result", "first_fault"]
 

@@ -14,17 +14,9 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
-from isp.settings.durations import parse_duration
-from isp.settings.optimizer import (
-    GradScalerConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ParamGroupConfig,
-)
-from isp.settings.section import (
+from isp.core.section import (
     Count,
     CountOrZero,
-    Fraction,
     KeyRole,
     NotNegative,
     Positive,
@@ -32,19 +24,15 @@ from isp.settings.section import (
     Text,
     section,
 )
+from isp.utils.durations import parse_duration
 
 __all__ = [
     "DTYPES",
     "CheckpointConfig",
     "CommConfig",
     "DType",
-    "GradScalerConfig",
     "JobSection",
-    "LRSchedulerConfig",
     "MetricsConfig",
-    "MuonConfig",
-    "OptimizerConfig",
-    "ParamGroupConfig",
     "ProfilerConfig",
     "TrainingConfig",
     "ValidationConfig",
@@ -193,27 +181,6 @@ class TrainingConfig:
     def max_seconds(self) -> float:
         """`max_time` in seconds, infinity without a limit."""
         return math.inf if self.max_time is None else parse_duration(self.max_time)
-
-
-@section("lr_scheduler", KeyRole.METHOD)
-class LRSchedulerConfig:
-    """`lr_scheduler`: warm-up, an optional stable phase, decay.  Names: torchtitan."""
-
-    warmup_steps: CountOrZero = 0
-    """Steps in which the learning rate rises linearly to `optimizer.lr`."""
-    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
-    """Shape of the decay."""
-    decay_ratio: Fraction | None = None
-    """Fraction of the steps, at the end, in which the learning rate decays, after a stable phase
-    (WSD); null: decay from the end of warm-up."""
-    min_lr_factor: Fraction = 0.1
-    """Learning rate at the end of the decay, as a fraction of `optimizer.lr`."""
-
-    def num_decay_steps(self, total_steps: int) -> int:
-        """Length of the decay: the steps after the warm-up, or the last `decay_ratio` of a run."""
-        if self.decay_ratio is None:
-            return total_steps - self.warmup_steps
-        return round(total_steps * self.decay_ratio)
 
 
 @section("validation", KeyRole.METHOD)

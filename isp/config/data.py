@@ -6,8 +6,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from isp.foreign.shown import redacted
-from isp.settings.section import Absent, Count, KeyRole, Positive, Text, section
+from isp.core.section import Absent, Count, KeyRole, Positive, Text, section
+from isp.utils.safe_text import redacted
 
 __all__ = [
     "BYTE_TOKENIZER",

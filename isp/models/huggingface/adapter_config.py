@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from isp.settings.json_file import read_json
-from isp.settings.section import Count, KeyRole, section
+from isp.core.section import Count, KeyRole, section
+from isp.utils.json_file import read_json
 
 __all__ = ["ADAPTER_FILE", "AdapterConfig", "with_adapter"]
 

@@ -1,0 +1,1 @@
+"""Exact attention over sequences that are sharded over ranks."""

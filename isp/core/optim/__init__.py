@@ -1,0 +1,1 @@
+"""From gradients to weights: main gradients, their reduction, the sharded optimizer."""

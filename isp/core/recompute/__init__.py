@@ -1,0 +1,1 @@
+"""Recompute activations in backward instead of keeping them."""

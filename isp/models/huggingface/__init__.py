@@ -1,0 +1,1 @@
+"""Models of transformers: their configurations, files, weights, and the code that ISP replaces."""
