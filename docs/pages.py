@@ -51,7 +51,7 @@ def page(source: str) -> str:
 def api() -> str:
     """The public names of `isp` with their signatures and docstrings, from the code."""
     import isp
-    from isp.attention.call import attention
+    from isp.core.attention.api import attention
     from isp.train.check_model import CheckResult
     from isp.train.parallel_run import ParallelRun
 

@@ -9,40 +9,42 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from isp.attention.distributed import DistributedAttention
-    from isp.attention.exchange import SeqAllToAll
-    from isp.mixers.call import causal_conv1d, gated_delta_rule, state_space_scan
-    from isp.models.adapters import register_mixer
-    from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
-    from isp.train.check_model import check
-    from isp.train.parallelize import parallelize
-    from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
-    from isp.weights.pool import MemoryPool
-    from isp.weights.wp import (
+    from isp.core.attention.all_to_all import SeqAllToAll
+    from isp.core.attention.api import attention
+    from isp.core.attention.ulysses import DistributedAttention
+    from isp.core.mixers.api import causal_conv1d, gated_delta_rule, state_space_scan
+    from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
+    from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
+    from isp.core.weights.pool import MemoryPool
+    from isp.core.weights.wp import (
         EmbeddingWeightParallelCommunicator,
         HeadWeightParallelCommunicator,
         ISPCommunicatorWrapper,
         WPCommunicator,
     )
+    from isp.models.adapters import register_mixer
+    from isp.train.check_model import check
+    from isp.train.parallelize import parallelize
 
 _HOMES = {
-    "DistributedAttention": "isp.attention.distributed",
-    "EmbeddingWeightParallelCommunicator": "isp.weights.wp",
-    "HeadWeightParallelCommunicator": "isp.weights.wp",
-    "ISPCommModelConfig": "isp.weights.communicator",
-    "ISPCommunicator": "isp.weights.communicator",
-    "ISPCommunicatorSchedulerHook": "isp.pipeline.hooks",
-    "ISPCommunicatorWrapper": "isp.weights.wp",
-    "ISPOverlapState": "isp.weights.communicator",
-    "MemoryPool": "isp.weights.pool",
-    "SeqAllToAll": "isp.attention.exchange",
-    "WPCommunicator": "isp.weights.wp",
-    "causal_conv1d": "isp.mixers.call",
-    "gated_delta_rule": "isp.mixers.call",
+    "DistributedAttention": "isp.core.attention.ulysses",
+    "EmbeddingWeightParallelCommunicator": "isp.core.weights.wp",
+    "HeadWeightParallelCommunicator": "isp.core.weights.wp",
+    "ISPCommModelConfig": "isp.core.weights.communicator",
+    "ISPCommunicator": "isp.core.weights.communicator",
+    "ISPCommunicatorSchedulerHook": "isp.core.pipeline.hooks",
+    "ISPCommunicatorWrapper": "isp.core.weights.wp",
+    "ISPOverlapState": "isp.core.weights.communicator",
+    "MemoryPool": "isp.core.weights.pool",
+    "SeqAllToAll": "isp.core.attention.all_to_all",
+    "WPCommunicator": "isp.core.weights.wp",
+    "causal_conv1d": "isp.core.mixers.api",
+    "gated_delta_rule": "isp.core.mixers.api",
     "register_mixer": "isp.models.adapters",
+    "attention": "isp.core.attention.api",
     "check": "isp.train.check_model",
     "parallelize": "isp.train.parallelize",
-    "state_space_scan": "isp.mixers.call",
+    "state_space_scan": "isp.core.mixers.api",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "MemoryPool",
     "SeqAllToAll",
     "WPCommunicator",
+    "attention",
     "causal_conv1d",
     "check",
     "gated_delta_rule",
@@ -67,8 +70,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "attention":
-        return import_module("isp.attention")  # a room, and a function that can be called
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

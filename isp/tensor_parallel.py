@@ -4,8 +4,21 @@ Nothing here keeps state of its own: a group is a `Channel` that is handed over,
 a tracker that is handed over, and several toolkits over different groups live side by side.
 """
 
-from isp.attention.exchange import all_to_all_hp2sp, all_to_all_sp2hp
-from isp.comm.mappings import (
+from isp.core.attention.all_to_all import all_to_all_hp2sp, all_to_all_sp2hp
+from isp.core.layers.vocab_loss import IGNORED, vocab_parallel_cross_entropy
+from isp.core.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
+from isp.core.megatron.broadcast import broadcast_data
+from isp.core.megatron.inference import (
+    InferenceLayerNormColumnParallelLinear,
+    InferenceRowParallelLinear,
+    InferenceVocabParallelEmbedding,
+)
+from isp.core.megatron.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from isp.core.megatron.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     all_to_all,
     copy_to_tensor_model_parallel_region,
@@ -19,23 +32,10 @@ from isp.comm.mappings import (
     scatter_to_tensor_model_parallel_region,
     split_tensor_into_1d_equal_chunks,
 )
-from isp.data.broadcast import broadcast_data
-from isp.layers.inference import (
-    InferenceLayerNormColumnParallelLinear,
-    InferenceRowParallelLinear,
-    InferenceVocabParallelEmbedding,
-)
-from isp.layers.loss import IGNORED, vocab_parallel_cross_entropy
-from isp.layers.megatron import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
-from isp.layers.workspace import InferenceWorkspace, Residual
-from isp.parallel.partition import VocabUtility, divide, split_tensor_along_last_dim
-from isp.recompute import CheckpointWithoutOutput, checkpoint
-from isp.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
+from isp.core.megatron.workspace import InferenceWorkspace, Residual
+from isp.core.mesh.partition import VocabUtility, divide, split_tensor_along_last_dim
+from isp.core.recompute.recompute import CheckpointWithoutOutput, checkpoint
+from isp.core.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
 
 __all__ = [
     "IGNORED",

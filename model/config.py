@@ -9,6 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from isp.core.attention.backend import AttentionBackend
+from isp.core.layers.rope_scaling import RopeScaling
+from isp.core.mesh.config import ParallelConfig, PipelineConfig
+from isp.core.mesh.distributable import check_distributable
+from isp.core.mesh.partition import usable
 from isp.core.recompute.config import Recomputation
 from isp.core.section import (
     Absent,
@@ -20,11 +24,7 @@ from isp.core.section import (
     Size,
     section,
 )
-from isp.layers.rope_scaling import RopeScaling
 from isp.models.huggingface.adapter_config import AdapterConfig
-from isp.parallel.config import ParallelConfig, PipelineConfig
-from isp.parallel.distributable import check_distributable
-from isp.parallel.partition import usable
 
 __all__ = ["ModelConfig"]
 

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.attention.call import attention
-from isp.layers.compiled import compiles
-from isp.layers.rotary import RotaryEmbedding, apply_rotary
-from isp.layers.swiglu import swiglu
+from isp.core.attention.api import attention
+from isp.core.layers.compiled import compiles
+from isp.core.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.core.layers.swiglu import swiglu
 from model.config import ModelConfig
 
 __all__ = ["Decoder"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.core.layers.rope_scaling import RopeScaling, RopeScalingType
 from model.config import ModelConfig
 
 __all__ = ["CONFIG_FILE", "MIXTRAL", "config_json"]

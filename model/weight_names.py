@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
-from isp.layers.module import RowsOf
+from isp.core.layers.module import RowsOf
 from model.config import ModelConfig
 from model.huggingface import MIXTRAL
 

@@ -6,7 +6,7 @@ made without a word of a device, or computed from the host's alone. Noted are
 
 - values of the device's that the host asks for: by `item`, `tolist`, `numpy`, `cpu`, by a branch;
 - results whose size the host has to know: `nonzero`, a mask as an index;
-- what comes to the device by another way than `host_memory.send`, or meets a tensor there that has
+- what comes to the device by another way than `pinned_memory.send`, or meets a tensor there that has
   not come; what goes back by another way than `HostCopy`, and one that is waited for too early.
 
 It cannot see what an operation does inside, so neither the kernels of CUDA nor those of others;
@@ -27,8 +27,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from isp.comm import host_memory
 
 __all__ = ["HostSyncs", "syncs_on_cuda"]
 
@@ -85,8 +83,8 @@ class HostSyncs(TorchDispatchMode):
                 patch(mock.patch.object(Tensor, name, self._value_by(name, getattr(Tensor, name))))
             patch(mock.patch.object(Tensor, "new_tensor", self._new_tensor(Tensor.new_tensor)))
             patch(mock.patch.object(Tensor, "to", self._to(Tensor.to)))
-            patch(mock.patch.multiple(host_memory, send=self._send, zeros=self._zeros))
-            patch(mock.patch.object(host_memory, "HostCopy", self._host_copy()))
+            patch(mock.patch.multiple(pinned_memory, send=self._send, zeros=self._zeros))
+            patch(mock.patch.object(pinned_memory, "HostCopy", self._host_copy()))
             self._patches = patches.pop_all()
         return super().__enter__()
 

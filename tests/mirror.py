@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.comm import Channel, CommLog, Mesh, Pending, streams
-from isp.comm.tag import UNNAMED, Tag
-from isp.parallel import Axis
+from isp.core.comm import Channel, CommLog, Mesh, Pending, streams
+from isp.core.comm.tag import UNNAMED, Tag
+from isp.core.mesh import Axis
 
 __all__ = ["MirrorMesh", "one_rank"]
 

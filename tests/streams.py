@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from isp.comm import streams
+from isp.core.comm import streams
 from tests.planner.live import tensors_in
 
 __all__ = ["Device"]

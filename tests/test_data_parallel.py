@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isp.comm import Channel, CommLog
+from isp.core.comm import Channel, CommLog
 from isp.data_parallel import DataParallelBucket, DataParallelNaive
 from tests.ranks import run_ranks
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.comm import host_memory
 from isp.config import JobConfig
+from isp.core.comm import pinned_memory
+from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
+from isp.core.mesh.config import ContextExchange
 from isp.core.optim.config import GradScalerConfig, OptimizerConfig
-from isp.parallel import Mode, PipelineSchedule, WeightConfig
-from isp.parallel.config import ContextExchange
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 from tests.host_syncs import HostSyncs, syncs_on_cuda
@@ -39,7 +39,7 @@ class _InBackward(torch.autograd.Function):
 
 
 def _copied_at_once(x: Tensor) -> None:
-    copy = host_memory.HostCopy(x + 1)
+    copy = pinned_memory.HostCopy(x + 1)
     copy.wait()
 
 
@@ -93,9 +93,9 @@ def test_what_waits_for_nobody_is_not_noted() -> None:
         guard.of_host(given := torch.ones(1))
         assert ends.diff().tolist() == [1]
         assert int(ends.sum() + given.long()) == 2
-        sent = host_memory.send(ends, CPU)
-        copy = host_memory.HostCopy(x.index_select(0, sent) * 2 + torch.tensor(3.0))
-        buffer = host_memory.zeros(2, torch.float32, CPU)
+        sent = pinned_memory.send(ends, CPU)
+        copy = pinned_memory.HostCopy(x.index_select(0, sent) * 2 + torch.tensor(3.0))
+        buffer = pinned_memory.zeros(2, torch.float32, CPU)
         buffer.copy_(x, non_blocking=True)
         x[x > 0] = 0.0  # by the mask, as masked_fill
         assert guard.followed > 0

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import CommLog
-from isp.comm.host import HostMemory, HostMemoryError, Stored
-from isp.recompute import Recomputer
-from isp.rng import RngStatesTracker, RngStream
+from isp.core.comm import CommLog
+from isp.core.comm.host_offload import HostMemory, HostMemoryError, Stored
+from isp.core.recompute.recompute import Recomputer
+from isp.core.rng import RngStatesTracker, RngStream
 from tests.planner.live import LiveBytes
 
 CPU = torch.device("cpu")

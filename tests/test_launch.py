@@ -158,7 +158,7 @@ def test_the_first_failure_of_the_ranks_is_shown_once(start_ranks, how, code, sh
 # A rank that meets the others and names each address at which it or its launcher listens.
 MEETING_SCRIPT = """
 import os, psutil, torch
-from isp.comm import World
+from isp.core.comm import World
 
 with World(torch.device("cpu"), timeout_seconds=20.0) as world:
     x = torch.ones(1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import Channel
+from isp.core.comm import Channel
 from isp.tensor_parallel import (
     CheckpointWithoutOutput,
     RngStream,

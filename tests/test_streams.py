@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isp.comm import streams
-from isp.parallel import Mode, PipelineSchedule, WeightConfig
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.core.comm import streams
+from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
+from isp.core.mesh.config import LaunchPoint, OverlapUnit
 from tests.model.decoders import SMALL
 from tests.ranks import run_each, run_ranks
 from tests.streams import Device

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import isp
 from isp import tensor_parallel as tp
-from isp.comm import Channel
+from isp.core.comm import Channel
 from tests.ranks import run_ranks
 
 ROWS, WIDTH, INNER = 8, 8, 16

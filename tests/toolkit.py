@@ -1,4 +1,4 @@
-"""The layers of a small model for a mode, of the classes that `isp.layers` has for one's own."""
+"""The layers of a small model for a mode, of the classes that `isp.core.layers` has for one's own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isp.comm import Channel, Mesh
-from isp.layers.embedding import look_up
-from isp.layers.head import HeadLoss
-from isp.layers.linear import Moves, ParallelLinear, Role, moves_for
-from isp.layers.module import MasterStream, ParallelModule, named_parameters
-from isp.layers.rank_layers import RankLayers
-from isp.parallel import Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
-from isp.parallel.config import PipelineConfig, Sequence2DConfig, Zero1Config
-from isp.parallel.layout import ParameterLayout
-from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
-from isp.weights.trace import Use
-from isp.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
+from isp.core.comm import Channel, Mesh
+from isp.core.layers.embedding import look_up
+from isp.core.layers.head import HeadLoss
+from isp.core.layers.linear import Moves, ParallelLinear, Role, moves_for
+from isp.core.layers.module import MasterStream, ParallelModule, named_parameters
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh import Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.core.mesh.config import PipelineConfig, Sequence2DConfig, Zero1Config
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
+from isp.core.weights.uses import Use
+from isp.core.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
 
 __all__ = [
     "CPU",

@@ -35,15 +35,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from isp.attention import (
-    AttentionMask,
-    CpuAttention,
-    DistributedAttention,
-    LocalAttention,
-    make_local_attention,
-)
-from isp.comm import Channel
 from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.local import LocalAttention, make_local_attention
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.ulysses import DistributedAttention
+from isp.core.comm import Channel
 
 HOW_TO_GET_DEEPSPEED = (
     "DeepSpeed is not installed, and the comparison on CPU ranks is with it. In an environment of"

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from isp.parallel.context import ContextPlan, Slice
+from isp.core.mesh.sequence_split import ContextPlan, Slice
 
 __all__ = ["PLANS", "Row", "log_normal_row", "measure"]
 

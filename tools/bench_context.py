@@ -40,9 +40,9 @@ from context_rows import BothWaysLink, Heads, PacedAttention, Way, Ways, pairs
 from netns import Wires
 from overlap_rows import Row, StepResult
 
-from isp.attention import CpuAttention
-from isp.attention.mask import AttentionMask
-from isp.comm import CommLog
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import CommLog
 
 
 class ContextBench(Bench):

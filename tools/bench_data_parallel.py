@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from isp.comm import Channel
+from isp.core.comm import Channel
 from isp.data_parallel import DataParallelBucket, DataParallelNaive
 from isp.run.forked import run_ranks
 

@@ -28,9 +28,9 @@ import isp
 from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
+from isp.core.mesh import ParallelConfig, WeightConfig
+from isp.core.mesh.config import ExpertConfig
 from isp.models.follow import CallFollower
-from isp.parallel import ParallelConfig, WeightConfig
-from isp.parallel.config import ExpertConfig
 from isp.planner.experts import PASSES, ExpertLayer, crossing_tokens
 from isp.run.forked import run_ranks
 from isp.train.parallel_run import ParallelRun

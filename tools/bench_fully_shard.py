@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from overlap_rows import Compute, Row, compare, compute_alone, llama_layers, mesh_of, ours, theirs
 
-from isp.attention import make_local_attention
-from isp.comm import Mesh, World
+from isp.core.attention.local import make_local_attention
+from isp.core.comm import Mesh, World
+from isp.core.mesh import Axis
+from isp.core.mesh.config import OverlapUnit
 from isp.metrics import device_name
-from isp.parallel import Axis
-from isp.parallel.config import OverlapUnit
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 """Of losses and gradients, as shares of their norms: bfloat16 keeps 8 bits."""

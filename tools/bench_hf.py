@@ -30,8 +30,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from isp.comm import Mesh
 from isp.config import JobConfig, load_config
+from isp.core.comm import Mesh
 from isp.data.batch import MicroBatch
 from isp.models.folder import WeightFiles
 from isp.run.forked import run_ranks

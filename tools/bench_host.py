@@ -40,16 +40,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from isp.attention import AttentionMask
-from isp.comm import Mesh, streams
 from isp.config.models import language_model
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import Mesh, streams
+from isp.core.mesh import Mode
+from isp.core.mesh.config import ParallelConfig, TensorConfig, WeightConfig
+from isp.core.mesh.topology import Topology
 from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import Zero1Optimizer
 from isp.data.batch import MicroBatch
 from isp.models.build import build_model
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import Mode
-from isp.parallel.config import ParallelConfig, TensorConfig, WeightConfig
-from isp.parallel.topology import Topology
 from isp.run.garbage import collected_every
 from isp.train.step import TrainStep
 from model.config import ModelConfig
@@ -200,7 +201,7 @@ def as_on_device() -> Iterator[None]:
     with (
         mock.patch.object(streams, "serve", return_value=True),
         mock.patch.object(Mesh, "open_host", lambda mesh, axis, name: mesh[axis]),
-        mock.patch("isp.attention.kinds.make_local_attention", return_value=_Attention()),
+        mock.patch("isp.core.attention.kinds.make_local_attention", return_value=_Attention()),
     ):
         try:
             yield

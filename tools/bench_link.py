@@ -33,12 +33,12 @@ from overlap_rows import Compute, Row, compute_alone, llama_layers, ours, theirs
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from isp.attention import make_local_attention
-from isp.comm import Channel, Mesh, Pending, streams
-from isp.comm.tag import UNNAMED, Tag
+from isp.core.attention.local import make_local_attention
+from isp.core.comm import Channel, Mesh, Pending, streams
+from isp.core.comm.tag import UNNAMED, Tag
+from isp.core.mesh import Axis, Topology
+from isp.core.mesh.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
 from isp.metrics import device_name
-from isp.parallel import Axis, Topology
-from isp.parallel.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
 
 LATENCY = 10e-6
 """Seconds that a transfer takes beyond its bytes."""

@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isp
-from isp.comm import Channel
-from isp.layers.head import HeadLoss
-from isp.layers.head_results import results_of_head
-from isp.layers.linear import Moves
-from isp.layers.token_results import TokenScoreRules
-from isp.weights.wp import LocalWeights
+from isp.core.comm import Channel
+from isp.core.layers.head import HeadLoss
+from isp.core.layers.head_results import results_of_head
+from isp.core.layers.linear import Moves
+from isp.core.layers.token_results import TokenScoreRules
+from isp.core.weights.wp import LocalWeights
 
 TOKENS, VOCAB, CHUNK = 8192, 32768, 1024
 CONFIG = f"model: {{loss_chunk_tokens: {CHUNK}}}\ntraining: {{dtype: float32}}\n"

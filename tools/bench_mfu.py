@@ -41,8 +41,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from isp.comm import Mesh
 from isp.config import JobConfig, load_config
+from isp.core.comm import Mesh
 from isp.data.batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
 from model.config import ModelConfig

@@ -40,16 +40,16 @@ from netns import Wires
 from overlap_rows import Row, StepResult
 from torch import Tensor
 
-from isp.comm import CommLog
-from isp.comm.mappings import gather_from_sequence_parallel_region
-from isp.mixers.convolution import convolve
-from isp.mixers.delta_rule import DeltaRule
-from isp.mixers.placement import Placement
-from isp.mixers.recurrence import Inputs, Recurrence
-from isp.mixers.scan import cheaper_way, received_bytes, scan_by_heads, scan_by_state
-from isp.mixers.state_space import Mamba2, SelectiveScan
-from isp.parallel.config import SequenceScan
-from isp.parallel.context import ContextPlan, Slice
+from isp.core.comm import CommLog
+from isp.core.megatron.mappings import gather_from_sequence_parallel_region
+from isp.core.mesh.config import SequenceScan
+from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mixers.convolution import convolve
+from isp.core.mixers.delta_rule import DeltaRule
+from isp.core.mixers.placement import Placement
+from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.core.mixers.scan import cheaper_way, received_bytes, scan_by_heads, scan_by_state
+from isp.core.mixers.state_space import Mamba2, SelectiveScan
 
 AROUND = 0.5, 0.75, 1.0, 1.5, 2.0
 """Lengths, over the planned crossing."""

@@ -25,18 +25,19 @@ import torch
 from paced import Link
 from torch import Tensor, nn
 
-import isp.optim.matrices
-from isp.comm import Mesh
-from isp.comm.tag import Purpose, Tag
+import isp.core.optim.matrices
+from isp.core.comm import Mesh
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh import Axis, ParallelConfig, Topology, WeightConfig
+from isp.core.mesh.layout import Matrices, ParameterLayout
+from isp.core.optim.buckets import grouped
 from isp.core.optim.config import MuonConfig, OptimizerConfig
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.optim.buckets import grouped
-from isp.optim.matrices import MatrixUpdates
-from isp.optim.newton_schulz import Matrix
-from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
-from isp.parallel.layout import Matrices, ParameterLayout
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.matrices import MatrixUpdates
+from isp.core.optim.newton_schulz import Matrix
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.run.forked import run_ranks
-from isp.weights.parameter import ShardedParameter
 
 RANKS, LAYERS, HIDDEN, INSIDE, KEYS, TOKENS = 4, 4, 160, 432, 80, 1024
 SHAPES = [(HIDDEN, HIDDEN)] * 2 + [(KEYS, HIDDEN)] * 2 + [(INSIDE, HIDDEN)] * 2 + [(HIDDEN, INSIDE)]
@@ -110,7 +111,7 @@ def _measure(rank: int, options: argparse.Namespace) -> dict[str, list[tuple[flo
         for x in xs:
             pace(Matrix((0, 0), tuple(x.shape)).flops(keys))
 
-    isp.optim.matrices.make_orthogonal = sleep
+    isp.core.optim.matrices.make_orthogonal = sleep
     made = {way: _optimizer(mesh, way, options.bucket_kib * 1024) for way in WAYS}
     gathers = Gathered(made["gathered"][1].matrices, mesh, pace)
     made["gathered"][1].matrices = gathers  # type: ignore[assignment]

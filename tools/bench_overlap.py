@@ -56,9 +56,9 @@ from overlap_rows import (
 )
 from paced import Link
 
-from isp.comm import Channel, CommLog, TimedTransfer
-from isp.parallel import Axis
-from isp.parallel.config import LaunchPoint, OverlapUnit
+from isp.core.comm import Channel, CommLog, TimedTransfer
+from isp.core.mesh import Axis
+from isp.core.mesh.config import LaunchPoint, OverlapUnit
 from model.config import ModelConfig
 
 STAY = ", weights stay"

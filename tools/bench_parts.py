@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from gpu_steps import write_whole
 
-from isp.comm import Mesh
-from isp.comm.cuda import expand_segments
 from isp.config import JobConfig
+from isp.core.comm import Mesh
+from isp.core.comm.cuda import expand_segments
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.train.step import TrainStep, make_train_step
 from isp.utils.safe_text import first_line
-from isp.weights.parameter import ShardedParameter
 
 __all__ = [
     "OUT_OF_MEMORY",

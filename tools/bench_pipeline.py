@@ -9,7 +9,7 @@ that ranks do not compete for cores and a forward costs as much as each half of 
     bubble      step time over the work of a rank, minus one; work is what its products sleep, as
                 measured in a run without a pipeline, by the share of the layers that a rank has
     theory      1F1B (p-1)/m; over v chunks 1/v of it; with split backwards a third of that
-    simulated   `isp.pipeline.order.timeline` of the same order of work
+    simulated   `isp.core.pipeline.order.timeline` of the same order of work
     exposed     isp over a modelled link: gathers of a step that a rank waited for longer than a
                 twentieth of their time, of all its gathers; and those of the first block, which
                 nothing can hide on the first stage
@@ -26,13 +26,9 @@ import torch
 import torch.distributed as dist
 from paced import Link, Paced
 
-from isp.comm import Mesh, TimedTransfer
 from isp.config.models import language_model
-from isp.core.optim.config import OptimizerConfig
-from isp.data.batch import MicroBatch
-from isp.models.build import build_model
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import (
+from isp.core.comm import Mesh, TimedTransfer
+from isp.core.mesh import (
     Axis,
     Mode,
     ParallelConfig,
@@ -42,8 +38,12 @@ from isp.parallel import (
     Topology,
     WeightConfig,
 )
-from isp.pipeline import PipelineOrder
-from isp.pipeline.order import timeline
+from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.pipeline.order import PipelineOrder, timeline
+from isp.data.batch import MicroBatch
+from isp.models.build import build_model
 from isp.run.forked import run_ranks
 from isp.train.step import TrainStep
 from model.config import ModelConfig

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.config.data import DataConfig
+from isp.core.comm import Mesh
+from isp.core.mesh import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.data.batch import MicroBatch
-from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.profile.recorder import Recorder
 from isp.run.forked import run_ranks
 from isp.train.profile_parts import recorder_for

@@ -22,10 +22,11 @@ import torch
 from bench_balance import log_normal_row
 from torch import Tensor
 
-from isp.attention import AttentionMask, LocalAttention, make_local_attention
-from isp.attention.route import gather_route
+from isp.core.attention.context_parallel.route import gather_route
+from isp.core.attention.local import LocalAttention, make_local_attention
+from isp.core.attention.mask import AttentionMask
+from isp.core.mesh.sequence_split import ContextPlan
 from isp.metrics import device_name
-from isp.parallel.context import ContextPlan
 
 
 class SliceBench:

@@ -19,15 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.comm import Mesh
 from isp.config.models import language_model
+from isp.core.comm import Mesh
+from isp.core.layers.rotary import RotaryEmbedding
+from isp.core.mesh.config import ParallelConfig
+from isp.core.mesh.topology import Topology
 from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import Zero1Optimizer
 from isp.data.batch import MicroBatch
-from isp.layers.rotary import RotaryEmbedding
 from isp.models.build import build_model
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel.config import ParallelConfig
-from isp.parallel.topology import Topology
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 

@@ -27,6 +27,8 @@ from packaging.version import Version
 from transformers import __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from isp.core.mesh import Mode, ParallelConfig
+from isp.core.mesh.config import SequenceScan
 from isp.models.adapters import FREE_FUNCTIONS, REPLACED
 from isp.models.known_code import KNOWN, known_code, source_hash, unknown_code
 from isp.models.model import TracedModel
@@ -35,8 +37,6 @@ from isp.models.roles import ParameterRole
 from isp.models.tiny import tiny_model
 from isp.models.trace import AttentionSizes, Kind, ModelTrace
 from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
-from isp.parallel import Mode, ParallelConfig
-from isp.parallel.config import SequenceScan
 from isp.run.forked import RankError, run_ranks
 from isp.train.check import Check, CheckCase, Verdict
 from isp.train.check_layouts import Layout, fault_of, most_stages

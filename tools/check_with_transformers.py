@@ -35,8 +35,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
+from isp.core.mesh.config import ExpertConfig, Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.models.tiny import kept_in_float64
-from isp.parallel.config import ExpertConfig, Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.run.forked import RankError, run_ranks
 from isp.train.parallelize import ParallelRun, parallelize  # here, not in every forked rank
 from model.config import ModelConfig

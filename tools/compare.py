@@ -40,12 +40,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isp
-from isp.comm import Channel, Pending
 from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
+from isp.core.comm import Channel, Pending
+from isp.core.mesh import ParallelConfig, TensorConfig, WeightConfig
 from isp.core.optim.config import OptimizerConfig
-from isp.parallel import ParallelConfig, TensorConfig, WeightConfig
 from model.config import ModelConfig
 
 VOCAB, LR = 2048, 1e-4

@@ -16,8 +16,8 @@ from dataclasses import replace
 import bench_overlap
 from bench_overlap import Bench
 
-from isp.parallel import Axis, Topology
-from isp.parallel.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
+from isp.core.mesh import Axis, Topology
+from isp.core.mesh.config import OverlapUnit, ParallelConfig, TensorConfig, WeightConfig
 from isp.planner.case import PlanCase
 from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec
 from isp.planner.predict import predict

@@ -15,12 +15,13 @@ from paced import Link
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
-from isp.attention import CpuAttention, DistributedAttention
-from isp.attention.context import ContextAttention
-from isp.attention.mask import AttentionMask
-from isp.comm import Channel, CommLog, Pending
-from isp.comm.tag import UNNAMED, Tag
-from isp.parallel.context import ContextPlan, Slice
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.context_parallel.attention import ContextAttention
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.ulysses import DistributedAttention
+from isp.core.comm import Channel, CommLog, Pending
+from isp.core.comm.tag import UNNAMED, Tag
+from isp.core.mesh.sequence_split import ContextPlan, Slice
 
 __all__ = ["BothWaysChannel", "BothWaysLink", "Heads", "PacedAttention", "Way", "Ways", "pairs"]
 

@@ -28,12 +28,13 @@ from bench_memory import CONFIG, GIB, peak
 from bench_parts import fault_of, free_memory, make_step, prepare, save
 from torch import Tensor
 
-from isp.attention import AttentionMask, make_local_attention
-from isp.comm import Channel, CommLog, Mesh, World, cuda
-from isp.comm.channel import _all_gather
-from isp.comm.tag import UNNAMED
 from isp.config import JobConfig, load_config
 from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.local import make_local_attention
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import Channel, CommLog, Mesh, World, cuda
+from isp.core.comm.channel import _all_gather
+from isp.core.comm.tag import UNNAMED
 from isp.data.batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
 from isp.train.step import TrainStep, make_train_step

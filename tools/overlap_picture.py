@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from isp.comm import TimedTransfer
+from isp.core.comm import TimedTransfer
 
 ROUNDS = 5
 FONT = 13

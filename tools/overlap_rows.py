@@ -17,21 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from isp.attention import CpuAttention, LocalAttention
-from isp.comm import Channel, Mesh, Pending, TimedTransfer
-from isp.comm.tag import Purpose, Tag
 from isp.config.models import language_model
-from isp.layers.rank_layers import RankLayers
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.local import LocalAttention
+from isp.core.comm import Channel, Mesh, Pending, TimedTransfer
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh import Axis, Mode, Topology
+from isp.core.mesh.config import ParallelConfig, Prefetch, TensorConfig, WeightConfig
+from isp.core.optim.main_grads import MainGradients
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.pool import MemoryPool
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.core.weights.uses import sequential_actions
+from isp.core.weights.wp import LocalWeights, WPCommunicator
 from isp.models.chunk import TracedChunk
 from isp.models.swap import SwappedTable
-from isp.optim import MainGradients
-from isp.parallel import Axis, Mode, Topology
-from isp.parallel.config import ParallelConfig, Prefetch, TensorConfig, WeightConfig
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.parameter import ShardedParameter
-from isp.weights.pool import MemoryPool
-from isp.weights.trace import sequential_actions
-from isp.weights.wp import LocalWeights, WPCommunicator
 from model.config import ModelConfig
 from model.decoder import Decoder
 

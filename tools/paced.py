@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from isp.comm import Channel
-from isp.parallel.phase import Phase
-from isp.weights.wp import FullWeights, WPCommunicator
+from isp.core.comm import Channel
+from isp.core.mesh.phase import Phase
+from isp.core.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["Link", "Paced"]
 

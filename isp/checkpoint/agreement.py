@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isp.checkpoint.plain import Plain, from_tensor, to_tensor
-from isp.comm import Channel
-from isp.comm.tag import Tag
+from isp.core.comm import Channel
+from isp.core.comm.tag import Tag
 
 __all__ = ["CheckpointError", "attempt", "attempt_first", "exchange"]
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from isp.checkpoint.boxes import Shard
-from isp.comm import streams
-from isp.comm.host_memory import zeros
+from isp.core.comm import streams
+from isp.core.comm.pinned_memory import zeros
 
 __all__ = ["Flight", "Staging"]
 

@@ -34,9 +34,9 @@ from isp.checkpoint.state import (
     targets_for,
 )
 from isp.checkpoint.storage import CheckedWriter, SafeReader, quietly, read_metadata
-from isp.comm import Channel
 from isp.config.sections import CheckpointConfig
-from isp.layers.module import RowsOf
+from isp.core.comm import Channel
+from isp.core.layers.module import RowsOf
 
 __all__ = ["CheckpointInfo", "Checkpointer"]
 

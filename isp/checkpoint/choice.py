@@ -10,7 +10,7 @@ from typing import NamedTuple
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.checkpoint.folder import CheckpointFolder, checkpoints_at
 from isp.checkpoint.manifest import Damaged, Manifest
-from isp.comm import Channel
+from isp.core.comm import Channel
 
 __all__ = [
     "LAUNCH",

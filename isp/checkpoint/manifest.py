@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from isp.checkpoint.agreement import CheckpointError
 from isp.checkpoint.plain import from_json, to_json
-from isp.parallel import Topology
+from isp.core.mesh import Topology
 from isp.utils import files
 
 __all__ = [
@@ -68,7 +68,7 @@ class FileRecord(NamedTuple):
 
 
 class SavedTopology(BaseModel):
-    """What cuts the weights of the run that saved a checkpoint; see `isp.parallel.Topology`."""
+    """What cuts the weights of the run that saved a checkpoint; see `isp.core.mesh.Topology`."""
 
     model_config = _STRICT
 

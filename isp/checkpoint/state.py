@@ -14,10 +14,10 @@ from isp.checkpoint.boxes import Shard
 from isp.checkpoint.choice import CheckpointInfo
 from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.storage import read_metadata
-from isp.layers.module import RowsOf
-from isp.optim import Zero1Optimizer
-from isp.parallel import Topology
-from isp.weights.parameter import ShardedParameter
+from isp.core.layers.module import RowsOf
+from isp.core.mesh import Topology
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = [
     "Resumed",

@@ -14,8 +14,8 @@ from isp.checkpoint.choice import CheckpointInfo, candidates_at, choose
 from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.state import model_key, saved_weights
 from isp.checkpoint.storage import SafeReader, quietly, read_metadata
-from isp.comm import Channel
-from isp.layers.module import RowsOf
+from isp.core.comm import Channel
+from isp.core.layers.module import RowsOf
 
 __all__ = ["WholeWeights"]
 

@@ -162,7 +162,7 @@ def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
     """The machine that was given, or that at hand.  Raises ValueError if nobody knows it."""
     import torch
 
-    from isp.comm.host_memory import total_bytes
+    from isp.core.comm.pinned_memory import total_bytes
     from isp.planner import load_fabric
     from isp.planner.fabric import known_fabrics
 

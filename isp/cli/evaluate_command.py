@@ -165,11 +165,11 @@ def _evaluate(
 ) -> None:
     """On each rank."""
     from isp.cli.launch import without_nproc
-    from isp.comm import Mesh, World
+    from isp.core.comm import Mesh, World
+    from isp.core.mesh import Topology
     from isp.evaluation.evaluate import find_passkeys, text_losses
     from isp.evaluation.table import describe
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
-    from isp.parallel import Topology
     from isp.train.run import device_of
 
     device, text, passkeys = device_of(args.device), None, None

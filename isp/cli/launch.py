@@ -131,7 +131,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    from isp.comm import RENDEZVOUS_FILE, use_loopback
+    from isp.core.comm import RENDEZVOUS_FILE, use_loopback
 
     rendezvous_handler_registry.register(_ONE_MACHINE, _one_machine)
     with StopRequest(keep_handlers=True), _private_folder() as error_files:

@@ -10,7 +10,7 @@ from isp.cli.options import Run, add_nproc, add_option, not_negative, positive
 from isp.cli.output import say
 
 if TYPE_CHECKING:
-    from isp.parallel import Mode
+    from isp.core.mesh import Mode
 
 __all__ = ["add_options"]
 
@@ -24,7 +24,7 @@ _WITHOUT_VALIDATION = (
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add the command's options beside CONFIG and overrides."""
-    from isp.parallel.config import Mode
+    from isp.core.mesh.config import Mode
 
     add_nproc(parser)
     modes = f"modes to compare (default: {','.join(Mode)}; with model.hf: isp)"
@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace) -> int:
     """Profile, and print the table."""
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import ConfigError, load_config
-    from isp.parallel.config import Mode
+    from isp.core.mesh.config import Mode
 
     config = load_config(args.config, [*args.overrides, *_WITHOUT_VALIDATION])
     ranks = world_size(args.nproc, least=config.parallel.least_ranks)
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _modes(text: str) -> tuple[Mode, ...]:
     from isp.config import ConfigError
-    from isp.parallel import Mode
+    from isp.core.mesh import Mode
 
     names = [name.strip() for name in text.split(",")]
     known = [mode.value for mode in Mode]

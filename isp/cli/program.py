@@ -75,7 +75,7 @@ class _Words(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
     follow_launcher()
-    # As `isp.comm.cuda.use_more_connections`, which is too late where a command starts CUDA first.
+    # As `isp.core.comm.cuda.use_more_connections`, which is too late where a command starts CUDA first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         words = sys.argv[1:] if argv is None else list(argv)
@@ -178,7 +178,7 @@ def _train(args: argparse.Namespace) -> int:
     ranks = world_size(args.nproc, least=least)
     if args.parallel:
         from isp.cli.auto_layout import LAYOUT_OPTIONS, choose_layout
-        from isp.comm import decided_by_rank_0
+        from isp.core.comm import decided_by_rank_0
 
         chosen, store = decided_by_rank_0(
             partial(choose_layout, config, ranks, args.overrides, args.fabric),

@@ -12,7 +12,7 @@ __all__ = ["add_options"]
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
     """Add the sizes of the groups, and the shape of a weight."""
-    from isp.parallel.config import Mode
+    from isp.core.mesh.config import Mode
 
     sizes = {
         "--world": "number of ranks",
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 
 def _run(args: argparse.Namespace) -> int:
     """Print the groups of a layout."""
-    from isp.parallel.config import (
+    from isp.core.mesh.config import (
         DevicePlacementConfig,
         Mode,
         ParallelConfig,
@@ -66,9 +66,9 @@ def _run(args: argparse.Namespace) -> int:
         WeightConfig,
         Zero1Config,
     )
-    from isp.parallel.experts import ExpertConfig
-    from isp.parallel.picture import describe_cuts
-    from isp.parallel.topology import Topology
+    from isp.core.mesh.experts import ExpertConfig
+    from isp.core.mesh.picture import describe_cuts
+    from isp.core.mesh.topology import Topology
 
     mode = Mode(args.mode)
     if args.context > 1 and not mode.slices_batch:

@@ -28,12 +28,12 @@ from isp.config.sections import (
     ValidationConfig,
 )
 from isp.config.yaml_file import KeyPath, read_yaml
+from isp.core.mesh.config import ParallelConfig, Sequence2DConfig, WeightConfig
+from isp.core.mesh.partition import any_of
+from isp.core.mesh.topology import Topology
 from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
 from isp.core.section import KeyRole, defaults_of, section
 from isp.models.model_folder import check_layout, check_model_folder, folder_sizes, with_sizes
-from isp.parallel.config import ParallelConfig, Sequence2DConfig, WeightConfig
-from isp.parallel.partition import any_of
-from isp.parallel.topology import Topology
 from isp.run.folder import RunFolder
 from isp.utils.safe_text import check_complete, redacted_values
 from model.config import ModelConfig

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isp.comm import host_memory
+from isp.core.comm import pinned_memory
 from isp.data.dataset import IGNORE_INDEX, Dataset, Sample
 
 __all__ = ["BatchSampler", "MicroBatch", "Prefetcher", "document_bounds", "held_out_micro_batches"]
@@ -75,7 +75,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch on another device."""
         rows = (self.tokens, self.labels, self.positions)
-        tokens, labels, positions = (host_memory.send(x, device) for x in rows)
+        tokens, labels, positions = (pinned_memory.send(x, device) for x in rows)
         return MicroBatch(tokens, labels, positions, self.cu_seqlens, self.padding)
 
 

@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import Mesh, host_memory
-from isp.comm.tag import Purpose, Tag
 from isp.config import sections_from
+from isp.core.comm import Mesh, pinned_memory
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh import Axis, Mode, ParallelConfig
+from isp.core.mesh.partition import any_of, divisors
 from isp.core.section import section
+from isp.core.weights.uses import sequential_actions
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
 from isp.models.model import TracedModel
-from isp.parallel import Axis, Mode, ParallelConfig
-from isp.parallel.partition import any_of, divisors
-from isp.weights.trace import sequential_actions
 
 __all__ = ["Engine", "EvaluationLayout", "choose_layout"]
 
@@ -126,7 +126,7 @@ class Engine:
         if padding or len(lengths) > 1:
             packed = torch.tensor([*lengths, padding] if padding else lengths)
             bounds = F.pad(packed.cumsum(0), (1, 0)).to(torch.int32)
-        num, rows = len(tokens) + padding, host_memory.send(asked, self._device)
+        num, rows = len(tokens) + padding, pinned_memory.send(asked, self._device)
 
         def pick(x: Tensor) -> Tensor:
             return x.index_select(1, rows) if x.shape[1] == num else self._joined(x, rows)
@@ -157,7 +157,7 @@ class Engine:
         own = [F.pad(x, (0, padding)) if padding else x for x in rows]
         if self._sliced:
             own = [x.chunk(tensor.size, dim=1)[tensor.rank].contiguous() for x in own]
-        return [host_memory.send(x, self._device) for x in own]
+        return [pinned_memory.send(x, self._device) for x in own]
 
     def _joined(self, x: Tensor, rows: Tensor) -> Tensor:
         """The tokens at `rows` [n] of all T, of which x [1, T/p, F] are this rank's: [1, n, F]."""

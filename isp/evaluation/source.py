@@ -17,9 +17,10 @@ from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.choice import CheckpointInfo, newest_at
 from isp.checkpoint.state import check_shapes
 from isp.checkpoint.whole import WholeWeights
-from isp.comm import Mesh
 from isp.config.models import language_model
 from isp.config.sections import DTYPES, CheckpointConfig
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, ParallelConfig
 from isp.core.section import KeyRole, defaults_of
 from isp.data.chat import ChatTemplate
 from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
@@ -31,7 +32,6 @@ from isp.models.make import limited_model, take_out_tower
 from isp.models.model import TracedModel, position_rows
 from isp.models.model_folder import read_text_config
 from isp.models.pretrained import meta_model, plain_model
-from isp.parallel import Axis, ParallelConfig
 from isp.train.export import as_saved, plain_decoder, saved_model
 from isp.train.resume import saved_config
 from isp.utils.hub import download_hint

@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor, nn
 
 from isp.config import JobConfig
+from isp.core.layers.vocab_loss import IGNORED
 from isp.integrations.accelerate import RunAccelerator
-from isp.layers.loss import IGNORED
 from isp.train.parallel_run import ParallelRun
 from isp.train.parallelize import loop_config, parallelize
 

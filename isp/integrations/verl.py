@@ -26,7 +26,7 @@ from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-from isp.parallel import Axis
+from isp.core.mesh import Axis
 from isp.train.parallel_run import ParallelRun
 from isp.train.parallelize import loop_config, parallelize_folder
 

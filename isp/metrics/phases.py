@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from isp.comm import streams
-from isp.parallel.phase import Phase
+from isp.core.comm import streams
+from isp.core.mesh.phase import Phase
 
 __all__ = ["PhaseClock", "PhaseTimes", "is_of_step", "training_seconds"]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from isp.autograd import Function, once_differentiable
+from isp.core.autograd import Function, once_differentiable
 from isp.models.calls import Ahead, same_rows
 from isp.models.forward_pass import ForwardPass
 

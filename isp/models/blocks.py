@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isp.core.layers.rank_layers import RankLayers
 from isp.core.recompute.config import Recomputation
-from isp.kept_calls import KeptCalls, Needs
-from isp.layers.rank_layers import RankLayers
+from isp.core.recompute.kept_calls import KeptCalls, Needs
+from isp.core.recompute.recompute import Recomputer
+from isp.core.rng import RngStatesTracker
+from isp.core.weights.uses import inputs_kept, recomputed_blocks
 from isp.models.calls import Kind
 from isp.models.stages import Stage
-from isp.recompute import Recomputer
-from isp.rng import RngStatesTracker
-from isp.weights.trace import inputs_kept, recomputed_blocks
 
 __all__ = ["BlockRecomputer"]
 

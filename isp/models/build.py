@@ -10,22 +10,22 @@ from itertools import starmap
 import torch
 from torch import nn
 
-from isp.attention import CpuAttention
-from isp.attention.sequence import SequenceRanks
-from isp.comm import Channel, Mesh
-from isp.comm.cuda import registered
-from isp.comm.host import HostMemory
-from isp.layers.linear import LinearLayer, linears_of
-from isp.layers.rank_layers import RankLayers
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel, Mesh
+from isp.core.comm.cuda import registered
+from isp.core.comm.host_offload import HostMemory
+from isp.core.layers.linear import LinearLayer, linears_of
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh import Axis, Mode, ParallelConfig, WeightConfig
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.pipeline.order import PipelineOrder
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.core.weights.wp import LocalWeights
 from isp.models.chunk import TracedChunk
 from isp.models.expert_load import saved_buffers
 from isp.models.model import TracedModel
-from isp.parallel import Axis, Mode, ParallelConfig, WeightConfig
-from isp.parallel.layout import ParameterLayout
-from isp.pipeline import PipelineOrder
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.parameter import ShardedParameter
-from isp.weights.wp import LocalWeights
 
 __all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only", "trained_layouts"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from isp.attention.kinds import AttentionKind
-from isp.tensors import memory_of
+from isp.core.attention.kinds import AttentionKind
+from isp.core.tensors import memory_of
 
 __all__ = [
     "Ahead",

@@ -13,14 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isp.comm import Channel
-from isp.layers.compiled import CompileWhen
-from isp.layers.head import HeadLoss
-from isp.layers.head_results import results_of_head, results_of_logits
-from isp.layers.linear import multiply
-from isp.layers.loss import vocab_parallel_cross_entropy
-from isp.layers.rank_layers import RankLayers
-from isp.layers.token_results import ResultRules
+from isp.core.comm import Channel
+from isp.core.layers.compiled import CompileWhen
+from isp.core.layers.head import HeadLoss
+from isp.core.layers.head_results import results_of_head, results_of_logits
+from isp.core.layers.linear import multiply
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.layers.token_results import ResultRules
+from isp.core.layers.vocab_loss import vocab_parallel_cross_entropy
+from isp.core.rng import generator_states, restore_generators, seed_generators
+from isp.core.weights.declare import DeclaredBlock
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.calls import Call, ForwardEnd, Kind
 from isp.models.expert_load import ExpertLoad
 from isp.models.forward_pass import ForwardPass, Instead, Masks
@@ -31,9 +34,6 @@ from isp.models.router_losses import RouterLosses
 from isp.models.stages import Stage
 from isp.models.swap import InitialWeights
 from isp.models.trace import check_not_compiled
-from isp.rng import generator_states, restore_generators, seed_generators
-from isp.weights.declare import DeclaredBlock
-from isp.weights.parameter import ShardedParameter
 
 __all__ = ["TracedChunk"]
 
@@ -179,7 +179,7 @@ class TracedChunk:
     def results(
         self, output: Tensor, beside: Tensor, make: Callable[[Channel, int, int], ResultRules]
     ) -> Tensor:
-        """As `isp.layers.head_results`, with gradients: of what a forward gave -> [B, n, K].
+        """As `isp.core.layers.head_results`, with gradients: of what a forward gave -> [B, n, K].
 
         `beside` [B, n, ..] is of the tokens that `loss` takes labels of. `make` is given the ranks
         over which a token's logits are split, this rank's first logit, and the number of all.

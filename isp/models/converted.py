@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isp.core.mesh.layout import ParameterLayout
 from isp.models.dequantised import DequantisedFiles
-from isp.parallel.layout import ParameterLayout
 
 __all__ = ["ConvertedFiles"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isp.layers.module import MasterStream
-from isp.parallel.layout import ParameterLayout
-from isp.tensors import memory_of, tensors_in
+from isp.core.layers.module import MasterStream
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.tensors import memory_of, tensors_in
 
 __all__ = ["Drawing", "drawings"]
 

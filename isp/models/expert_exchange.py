@@ -29,17 +29,17 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from isp.autograd import Function, joined, once_differentiable
-from isp.comm import Channel, Pending
-from isp.comm.mappings import (
+from isp.core.autograd import Function, joined, once_differentiable
+from isp.core.comm import Channel, Pending
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.megatron.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from isp.comm.tag import Purpose, Tag
+from isp.core.mesh.experts import ExpertConfig
+from isp.core.mesh.partition import chunk_range
 from isp.models.roles import ParameterRole
 from isp.models.trace import Kind, ModelTrace
-from isp.parallel.experts import ExpertConfig
-from isp.parallel.partition import chunk_range
 
 __all__ = [
     "Compute",

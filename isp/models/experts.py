@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from isp.autograd import Function, once_differentiable
-from isp.comm import Pending
-from isp.layers.linear import NeedsGrad, needs_grad
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Pending
+from isp.core.layers.linear import NeedsGrad, needs_grad
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.phase import Phase
+from isp.core.tensors import memory_of
+from isp.core.weights.wp import WPCommunicator
 from isp.models.ahead import ComputedAhead
 from isp.models.calls import weights_among
 from isp.models.expert_exchange import ExpertExchange, ExpertSubset, on_other_tokens
 from isp.models.roles import expert_stacks
-from isp.parallel.layout import ParameterLayout
-from isp.parallel.phase import Phase
-from isp.tensors import memory_of
-from isp.weights.wp import WPCommunicator
 
 __all__ = ["ExpertPlace", "ExpertWeight", "SwappedExperts"]
 

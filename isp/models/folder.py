@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isp.parallel.layout import ParameterLayout
+from isp.core.mesh.layout import ParameterLayout
 from isp.utils.files import check_regular, copy_regular, write_whole
 from isp.utils.json_file import read_json
 

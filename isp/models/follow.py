@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mixers.api import mix_by
 from isp.core.recompute.config import Recomputation
-from isp.layers.rank_layers import RankLayers
-from isp.mixers.call import mix_by
 from isp.models.blocks import BlockRecomputer
 from isp.models.calls import Ahead, Call, ForwardEnd, Kind
 from isp.models.experts import ExpertPlace

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from isp.attention import AttentionMask
-from isp.attention.sequence import SequenceRanks
-from isp.comm import Channel
-from isp.kept_calls import KeptCalls
-from isp.mixers.placement import Placement
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel
+from isp.core.mixers.placement import Placement
+from isp.core.recompute.kept_calls import KeptCalls
 from isp.models.trace import Call, Kind
 
 __all__ = ["ForwardPass", "Instead", "Masks"]

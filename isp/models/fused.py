@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.autograd import Function, once_differentiable, writable
-from isp.layers.linear import (
+from isp.core.autograd import Function, once_differentiable, writable
+from isp.core.layers.linear import (
     Moves,
     NeedsGrad,
     WeightGradientRoute,
@@ -30,13 +30,13 @@ from isp.layers.linear import (
     in_dtype,
     needs_grad,
 )
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.phase import Phase
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.core.weights.wp import FullWeights, WPCommunicator
 from isp.models.calls import Call, Kind
 from isp.models.roles import ParameterRole
 from isp.models.trace import ModelTrace
-from isp.parallel.layout import ParameterLayout
-from isp.parallel.phase import Phase
-from isp.weights.parameter import ShardedParameter
-from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["FusedLinears", "FusedRows", "groups_of", "rows_of"]
 

@@ -8,9 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel
-from isp.layers.linear import Moves, Role, moves_for
-from isp.layers.rank_layers import RankLayers
+from isp.core.comm import Channel
+from isp.core.layers.linear import Moves, Role, moves_for
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.config import LaunchPoint
+from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
+from isp.core.weights.uses import Use
 from isp.models.ahead import ComputedAhead
 from isp.models.calls import Call, Kind
 from isp.models.expert_exchange import ExpertExchange
@@ -23,9 +26,6 @@ from isp.models.stages import Stage
 from isp.models.swap import SwappedLinear, SwappedTable, shard_parameters
 from isp.models.tensor_plan import TensorPlan, in_features
 from isp.models.tiles import Holder
-from isp.parallel.config import LaunchPoint
-from isp.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
-from isp.weights.trace import Use
 
 __all__ = ["WeightHolders"]
 

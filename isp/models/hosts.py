@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isp.attention.call import AttentionOptions
-from isp.mixers.call import current_mixers
+from isp.core.attention.api import AttentionOptions
+from isp.core.mixers.api import current_mixers
 from isp.models.adapters import use_registered_mixers, wrap_free_functions
 from isp.models.expert_adapters import hand_on_factors
 from isp.models.indexers import chosen_by

@@ -1,7 +1,7 @@
 """The indexers of transformers: modules by which sparse attention chooses keys for each token.
 
 They run as they are: once on all tokens of a rank, with a cache that hands them a single key, so
-that their linears are called once, and the index keys reach us; then, by `isp.mixers.choice`, on
+that their linears are called once, and the index keys reach us; then, by `isp.core.mixers.key_choice`, on
 tiles of tokens, with what their linears gave, and a cache that has the keys of a document.
 
 B batch, S' and T = B S' the tokens of this rank, R queries and C keys of a tile, D size of a key,
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from isp.attention.mask import Chosen
-from isp.mixers.call import current_mixers
+from isp.core.attention.mask import Chosen
+from isp.core.mixers.api import current_mixers
 from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 
 __all__ = [
@@ -87,7 +87,7 @@ class _Sizes(NamedTuple):
 
 
 class _Indexer:
-    """A call of an indexer; an `isp.mixers.choice.Indexer`."""
+    """A call of an indexer; an `isp.core.mixers.key_choice.Indexer`."""
 
     def __init__(self, module: Any, arguments: dict[str, Any], sizes: _Sizes) -> None:
         self.num_heads, self.num_choices, self._most, self._run_size = sizes
@@ -109,11 +109,11 @@ class _Indexer:
         self.keys = cache.keys
 
     def most(self, length: int) -> int:
-        """As `isp.mixers.choice.Indexer.most`."""
+        """As `isp.core.mixers.key_choice.Indexer.most`."""
         return min(self._most, -(-length // self._run_size))
 
     def choose(self, tokens: slice, keys: Tensor, seen: Tensor) -> Tensor:
-        """As `isp.mixers.choice.Indexer.choose`."""
+        """As `isp.core.mixers.key_choice.Indexer.choose`."""
 
         def part(x: Any) -> Any:
             """[B or 1, S', ..] -> [1, R, ..]."""

@@ -31,17 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel
-from isp.layers.rank_layers import RankLayers
+from isp.core.comm import Channel
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh import Mode
+from isp.core.weights.sharded_parameter import by_whole
+from isp.core.weights.wp import LocalWeights
 from isp.models.adapters import FREE_FUNCTIONS, replaced_code
 from isp.models.hosts import HuggingFace, host_of
 from isp.models.indexers import PLACE
 from isp.models.model import TracedModel
 from isp.models.tiny import tiny_model
 from isp.models.versions import NEWEST_TRANSFORMERS, is_first_rank
-from isp.parallel import Mode
-from isp.weights.parameter import by_whole
-from isp.weights.wp import LocalWeights
 
 __all__ = ["KNOWN", "check_code", "known_code", "local_layers", "source_hash", "unknown_code"]
 

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from isp.attention.call import AttentionOptions
-from isp.mixers.call import mix_by
-from isp.mixers.choice import Indexer
-from isp.mixers.recurrence import Inputs, Recurrence
+from isp.core.attention.api import AttentionOptions
+from isp.core.mixers.api import mix_by
+from isp.core.mixers.key_choice import Indexer
+from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.models.probe import PROBE_TOKENS, Forward, refuse_unchecked, same_at_length
 from isp.models.reads import name_of
 from isp.models.recorder import experts_passed
@@ -259,22 +259,22 @@ class _Calls(TorchFunctionMode):
         self.noted.append(_Noted(name, _numbers(given), shapes))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """As `isp.mixers.Mixers.attend`, of zeros."""
+        """As `isp.core.mixers.Mixers.attend`, of zeros."""
         self._note("attention", options, (tuple(q.shape), tuple(k.shape), tuple(v.shape)))
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """As `isp.mixers.Mixers.convolve`, of zeros."""
+        """As `isp.core.mixers.Mixers.convolve`, of zeros."""
         self._note("causal_conv1d", dilation, (tuple(x.shape), tuple(weight.shape)))
         return torch.zeros_like(x)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """As `isp.mixers.Mixers.scan`, of zeros."""
+        """As `isp.core.mixers.Mixers.scan`, of zeros."""
         x = inputs.of_heads[0]
         self._note("scan", repr(recurrence), (tuple(x.shape),))
         return torch.zeros_like(x)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """As `isp.mixers.Mixers.choose`: the numbers of keys in a long document, all 0."""
+        """As `isp.core.mixers.Mixers.choose`: the numbers of keys in a long document, all 0."""
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

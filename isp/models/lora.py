@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.layers.module import MasterStream, RowsOf
+from isp.core.layers.module import MasterStream, RowsOf
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.drawn import Drawing, drawings
 from isp.models.huggingface.adapter_config import AdapterConfig
 from isp.models.make import parameters_on_meta
@@ -23,7 +24,6 @@ from isp.models.roles import is_linear
 from isp.models.swap import InitialWeights
 from isp.utils.files import check_regular
 from isp.utils.limits import limited
-from isp.weights.parameter import ShardedParameter
 
 __all__ = ["AdapterWeights", "adapted", "with_trained_adapters"]
 

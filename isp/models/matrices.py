@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from isp.core.mesh.layout import Matrices
 from isp.models.calls import AttentionSizes, Kind
 from isp.models.roles import (
     ParameterRole,
@@ -13,7 +14,6 @@ from isp.models.roles import (
     is_transposed,
 )
 from isp.models.trace import ModelTrace
-from isp.parallel.layout import Matrices
 
 __all__ = ["matrices_in"]
 

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from isp.attention import DistributedAttention, LocalAttention
-from isp.attention.call import AttentionOptions
-from isp.attention.kinds import AttentionKind, make_attention
-from isp.attention.sequence import SequenceRanks
+from isp.core.attention.api import AttentionOptions
 from isp.core.attention.backend import AttentionBackend
-from isp.layers.rank_layers import RankLayers
-from isp.mixers.choice import Indexer, choose
-from isp.mixers.convolution import convolve
-from isp.mixers.placement import Placement
-from isp.mixers.recurrence import Inputs, Recurrence
-from isp.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
+from isp.core.attention.kinds import AttentionKind, make_attention
+from isp.core.attention.local import LocalAttention
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.attention.ulysses import DistributedAttention
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.config import SequenceScan
+from isp.core.mixers.convolution import convolve
+from isp.core.mixers.key_choice import Indexer, choose
+from isp.core.mixers.placement import Placement
+from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.core.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
 from isp.models.calls import AttentionSizes, Kind
-from isp.parallel.config import SequenceScan
 
 if TYPE_CHECKING:
     from isp.models.follow import CallFollower
@@ -56,7 +57,7 @@ def local_of(
 
 
 class TracedMixers:
-    """Where a traced model's calls of `isp.attention` and `isp.mixers` go; a `Mixers`.
+    """Where a traced model's calls of `isp.attention` and `isp.core.mixers` go; a `Mixers`.
 
     A recompute may take the results of those that it has made before. Attention of every kind in
     the model, whichever stage has it, is made here: all ranks choose backends together, and in a
@@ -80,7 +81,7 @@ class TracedMixers:
         self._reported = False
 
     def attend(self, *given: Any) -> Tensor:
-        """As `isp.attention.call.Attend`."""
+        """As `isp.core.attention.api.Attend`."""
         return self._follower.kept(Kind.ATTENTION, None, partial(self._attend, *given))
 
     def convolve(self, *given: Any) -> Tensor:

@@ -15,12 +15,16 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from isp.attention import LocalAttention
 from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.local import LocalAttention
+from isp.core.layers.compiled import CompileWhen
+from isp.core.layers.module import RowsOf
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.config import ParallelConfig, PipelineConfig
+from isp.core.mesh.distributable import check_distributable
+from isp.core.mesh.sequence_split import Windows
+from isp.core.pipeline.order import PipelineOrder
 from isp.core.recompute.config import Recomputation
-from isp.layers.compiled import CompileWhen
-from isp.layers.module import RowsOf
-from isp.layers.rank_layers import RankLayers
 from isp.models.chunk import TracedChunk
 from isp.models.expert_exchange import check_spread
 from isp.models.expert_load import ExpertLoad, experts_of
@@ -43,10 +47,6 @@ from isp.models.stages import Stage, check_stages, stages_of, tied_weight
 from isp.models.swap import InitialWeights
 from isp.models.tensor_plan import TensorPlan, tensor_plan
 from isp.models.trace import check_supported, trace_model
-from isp.parallel.config import ParallelConfig, PipelineConfig
-from isp.parallel.context import Windows
-from isp.parallel.distributable import check_distributable
-from isp.pipeline import PipelineOrder
 
 __all__ = ["TracedModel", "position_rows"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from isp.core.mesh.config import ParallelConfig
 from isp.models.huggingface.adapter_config import with_adapter
-from isp.parallel.config import ParallelConfig
 from isp.utils.json_file import read_json
 from isp.utils.packages import require
 

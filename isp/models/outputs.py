@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from isp.tensors import memory_of, tensors_in
+from isp.core.tensors import memory_of, tensors_in
 
 __all__ = ["LinearOutputs"]
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.attention.call import Relative, attention
+from isp.core.attention.api import Relative, attention
 from isp.models.own_mixers import windows_of
 from isp.models.positions import current_positions
 

@@ -1,4 +1,4 @@
-"""Modules of transformers that mix tokens by code of their own, by `isp.mixers`.
+"""Modules of transformers that mix tokens by code of their own, by `isp.core.mixers`.
 
 B batch, S' the tokens of this rank, D hidden size, C channels, H heads, d their size, K taps
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.mixers.call import causal_conv1d, state_space_scan
+from isp.core.mixers.api import causal_conv1d, state_space_scan
 from isp.models.roles import is_linear
 
 __all__ = ["OWN_MIXERS", "windows_of"]

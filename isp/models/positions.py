@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from isp.attention.sequence import SequenceRanks
-from isp.comm import host_memory
-from isp.layers.rank_layers import RankLayers
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import pinned_memory
+from isp.core.layers.rank_layers import RankLayers
 
 __all__ = [
     "at_positions",
@@ -82,7 +82,7 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLaye
     each = lengths.repeat_interleave(lengths).view(len(positions), -1)  # [B, S]
     (each,) = ranks.arranged([each], cu_seqlens)
     own = each.chunk(parts, 1)[layers.tensor.rank if parts > 1 else 0]
-    return host_memory.send(own.contiguous(), positions.device)
+    return pinned_memory.send(own.contiguous(), positions.device)
 
 
 def by_document(

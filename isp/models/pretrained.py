@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from isp.layers.module import MasterStream, RowsOf
+from isp.core.layers.module import MasterStream, RowsOf
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.converted import ConvertedFiles
 from isp.models.dequantised import check_readable
 from isp.models.drawn import Drawing, drawings
@@ -30,9 +32,7 @@ from isp.models.model import TracedModel
 from isp.models.overrides import OverrideError, check_overrides, overridden_config
 from isp.models.swap import InitialWeights
 from isp.models.tiny import kept_in_float64
-from isp.parallel.layout import ParameterLayout
 from isp.utils.safe_text import first_line
-from isp.weights.parameter import ShardedParameter
 
 __all__ = [
     "begun_by_the_model",

@@ -44,10 +44,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from isp.attention.call import AttentionOptions
-from isp.mixers.call import mix_by
-from isp.mixers.choice import Indexer
-from isp.mixers.recurrence import Inputs, Recurrence
+from isp.core.attention.api import AttentionOptions
+from isp.core.mixers.api import mix_by
+from isp.core.mixers.key_choice import Indexer
+from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.models.make import copied
 from isp.models.recorder import replaced_forward
 from isp.models.roles import ParameterRole, holds_experts

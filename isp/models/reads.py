@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from isp.core.tensors import tensors_in
 from isp.models.calls import Call, Kind
 from isp.models.indexers import indexer_parameters
 from isp.models.roles import ParameterRole, holds_experts, is_linear
-from isp.tensors import tensors_in
 
 __all__ = [
     "Reads",

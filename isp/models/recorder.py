@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from isp.attention.call import AttentionOptions
-from isp.mixers.choice import Indexer
-from isp.mixers.recurrence import Inputs, Recurrence
+from isp.core.attention.api import AttentionOptions
+from isp.core.mixers.key_choice import Indexer
+from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.models.calls import (
     Ahead,
     AttentionSizes,
@@ -95,11 +95,11 @@ class CallRecorder:
         return result
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Note a convolution; as `isp.mixers.Mixers.convolve`."""
+        """Note a convolution; as `isp.core.mixers.Mixers.convolve`."""
         return self._mixed(Kind.CONVOLUTION, x, 2 * weight.numel(), weight, bias)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Note a scan; as `isp.mixers.Mixers.scan`."""
+        """Note a scan; as `isp.core.mixers.Mixers.scan`."""
         flops = recurrence.flops(inputs.flat())
         return self._mixed(Kind.SCAN, inputs.of_heads[0], flops, *inputs.constants)
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from isp.autograd import Function, once_differentiable
-from isp.comm import Channel
-from isp.comm.tag import Purpose, Tag
-from isp.parallel import Mode
-from isp.tensors import tensors_in
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Channel
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh import Mode
+from isp.core.tensors import tensors_in
 
 __all__ = ["Entrance", "OnlyColumnsRead"]
 

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from isp.autograd import Function, once_differentiable
-from isp.comm import Channel
-from isp.comm.tag import Purpose, Tag
-from isp.layers.compiled import widened
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Channel
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.layers.compiled import widened
 from isp.models.expert_load import check_bias_update
 
 __all__ = ["RouterCoefficients", "RouterLosses", "check_router_losses", "make_router_losses"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from isp.core.mesh import ParallelConfig
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.pipeline.order import PipelineOrder
 from isp.core.recompute.config import Recomputation
+from isp.core.weights.declare import as_chunks, weight_names
+from isp.core.weights.plan import Plan, plan
+from isp.core.weights.plan_table import grid
+from isp.core.weights.sharded_parameter import by_whole
+from isp.core.weights.uses import Action, Block, Chunks, inputs_kept, recomputed_blocks
 from isp.models.build import shape_only
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
 from isp.models.stages import stages_of
-from isp.parallel import ParallelConfig
-from isp.parallel.layout import ParameterLayout
-from isp.pipeline import PipelineOrder
-from isp.weights.declare import as_chunks, weight_names
-from isp.weights.grid import grid
-from isp.weights.parameter import by_whole
-from isp.weights.plan import Plan, plan
-from isp.weights.trace import Action, Block, Chunks, inputs_kept, recomputed_blocks
 
 __all__ = ["RankPlan", "RankShape", "marked", "rank_plans", "rank_shapes", "schedule_text"]
 

@@ -24,17 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.attention import AttentionMask, LocalAttention
-from isp.comm.channel import DryChannel
-from isp.layers.rank_layers import RankLayers
+from isp.core.attention.local import LocalAttention
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm.channel import DryChannel
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh import Mode
+from isp.core.weights.wp import LocalWeights
 from isp.models.chunk import TracedChunk
 from isp.models.probe import Forward, ProbeRun, local_calls, without_weights
 from isp.models.recorder import experts_passed, replaced_forward
 from isp.models.region import OnlyColumnsRead
 from isp.models.tensor_plan import TensorPlan
 from isp.models.trace import ModelTrace
-from isp.parallel import Mode
-from isp.weights.wp import LocalWeights
 
 __all__ = ["check_shares", "run_with_a_share"]
 

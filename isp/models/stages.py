@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isp.core.pipeline.order import split_layers
 from isp.models.calls import BlockOutput, ForwardEnd
 from isp.models.make import copied
 from isp.models.probe import Forward, local_calls, without_weights
 from isp.models.roles import ParameterRole
 from isp.models.trace import BEHIND, ModelTrace
-from isp.pipeline import split_layers
 
 __all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from isp.layers.embedding import look_up
-from isp.layers.linear import Moves, Role, WeightGradientRoute, multiply
-from isp.layers.rank_layers import RankLayers
+from isp.core.layers.embedding import look_up
+from isp.core.layers.linear import Moves, Role, WeightGradientRoute, multiply
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.expert_load import router_dtype
 from isp.models.fused import FusedRows
 from isp.models.matrices import matrices_in
@@ -31,8 +33,6 @@ from isp.models.roles import (
 )
 from isp.models.tensor_plan import TensorPlan
 from isp.models.trace import ModelTrace
-from isp.parallel.layout import ParameterLayout
-from isp.weights.parameter import ShardedParameter
 
 __all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
 

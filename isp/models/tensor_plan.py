@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from isp.comm import Channel, Pending
-from isp.comm.tag import Tag
-from isp.layers.linear import Moves, Role, moves_for
+from isp.core.comm import Channel, Pending
+from isp.core.comm.tag import Tag
+from isp.core.layers.linear import Moves, Role, moves_for
+from isp.core.mesh import Mode
 from isp.models.roles import ParameterRole, is_linear, is_transposed
 from isp.models.trace import Call, Kind, ModelTrace
-from isp.parallel import Mode
 
 __all__ = ["LinearCut", "Region", "TensorPlan", "in_features", "tensor_plan"]
 

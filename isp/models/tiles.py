@@ -11,7 +11,7 @@ ranks have as many tokens each, hence as many tiles. Ranks that share experts ex
 every tile, so those with fewer cut theirs smaller.
 
 [Note: Kept input] x is kept by a node of its own ahead of the module's, which itself saves nothing.
-Inside what is recomputed (`isp.recompute`) the recompute then ends at that node, before the module:
+Inside what is recomputed (`isp.core.recompute.recompute`) the recompute then ends at that node, before the module:
 its tiles are computed once forward and once in backward.
 
 Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
@@ -27,19 +27,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from isp.autograd import Function, once_differentiable
-from isp.comm import Purpose, Tag
-from isp.layers.compiled import widened
-from isp.layers.linear import NeedsGrad, needs_grad
-from isp.layers.rank_layers import RankLayers
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Purpose, Tag
+from isp.core.layers.compiled import widened
+from isp.core.layers.linear import NeedsGrad, needs_grad
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.partition import chunk_range
+from isp.core.mesh.phase import Phase
+from isp.core.rng import RngStatesTracker
+from isp.core.weights.wp import FullWeights, WPCommunicator
 from isp.models.calls import TokenOutput
 from isp.models.experts import SwappedExperts
 from isp.models.fused import FusedLinears
 from isp.models.swap import SwappedLinear, SwappedTable
-from isp.parallel.partition import chunk_range
-from isp.parallel.phase import Phase
-from isp.rng import RngStatesTracker
-from isp.weights.wp import FullWeights, WPCommunicator
 
 __all__ = ["Holder", "TiledModule"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from isp.mixers.call import mix_by
+from isp.core.mixers.api import mix_by
 from isp.models.calls import AttentionSizes, BlockOutput, Call, Kind, TokenOutput
 from isp.models.outputs import LinearOutputs
 from isp.models.reads import Reads, check_reads, experts_cut, small_linears_read, unused

@@ -18,11 +18,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from isp.attention import AttentionMask, make_local_attention
-from isp.comm import Channel, Mesh, World, host_memory
 from isp.config import ConfigError
+from isp.core.attention.local import make_local_attention
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import Channel, Mesh, World, pinned_memory
+from isp.core.mesh import Axis, ParallelConfig, Topology, WeightConfig
 from isp.metrics import device_name
-from isp.parallel import Axis, ParallelConfig, Topology, WeightConfig
 from isp.planner.fabric import DeviceSpec, Fabric, HostSpec, LinkSpec
 
 __all__ = ["Line", "calibrate", "fit_line", "measure"]
@@ -132,7 +133,7 @@ def _copied_bytes(device: torch.device, quick: bool) -> float:
 
 def _host_bytes(device: torch.device, quick: bool) -> float:
     """Bytes a second from the memory of the host."""
-    x = host_memory.zeros((1 if quick else 64) * 2**20, torch.float32, device)
+    x = pinned_memory.zeros((1 if quick else 64) * 2**20, torch.float32, device)
     y = torch.empty(x.shape, device=device)
     return x.nbytes / _seconds(lambda: y.copy_(x, non_blocking=True), device)
 

@@ -7,18 +7,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from isp.comm.tag import Purpose, Tag, Transfer
 from isp.config import JobConfig
 from isp.config.models import language_model
+from isp.core.comm.tag import Purpose, Tag, Transfer
+from isp.core.mesh import Axis, Mode, ParallelConfig, Topology
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.sequence_split import ContextPlan
 from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.torch_optimizer import count_states, optimizer_of
+from isp.core.optim.update_rules import update_rule, values_of
+from isp.core.pipeline.order import PipelineOrder
 from isp.models.model import TracedModel
-from isp.optim import update_rule
-from isp.optim.torch_optimizer import count_states, optimizer_of
-from isp.optim.update_rules import values_of
-from isp.parallel import Axis, Mode, ParallelConfig, Topology
-from isp.parallel.context import ContextPlan
-from isp.parallel.layout import ParameterLayout
-from isp.pipeline import PipelineOrder
 from model.config import ModelConfig
 
 __all__ = ["Coordinates", "PlanCase"]

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from isp.optim.newton_schulz import matrices_of
-from isp.optim.update_rules import values_of
+from isp.core.optim.newton_schulz import matrices_of
+from isp.core.optim.update_rules import values_of
+from isp.core.weights.uses import Block
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import updated_parameters
 from isp.planner.fabric import DeviceSpec, HostSpec
 from isp.planner.record import Compute, Work
-from isp.weights.trace import Block
 
 __all__ = ["Costs"]
 

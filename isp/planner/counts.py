@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple, TypeVar
 
-from isp.comm.tag import Purpose, Transfer
+from isp.core.comm.tag import Purpose, Transfer
+from isp.core.mesh import SequenceScan
 from isp.models.calls import Kind
-from isp.parallel import SequenceScan
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
 from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec

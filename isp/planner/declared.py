@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from isp.config.models import language_model
+from isp.core.mesh import Axis, Mode, PipelineConfig
+from isp.core.pipeline.order import PipelineOrder
 from isp.core.section import KeyRole, defaults_of
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.core.weights.uses import Block, Use
 from isp.models.build import shape_only
 from isp.models.chunk import TracedChunk
 from isp.models.roles import ParameterRole
 from isp.models.schedule import RankShape, marked, rank_shapes
-from isp.parallel import Axis, Mode, PipelineConfig
-from isp.pipeline import PipelineOrder
 from isp.planner.case import Coordinates, PlanCase
-from isp.weights.parameter import ShardedParameter
-from isp.weights.trace import Block, Use
 from model.config import ModelConfig
 
 __all__ = [

@@ -25,25 +25,24 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from isp.attention import AttentionMask
-from isp.attention.explicit import block_rows
-from isp.attention.mask import Chosen
-from isp.attention.pieces import document_lengths
-from isp.comm.host import TO_HOST, HostChannel
-from isp.comm.tag import Transfer
 from isp.core.attention.backend import AttentionBackend
-from isp.layers.linear import LinearLayer
-from isp.layers.rank_layers import RankLayers
-from isp.layers.weight_gradients import OutputGradient, weight_gradient
-from isp.mixers.recurrence import Recurrence
-from isp.optim.buckets import master_dtype
-from isp.parallel.layout import ParameterLayout
-from isp.parallel.phase import Phase
+from isp.core.attention.backends.explicit import block_rows
+from isp.core.attention.backends.mask_blocks import document_lengths
+from isp.core.attention.mask import AttentionMask, Chosen
+from isp.core.comm.host_offload import TO_HOST, HostChannel
+from isp.core.comm.tag import Transfer
+from isp.core.layers.linear import LinearLayer
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.layers.weight_gradients import OutputGradient, weight_gradient
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.phase import Phase
+from isp.core.mixers.recurrence import Recurrence
+from isp.core.optim.buckets import master_dtype
+from isp.core.tensors import tensors_in
+from isp.core.weights.declare import WeightHolder
+from isp.core.weights.wp import FullWeights, LocalWeights, WPCommunicator
 from isp.planner.dry_scan import DryRecurrence
 from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
-from isp.tensors import tensors_in
-from isp.weights.declare import WeightHolder
-from isp.weights.wp import FullWeights, LocalWeights, WPCommunicator
 
 __all__ = [
     "META",
@@ -171,7 +170,7 @@ class DryHost(HostChannel):
 
 
 class DryAttention:
-    """Local attention that attends to nothing; also an `isp.attention.lse.LseKernel`."""
+    """Local attention that attends to nothing; also an `isp.core.attention.backends.lse.LseKernel`."""
 
     def __init__(self, recorder: EventRecorder, backend: AttentionBackend, on_cpu: bool) -> None:
         self._recorder = recorder

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from isp.mixers.recurrence import Inputs, Recurrence
+from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.core.tensors import memory_of
 from isp.planner.made import Made
 from isp.planner.record import Compute, EventRecorder, Work
-from isp.tensors import memory_of
 
 __all__ = ["DryRecurrence"]
 

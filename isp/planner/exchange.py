@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from isp.config import JobConfig
-from isp.parallel import ContextExchange
+from isp.core.mesh import ContextExchange
 from isp.planner.lengths import Planned
 
 __all__ = ["choose_exchange", "with_exchange"]

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from isp.comm.host import FROM_HOST, TO_HOST
-from isp.comm.tag import Transfer
 from isp.config import ConfigError
 from isp.config.faults import describe_faults
 from isp.config.keys import KeyTable
 from isp.config.yaml_file import KeyPath, read_yaml
+from isp.core.comm.host_offload import FROM_HOST, TO_HOST
+from isp.core.comm.tag import Transfer
+from isp.core.mesh import Axis
 from isp.core.section import NotNegative, Positive, Ranks, section
-from isp.parallel import Axis
 from isp.planner.case import PlanCase
 
 __all__ = [

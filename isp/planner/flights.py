@@ -8,14 +8,14 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from isp.parallel import ParallelConfig
-from isp.parallel.config import Prefetch
+from isp.core.mesh import ParallelConfig
+from isp.core.mesh.config import Prefetch
+from isp.core.weights.plan import ActKind, plan
+from isp.core.weights.uses import Action, Block, Chunks
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import bare, shape_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.rehearsal import records_of
-from isp.weights.plan import ActKind, plan
-from isp.weights.trace import Action, Block, Chunks
 
 __all__ = ["Flights", "alike_in_weights", "gather_pool", "reductions"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isp.tensors import memory_of, tensors_in
+from isp.core.tensors import memory_of, tensors_in
 
 __all__ = ["Made"]
 

@@ -25,8 +25,10 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from isp.optim.buckets import pads_little
-from isp.parallel.partition import chunk_range
+from isp.core.mesh.partition import chunk_range
+from isp.core.optim.buckets import pads_little
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.core.weights.uses import ActionKind, Block
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import (
     local_parameters,
@@ -38,8 +40,6 @@ from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductio
 from isp.planner.rank import DryRank, Heard
 from isp.planner.record import Saved
 from isp.planner.rehearsal import records_of, rehearsal
-from isp.weights.parameter import ShardedParameter
-from isp.weights.trace import ActionKind, Block
 
 __all__ = ["Memory", "busiest", "memory", "moments", "peak", "states"]
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from isp.pipeline.order import timeline
+from isp.core.pipeline.order import timeline
+from isp.core.weights.uses import ActionKind, Block
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import kinds_of, shape_of
@@ -14,7 +15,6 @@ from isp.planner.fabric import Fabric
 from isp.planner.record import BlockRecord, Compute, Read, Work
 from isp.planner.rehearsal import records_of
 from isp.planner.walk import Walked, walk
-from isp.weights.trace import ActionKind, Block
 
 __all__ = ["Prediction", "predict"]
 

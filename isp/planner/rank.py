@@ -13,18 +13,18 @@ from functools import cached_property
 
 import torch
 
-from isp.comm.channel import DryChannel, Listener
-from isp.comm.tag import Purpose, Tag, Transfer
-from isp.optim.main_grads import MainGradients
-from isp.optim.publisher import Publisher
-from isp.optim.zero1 import Zero1Optimizer
-from isp.parallel import Axis
+from isp.core.comm.channel import DryChannel, Listener
+from isp.core.comm.tag import Purpose, Tag, Transfer
+from isp.core.mesh import Axis
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.publisher import Publisher
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.weights.communicator import ISPCommModelConfig
+from isp.core.weights.gather_reduce import GradientReducer, gather
+from isp.core.weights.pool import MemoryPool
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import local_parameters, trained_parameters, updated_parameters
-from isp.weights.communicator import ISPCommModelConfig
-from isp.weights.parameter import ShardedParameter
-from isp.weights.pool import MemoryPool
-from isp.weights.transfers import GradientReducer, gather
 
 __all__ = ["DryRank", "Heard"]
 

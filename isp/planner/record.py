@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.comm.tag import Purpose, Transfer
-from isp.parallel.phase import Phase
-from isp.tensors import memory_of
-from isp.weights.declare import DeclaredBlock, WeightHolder
-from isp.weights.trace import Block
+from isp.core.comm.tag import Purpose, Transfer
+from isp.core.mesh.phase import Phase
+from isp.core.tensors import memory_of
+from isp.core.weights.declare import DeclaredBlock, WeightHolder
+from isp.core.weights.uses import Block
 
 __all__ = [
     "Event",

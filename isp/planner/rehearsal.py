@@ -26,18 +26,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from isp.attention.sequence import SequenceRanks
-from isp.comm import Channel
-from isp.comm.channel import DryChannel
-from isp.comm.host import HostMemory
 from isp.config.models import language_model
-from isp.layers.head import num_chunks
-from isp.layers.linear import linears_of
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel
+from isp.core.comm.channel import DryChannel
+from isp.core.comm.host_offload import HostMemory
+from isp.core.layers.head import num_chunks
+from isp.core.layers.linear import linears_of
+from isp.core.mesh import Axis, ContextExchange, Mode, SequenceScan, Topology
+from isp.core.mesh.sequence_split import Windows
+from isp.core.weights.declare import as_chunks
+from isp.core.weights.sharded_parameter import by_whole
+from isp.core.weights.uses import Block
 from isp.models.chunk import TracedChunk
 from isp.models.model import TracedModel
 from isp.models.stages import with_blocks
-from isp.parallel import Axis, ContextExchange, Mode, SequenceScan, Topology
-from isp.parallel.context import Windows
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import BlockKind, bare, kind_of, kinds_of, whole_shape
 from isp.planner.dry import (
@@ -52,9 +55,6 @@ from isp.planner.dry import (
 )
 from isp.planner.made import Made
 from isp.planner.record import BlockRecord, Compute, EventRecorder, Work
-from isp.weights.declare import as_chunks
-from isp.weights.parameter import by_whole
-from isp.weights.trace import Block
 from model.config import ModelConfig
 
 __all__ = ["Rehearsal", "record_of_kind", "records_of", "rehearsal"]

@@ -10,7 +10,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import Any
 
-from isp.parallel import Mode
+from isp.core.mesh import Mode
 from isp.planner.case import PlanCase
 from isp.planner.counts import scans, traffic
 from isp.planner.experts import expert_traffic

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import chain, product
 from operator import attrgetter
 
-from isp.comm.host import TO_HOST
-from isp.comm.tag import Purpose, Tag, Transfer
 from isp.config import JobConfig
-from isp.parallel import ContextExchange, Mode, Sequence2DConfig
-from isp.parallel.config import PipelineSchedule
-from isp.parallel.partition import divisors
-from isp.parallel.phase import Phase
+from isp.core.comm.host_offload import TO_HOST
+from isp.core.comm.tag import Purpose, Tag, Transfer
+from isp.core.mesh import ContextExchange, Mode, Sequence2DConfig
+from isp.core.mesh.config import PipelineSchedule
+from isp.core.mesh.partition import divisors
+from isp.core.mesh.phase import Phase
+from isp.core.weights.uses import Block
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import BlockKind, all_blocks, kinds_of, shape_of
@@ -27,7 +28,6 @@ from isp.planner.memory import Memory, peak
 from isp.planner.predict import Prediction, predict
 from isp.planner.record import BlockRecord, Compute, Launch, Reach
 from isp.planner.rehearsal import record_of_kind
-from isp.weights.trace import Block
 
 __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from isp.comm.host import FROM_HOST, HOST
-from isp.comm.tag import Purpose, Tag, Transfer
+from isp.core.comm.host_offload import FROM_HOST, HOST
+from isp.core.comm.tag import Purpose, Tag, Transfer
+from isp.core.mesh import Axis
+from isp.core.mesh.phase import Phase
+from isp.core.optim.matrices import in_turn
+from isp.core.weights.plan import Act, ActKind, plan
+from isp.core.weights.uses import Action, ActionKind, Block, Span, trace
 from isp.models.expert_load import experts_of
-from isp.optim.matrices import in_turn
-from isp.parallel import Axis
-from isp.parallel.phase import Phase
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import shape_of
@@ -26,8 +28,6 @@ from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
 from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, Reach, Read
 from isp.planner.rehearsal import records_of, rehearsal
-from isp.weights.plan import Act, ActKind, plan
-from isp.weights.trace import Action, ActionKind, Block, Span, trace
 
 __all__ = ["Clock", "Walk", "Walked", "walk"]
 

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from isp.comm import Channel, TimedTransfer
-from isp.comm.tag import Purpose, Tag
-from isp.parallel.phase import Phase
+from isp.core.comm import Channel, TimedTransfer
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh.phase import Phase
 from isp.profile.recorder import Mark, RankRecord
 from isp.profile.schema import Collective, Cost
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from isp.comm import CommLog, DeviceClock, TimedTransfer, streams
+from isp.core.comm import CommLog, DeviceClock, TimedTransfer, streams
+from isp.core.mesh.phase import Phase
 from isp.metrics import MemoryMeter, peak_memory_gib
-from isp.parallel.phase import Phase
 
 __all__ = ["Mark", "RankRecord", "Recorder"]
 

@@ -11,8 +11,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from enum import StrEnum
 
-from isp.comm.tag import BETWEEN_TWO, Purpose
-from isp.parallel.phase import Phase
+from isp.core.comm.tag import BETWEEN_TWO, Purpose
+from isp.core.mesh.phase import Phase
 from isp.utils.result_file import Result
 
 __all__ = [

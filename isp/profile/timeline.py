@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from isp.parallel.phase import Phase
+from isp.core.mesh.phase import Phase
 from isp.profile.schema import Collective, RankProfile, StepTimeline
 
 __all__ = ["LANES", "PATTERNS", "draw_timeline", "lanes_of", "legend", "ms"]

@@ -19,10 +19,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from isp.comm.log import covered
-from isp.comm.tag import Purpose
-from isp.parallel import Axis
-from isp.parallel.phase import Phase
+from isp.core.comm.tag import Purpose
+from isp.core.comm.transfer_log import covered
+from isp.core.mesh import Axis
+from isp.core.mesh.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
 from isp.profile.schema import (

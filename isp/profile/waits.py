@@ -14,9 +14,9 @@ from itertools import groupby
 from statistics import fmean
 from typing import NamedTuple
 
-from isp.comm.tag import Purpose
-from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig
-from isp.parallel.phase import Phase
+from isp.core.comm.tag import Purpose
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, ParallelConfig
+from isp.core.mesh.phase import Phase
 from isp.profile.collectives import RankTimes
 from isp.profile.recorder import Mark
 from isp.profile.schema import Collective, Cost, Edge, Reason, Wait

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
-from isp.comm import use_loopback
+from isp.core.comm import use_loopback
 
 __all__ = ["RankError", "run_ranks"]
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.layers.loss import IGNORED
-from isp.layers.token_results import (
+from isp.core.layers.token_results import (
     AllLogits,
     PickedLogits,
     ResultRules,
     TokenScoreRules,
     TopLogits,
 )
+from isp.core.layers.vocab_loss import IGNORED
 from isp.models.chunk import TracedChunk
 from isp.models.hosts import LogitsOf
 from isp.models.model import TracedModel

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isp.attention.sequence import SequenceRanks
 from isp.config import JobConfig
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.mesh.sequence_split import ContextPlan
 from isp.data.batch import MicroBatch
-from isp.parallel.context import ContextPlan
 
 __all__ = ["ContextBalance", "balance_text"]
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from isp.autograd import Function, once_differentiable, writable
-from isp.comm import Channel, Mesh
-from isp.comm.tag import Tag
+from isp.core.autograd import Function, once_differentiable, writable
+from isp.core.comm import Channel, Mesh
+from isp.core.comm.tag import Tag
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis
+from isp.core.weights.uses import Action, ActionKind
 from isp.data.batch import MicroBatch
-from isp.layers.loss import IGNORED
 from isp.models.chunk import TracedChunk
-from isp.parallel import Axis
 from isp.train.step import TrainStep
 from isp.train.step_work import StepOutcome, StepWork
-from isp.weights.trace import Action, ActionKind
 
 __all__ = ["Asked", "CallersGraphs"]
 

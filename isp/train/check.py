@@ -16,16 +16,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
-from isp.comm.log import TimedTransfer
-from isp.comm.tag import Purpose
+from isp.core.comm import Mesh
+from isp.core.comm.tag import Purpose
+from isp.core.comm.transfer_log import TimedTransfer
+from isp.core.mesh import Axis, ParallelConfig
+from isp.core.mesh.topology import Topology
 from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import StepResult, Zero1Optimizer
+from isp.core.weights.declare import WeightHolder, declared_uses, weight_names
+from isp.core.weights.plan import ActKind, Plan
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel, build_model, trained_layouts
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.optim.zero1 import StepResult
-from isp.parallel import Axis, ParallelConfig
-from isp.parallel.topology import Topology
 from isp.run.forked import RankError, run_ranks
 from isp.train.check_layouts import TOKENS, Layout
 from isp.train.check_reference import (
@@ -38,8 +40,6 @@ from isp.train.check_reference import (
 from isp.train.check_subjects import Subject
 from isp.train.step import TrainStep
 from isp.train.step_work import StepOutcome
-from isp.weights.declare import WeightHolder, declared_uses, weight_names
-from isp.weights.plan import ActKind, Plan
 
 __all__ = [
     "CASES",

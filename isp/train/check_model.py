@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from isp.config import ConfigError, sections_from
+from isp.core.mesh import ParallelConfig
 from isp.core.optim.config import OptimizerConfig
 from isp.core.section import KeyRole, defaults_of, section
-from isp.parallel import ParallelConfig
 from isp.train.check import Check, Verdict
 from isp.train.check_layouts import TOKENS, Layout, layouts_of, most_stages
 from isp.train.check_subjects import Subject, num_blocks

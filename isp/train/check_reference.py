@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh.layout import ParameterLayout
 from isp.core.optim.config import MuonConfig, OptimizerConfig
+from isp.core.optim.newton_schulz import Matrix, matrices_of
+from isp.core.optim.update_rules import group_values
 from isp.data.batch import MicroBatch
-from isp.layers.loss import IGNORED
 from isp.models.chunk import TracedChunk
-from isp.optim.newton_schulz import Matrix, matrices_of
-from isp.optim.update_rules import group_values
-from isp.parallel.layout import ParameterLayout
 from isp.train.check_subjects import Subject
 
 __all__ = [

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from isp.checkpoint.plain import Plain
-from isp.comm import Channel, Mesh, host_memory
-from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
+from isp.core.comm import Channel, Mesh, pinned_memory
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh import Axis, Topology
 from isp.data.batch import (
     BatchSampler,
     MicroBatch,
@@ -31,7 +32,6 @@ from isp.data.mixture import MixedDataset
 from isp.data.sources import Datasets, check_sources, open_datasets
 from isp.data.stream import StreamDataset
 from isp.data.tokenizer import Tokenizer, load_tokenizer
-from isp.parallel import Axis, Topology
 
 __all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches", "stacked"]
 
@@ -201,7 +201,7 @@ class StepData:
 def stacked(batches: Sequence[MicroBatch], device: torch.device) -> Tensor:
     """Tokens, labels and positions, int64 [n, 3, rows, tokens], ready to be sent to `device`."""
     fields = [torch.stack((b.tokens, b.labels, b.positions)) for b in batches]
-    return host_memory.pinned(torch.stack(fields), device)
+    return pinned_memory.pinned(torch.stack(fields), device)
 
 
 def share_micro_batches(
@@ -223,7 +223,7 @@ def share_micro_batches(
     if read is None:
         payload = torch.empty(micro_num, 3, *shape, dtype=torch.int64, device=device)
     else:
-        payload = host_memory.send(read, device)
+        payload = pinned_memory.send(read, device)
     tensor.broadcast_(payload, tag=_TAG).wait()
     starts = _starts(payload, read, host) if packed else ()
     bounds = map(document_bounds, starts) if packed else [None] * micro_num

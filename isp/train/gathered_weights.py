@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from isp.checkpoint.agreement import attempt_first
-from isp.comm import Mesh
-from isp.comm.tag import Tag
+from isp.core.comm import Mesh
+from isp.core.comm.tag import Tag
+from isp.core.mesh import Axis
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.build import BuiltModel
 from isp.models.folder import WeightWriter
 from isp.models.model import TracedModel
 from isp.models.pretrained import kept_buffers
-from isp.parallel import Axis
 from isp.train.peft_adapters import merged
-from isp.weights.parameter import ShardedParameter
 
 __all__ = ["GatheredWeights"]
 

@@ -9,16 +9,16 @@ from collections import Counter
 
 import torch
 
-from isp.comm.host_memory import attainable_bytes, available_bytes, total_bytes
 from isp.config import JobConfig
+from isp.core.comm.pinned_memory import attainable_bytes, available_bytes, total_bytes
+from isp.core.mesh import Mode, Topology
+from isp.core.optim.buckets import master_dtype
+from isp.core.optim.states import kept
+from isp.core.optim.update_rules import update_rule
+from isp.core.pipeline.order import PipelineOrder
+from isp.core.weights.uses import ActionKind
 from isp.models.build import shape_only
 from isp.models.chunk import TracedChunk
-from isp.optim import update_rule
-from isp.optim.buckets import master_dtype
-from isp.optim.states import kept
-from isp.parallel import Mode, Topology
-from isp.pipeline import PipelineOrder
-from isp.weights.trace import ActionKind
 
 __all__ = ["check_host_memory", "check_memory_of_states", "input_bytes_on_host"]
 

@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch
 
 from isp.checkpoint.agreement import attempt_first
-from isp.comm import Channel, CommLog
-from isp.comm.log import TimedTransfer
 from isp.config import JobConfig
+from isp.core.comm import Channel, CommLog
+from isp.core.comm.transfer_log import TimedTransfer
+from isp.core.mesh.phase import Phase
 from isp.data.batch import MicroBatch
 from isp.metrics import (
     MetricsFile,
@@ -24,7 +25,6 @@ from isp.metrics import (
 )
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
 from isp.models.model import TracedModel
-from isp.parallel.phase import Phase
 from isp.run.folder import RunFolder
 from isp.train.step_work import StepOutcome
 from isp.train.tracking import run_trackers

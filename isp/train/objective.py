@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import host_memory
-from isp.comm.tag import Tag
 from isp.config.sections import DistillConfig, DPOConfig
+from isp.core.comm import pinned_memory
+from isp.core.comm.tag import Tag
+from isp.core.layers.token_results import AllLogits, DivergenceRules, TokenScoreRules, TopLogits
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis
 from isp.data.batch import MicroBatch
-from isp.layers.loss import IGNORED
-from isp.layers.token_results import AllLogits, DivergenceRules, TokenScoreRules, TopLogits
-from isp.parallel import Axis
 
 if TYPE_CHECKING:
     from isp.train.step import TrainStep
@@ -61,7 +61,7 @@ class Documents(NamedTuple):
         if batch.cu_seqlens is not None:
             lengths = batch.cu_seqlens.diff().long()
         numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-        numbers = host_memory.send(numbers, batch.labels.device)
+        numbers = pinned_memory.send(numbers, batch.labels.device)
         labelled = (batch.labels != IGNORED).long().flatten()
         num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
         return cls(numbers.view_as(batch.labels), num_labels)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, UntypedStorage
 
-from isp.comm import host_memory
+from isp.core.comm import pinned_memory
 from isp.train.step import TrainStep
 
 __all__ = ["OffDevice"]
@@ -52,7 +52,7 @@ class OffDevice:
         total = sum(storage.nbytes() for storage in kept)
         if self._host.nbytes < total:
             self._host = self._host.new_empty(0)  # before there is more
-            self._host = host_memory.zeros(total, torch.uint8, self._device)
+            self._host = pinned_memory.zeros(total, torch.uint8, self._device)
         for storage, place in zip(kept, self._places(kept), strict=True):
             place.copy_(self._bytes(storage))
         self._kept = {storage: storage.nbytes() for storage in kept}

@@ -11,11 +11,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
-from isp.comm.tag import Tag
 from isp.config import JobConfig
+from isp.core.comm import Mesh
+from isp.core.comm.tag import Tag
+from isp.core.mesh import Axis
 from isp.models.hosts import LogitsOf
-from isp.parallel import Axis
 from isp.train.asked import Asking, TokenScores, TopTokens
 from isp.train.callers_graphs import Asked, CallersGraphs
 from isp.train.step import TrainStep

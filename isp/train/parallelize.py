@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from isp.comm import Mesh
-from isp.comm.cuda import compute_deterministically
 from isp.config import JobConfig, load_config
 from isp.config.data import DataConfig
 from isp.config.models import how_computed
+from isp.core.comm import Mesh
+from isp.core.comm.cuda import compute_deterministically
+from isp.core.mesh import Topology
+from isp.core.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.core.section import KeyRole, defaults_of, section
 from isp.models.build import trained_layouts
 from isp.models.known_code import check_code
@@ -23,8 +25,6 @@ from isp.models.make import limited_model
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model, empty_model
 from isp.models.swap import InitialWeights
-from isp.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
-from isp.parallel import Topology
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
 from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from isp.weights.parameter import ShardedParameter
+from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = ["ParameterGuard", "refuse_data_parallel", "refuse_optimizers"]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from isp.checkpoint.agreement import attempt_first, exchange
-from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.core.comm import Mesh
+from isp.core.mesh import Mode
+from isp.core.optim.update_rules import learning_rate
 from isp.metrics.device import reset_peak_memory
-from isp.optim import learning_rate
-from isp.parallel import Mode
 from isp.profile import Profile
 from isp.profile.collectives import clock_lead
 from isp.run.folder import explained, make_unique, run_name

@@ -43,11 +43,11 @@ from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig, to_plain
 from isp.config.keys import KeyTable
 from isp.config.sections import CheckpointConfig, JobSection
+from isp.core.mesh import Topology
 from isp.core.section import KeyRole
 from isp.data.sources import takes_bos
 from isp.data.stream import is_place
 from isp.models.build import parameter_shapes
-from isp.parallel import Topology
 from isp.run.folder import (
     LaunchRecord,
     RunFolder,

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isp.core.layers.vocab_loss import IGNORED
 from isp.data.batch import MicroBatch, document_bounds
-from isp.layers.loss import IGNORED
 
 __all__ = ["RowReader", "check_tensors"]
 

@@ -14,18 +14,17 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from isp.checkpoint.agreement import CheckpointError, exchange
-from isp.comm import Mesh, RollCall, World
-from isp.comm.cuda import check_registers, compute_deterministically
 from isp.config import JobConfig, to_yaml
+from isp.core.comm import Mesh, RollCall, World
+from isp.core.comm.cuda import check_registers, compute_deterministically
+from isp.core.optim.newton_schulz import matrices_of
+from isp.core.optim.torch_optimizer import check_elementwise, optimizer_of
+from isp.core.optim.update_rules import check_groups, values_of
 from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
 from isp.models.build import trained_layouts
 from isp.models.model import TracedModel
 from isp.models.model_folder import beyond_positions
-from isp.optim import check_groups
-from isp.optim.newton_schulz import matrices_of
-from isp.optim.torch_optimizer import check_elementwise, optimizer_of
-from isp.optim.update_rules import values_of
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging

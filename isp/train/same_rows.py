@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh, host_memory
-from isp.comm.tag import Tag
+from isp.core.comm import Mesh, pinned_memory
+from isp.core.comm.tag import Tag
+from isp.core.mesh import Axis
 from isp.data.batch import MicroBatch
-from isp.parallel import Axis
 
 __all__ = ["SameRows"]
 
@@ -47,7 +47,7 @@ class SameRows:
         """The ranks of each sequence, stage by stage."""
         self._ranks = topology.pipeline * topology.tensor
         """Of each sequence."""
-        self._found: tuple[host_memory.HostCopy, list[list[int]], list[int]] | None = None
+        self._found: tuple[pinned_memory.HostCopy, list[list[int]], list[int]] | None = None
         """Checksums, the ranks of each sequence, and the rank of each checksum."""
         self._is_first = True
 
@@ -79,7 +79,7 @@ class SameRows:
 
     def _note(self, checksums: Tensor, sequences: list[list[int]], ranks: list[int]) -> None:
         self.check()  # the call before, whose checksums the device has by now
-        self._found = host_memory.HostCopy(checksums), sequences, ranks
+        self._found = pinned_memory.HostCopy(checksums), sequences, ranks
         if self._is_first or self._found[0].is_there:
             self._is_first = False
             self.check()

@@ -10,9 +10,9 @@ from isp.checkpoint.agreement import attempt
 from isp.checkpoint.plain import to_json
 from isp.checkpoint.state import kinds_by_name
 from isp.checkpoint.storage import read_metadata
-from isp.optim.torch_optimizer import TorchUpdates
-from isp.parallel import Axis
-from isp.rng import generator_states, restore_generators
+from isp.core.mesh import Axis
+from isp.core.optim.torch_optimizer import TorchUpdates
+from isp.core.rng import generator_states, restore_generators
 from isp.train.step import TrainStep
 
 __all__ = ["SavedStep"]

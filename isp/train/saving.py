@@ -11,10 +11,10 @@ from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resume
 from isp.checkpoint.agreement import attempt
 from isp.checkpoint.choice import LAUNCH
 from isp.checkpoint.plain import Plain
-from isp.comm import Mesh
 from isp.config import JobConfig
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis
 from isp.metrics import StepRecord
-from isp.parallel import Axis
 from isp.train.resume import STREAM, Start, check_changes, saved_values, stream_place
 from isp.train.saved_step import SavedStep
 from isp.train.step import TrainStep

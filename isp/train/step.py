@@ -9,22 +9,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Mesh, host_memory
-from isp.comm.tag import Purpose, Tag
 from isp.config import JobConfig
+from isp.core.comm import Mesh, pinned_memory
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.layers.linear import WeightGradientRoute
+from isp.core.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
+from isp.core.mesh import Axis
+from isp.core.mesh.phase import Phase
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.torch_optimizer import MakeOptimizer
+from isp.core.optim.update_rules import rules_in_words
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
+from isp.core.pipeline.stage import Pipeline
 from isp.data.batch import MicroBatch
-from isp.layers.linear import WeightGradientRoute
-from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.model import TracedModel
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.optim.torch_optimizer import MakeOptimizer
-from isp.optim.update_rules import rules_in_words
-from isp.parallel import Axis
-from isp.parallel.phase import Phase
-from isp.pipeline import Pipeline
-from isp.pipeline.hooks import ISPCommunicatorSchedulerHook
 from isp.train.objective import TokenLoss
 from isp.train.same_rows import SameRows
 from isp.train.step_work import StepOutcome, StepWork
@@ -232,7 +233,7 @@ class TrainStep:
         if load is not None:
             routes = self._sum(Axis.PIPELINE, self._sum(Axis.STAGE, load.tokens()))
             found = torch.cat((found, load.figures(routes)))
-        totals = host_memory.HostCopy(found)
+        totals = pinned_memory.HostCopy(found)
         self.clock.enter(Phase.OPTIMIZER)
         result = self.optimizer.step(
             lr,
@@ -257,7 +258,7 @@ class TrainStep:
             unused_experts=int(of_experts[1]) if of_experts else None,
         )
 
-    def _is_empty(self, totals: host_memory.HostCopy) -> bool:
+    def _is_empty(self, totals: pinned_memory.HostCopy) -> bool:
         """Whether only momentum would move the weights; checks the rows before anything does."""
         self._check_rows()
         return not totals.wait()[1]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isp.attention.sequence import SequenceRanks
-from isp.comm import Channel
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel
+from isp.core.mesh import Axis
 from isp.data.batch import MicroBatch
 from isp.models.router_losses import RouterLosses
-from isp.parallel import Axis
 from isp.train.objective import Documents
 
 if TYPE_CHECKING:

@@ -16,9 +16,12 @@ import torch
 
 from isp.checkpoint import CheckpointError
 from isp.checkpoint.agreement import attempt, attempt_first
-from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.config.objective import second_model
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis
+from isp.core.mesh.phase import Phase
+from isp.core.optim.update_rules import learning_rate
 from isp.data.batch import MicroBatch
 from isp.metrics import (
     StepRecord,
@@ -29,9 +32,6 @@ from isp.metrics import (
     shared_cores,
 )
 from isp.metrics.phases import PhaseClock, is_of_step
-from isp.optim import learning_rate
-from isp.parallel import Axis
-from isp.parallel.phase import Phase
 from isp.run.garbage import collected_every
 from isp.run.signals import StopRequest
 from isp.train.balance import ContextBalance

@@ -14,14 +14,14 @@ from pydantic import TypeAdapter
 
 from isp.checkpoint import Checkpointer, CheckpointError
 from isp.checkpoint.agreement import exchange
-from isp.comm import Channel, Mesh, TimedTransfer
-from isp.comm.tag import Tag
 from isp.config import JobConfig
-from isp.layers.loss import IGNORED
+from isp.core.comm import Channel, Mesh, TimedTransfer
+from isp.core.comm.tag import Tag
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis, Topology
+from isp.core.mesh.phase import Phase
+from isp.core.optim.zero1 import Zero1Optimizer
 from isp.metrics.phases import PhaseTimes, training_seconds
-from isp.optim import Zero1Optimizer
-from isp.parallel import Axis, Topology
-from isp.parallel.phase import Phase
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord
 from isp.train.step_work import StepOutcome

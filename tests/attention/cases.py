@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.attention import AttentionMask, ContextAttention, CpuAttention, DistributedAttention
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.local import LocalAttention
-from isp.comm import Channel
-from isp.parallel.context import ContextPlan, Slice
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.explicit import ExplicitAttention
+from isp.core.attention.context_parallel.attention import ContextAttention
+from isp.core.attention.local import LocalAttention
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.ulysses import DistributedAttention
+from isp.core.comm import Channel
+from isp.core.mesh.sequence_split import ContextPlan, Slice
 from tests.attention.reference import attend, make_mask, random_inputs, visible
 
 LENGTH = 48

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isp.attention import AttentionMask
+from isp.core.attention.mask import AttentionMask
 
 Result = tuple[Tensor, Tensor, Tensor, Tensor]
 """Output and the gradients of q, k and v."""

@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.attention import AttentionMask, CpuAttention, local, make_local_attention
-from isp.attention.flash import FlashAttention, VarlenAttention
-from isp.attention.local import (
+from isp.core.attention import local
+from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.flash import FlashAttention, VarlenAttention
+from isp.core.attention.backends.sdpa import SdpaAttention
+from isp.core.attention.local import (
     _KINDS,
     AttentionByRows,
     LocalAttention,
@@ -25,10 +28,10 @@ from isp.attention.local import (
     _choose_backend,
     _fault_on,
     fault_of,
+    make_local_attention,
 )
-from isp.attention.sdpa import SdpaAttention
-from isp.comm import Channel, Pending
-from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import Channel, Pending
 from tests.attention.reference import largest_error, make_mask, random_inputs
 
 CPU = torch.device("cpu")
@@ -37,7 +40,7 @@ TOLERANCE = 1e-12
 
 def test_choice_on_cpu_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Catches a choice that the user never learns of."""
-    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+    with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         attention = make_local_attention(device=torch.device("cpu"), dtype=torch.float32)
     assert isinstance(attention, CpuAttention)
     assert [r.message for r in caplog.records] == ["attention: sdpa (auto)"]
@@ -74,7 +77,8 @@ def test_half_installed_package_counts_as_missing(
 
 _PACKAGE = """
 import torch
-from isp.attention import AttentionMask, CpuAttention
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.mask import AttentionMask
 
 def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size{keywords}):
     return {dense}
@@ -290,7 +294,7 @@ def test_automatic_choice(
     """Catches the first that runs taken for the fastest, noise that decides between equals, and a
     run with deterministic kernels in which a clock decides what computes."""
     trials(capability, **times)
-    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+    with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         assert _choose_backend(HOPPER, Channel.solo()) == (expected, expected)
     said = caplog.records[0].message
     assert said.startswith(f"attention: {expected} (auto; milliseconds for 8,192 tokens")
@@ -309,7 +313,7 @@ def test_each_kind_of_rows_has_its_choice(
 ) -> None:
     """Catches cuDNN that loses on packed rows, and is then not used for rows of one document."""
     trials((9, 0), varlen=(4.0, 4.2), sdpa=(2.0, 90.0))
-    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+    with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         found = make_local_attention(device=HOPPER.device, dtype=HOPPER.dtype, scale=0.5)
     assert isinstance(found, AttentionByRows)
     assert isinstance(found._packed, VarlenAttention)
@@ -378,7 +382,7 @@ def test_a_backend_that_fails_at_length_is_left_out(
         return _ByRows(2.0, 2.0)
 
     monkeypatch.setattr(local, "_milliseconds", milliseconds)
-    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+    with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         assert _choose_backend(HOPPER, Channel.solo()) == ("sdpa", "sdpa")
     assert "not flash2: RuntimeError: no kernel (pip install" in caplog.records[0].message
 
@@ -401,7 +405,7 @@ def test_the_slowest_rank_decides(
 ) -> None:
     """Catches ranks that choose each for itself."""
     trials((9, 0), flash3=1.0, flash4=2.0, varlen=3.0, sdpa=4.0)
-    with caplog.at_level(logging.INFO, logger="isp.attention.local"):
+    with caplog.at_level(logging.INFO, logger="isp.core.attention.local"):
         assert _choose_backend(HOPPER, _Slower()) == ("varlen", "varlen")
     assert "flash4 9.00 / 9.00, varlen 3.00 / 3.00" in caplog.text
     assert "not flash3: it does not run on every rank" in caplog.text

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from isp.attention import AttentionMask, ContextAttention, CpuAttention
-from isp.attention.sdpa import SdpaAttention
-from isp.comm import Channel
-from isp.comm.tag import UNNAMED
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.sdpa import SdpaAttention
+from isp.core.attention.context_parallel.attention import ContextAttention
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import Channel
+from isp.core.comm.tag import UNNAMED
 from tests.attention.cases import (
     LENGTH,
     STRADDLING,

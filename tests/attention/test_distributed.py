@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.attention import AttentionMask, CpuAttention, DistributedAttention, HeadPlan
-from isp.comm import Channel
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.heads import HeadPlan
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.ulysses import DistributedAttention
+from isp.core.comm import Channel
 from tests.attention.cases import Case, wrong_on_ranks
 from tests.attention.reference import random_inputs
 from tests.ranks import run_ranks

@@ -7,9 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.attention import SeqAllToAll, all_to_all_hp2sp, all_to_all_sp2hp
-from isp.attention.exchange import Cut, Exchange, launch
-from isp.comm import Channel
+from isp.core.attention.all_to_all import (
+    Cut,
+    Exchange,
+    SeqAllToAll,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    launch,
+)
+from isp.core.comm import Channel
 from tests.ranks import run_ranks
 
 SHAPES = [((1, 8, 8, 3), 2, 1), ((2, 8, 4, 3), 2, 1), ((2, 8, 4, 3), 1, 2), ((8, 4), -1, 0)]

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.attention import AttentionMask, HeadPlan, explicit
-from isp.attention.call import Relative
-from isp.attention.call import attention as attend
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.mask import Chosen
-from isp.attention.sdpa import SdpaAttention
+from isp.core.attention.api import Relative
+from isp.core.attention.api import attention as attend
+from isp.core.attention.backends import explicit
+from isp.core.attention.backends.explicit import ExplicitAttention
+from isp.core.attention.backends.sdpa import SdpaAttention
+from isp.core.attention.heads import HeadPlan
+from isp.core.attention.mask import AttentionMask, Chosen
 from tests.attention.cases import SCALE, Case, wrong_on_ranks
 from tests.attention.reference import make_mask, random_inputs
 from tests.ranks import run_ranks

@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as flex
 
-from isp.attention import AttentionMask
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.flex import FlexAttention
+from isp.core.attention.backends.explicit import ExplicitAttention
+from isp.core.attention.backends.flex import FlexAttention
+from isp.core.attention.mask import AttentionMask
 from tests.attention.reference import (
     attend,
     make_mask,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isp.attention import HeadPlan
+from isp.core.attention.heads import HeadPlan
 
 RANKS = [1, 2, 3, 4, 8]
 HEADS = [

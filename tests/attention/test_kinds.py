@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from isp.attention import AttentionMask, CpuAttention, kinds
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.flash import FlashAttention
-from isp.attention.kinds import AttentionKind, make_attention
-from isp.attention.lse import FlashKernel
-from isp.attention.sinks import SinkAttention
-from isp.comm import Channel, Pending
+from isp.core.attention import kinds
 from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.explicit import ExplicitAttention
+from isp.core.attention.backends.flash import FlashAttention
+from isp.core.attention.backends.lse import FlashKernel
+from isp.core.attention.backends.sinks import SinkAttention
+from isp.core.attention.kinds import AttentionKind, make_attention
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import Channel, Pending
 from tests.attention.reference import attend, random_inputs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -63,7 +65,7 @@ def test_sinks_use_a_kernel_with_its_sum(
 ) -> None:
     """Catches a scale that is lost, a forced backend that is replaced in silence, and a loop that
     nobody learns of."""
-    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+    caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
     assert isinstance(_made(SINKS, CPU).kernel, CpuAttention)
     assert _said(caplog) == ("INFO", "attention: layers with sinks use sdpa")
     for backend, level in (("auto", "INFO"), ("varlen", "INFO"), ("flash3", "WARNING")):
@@ -93,7 +95,7 @@ def test_the_loop_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Catches a loop in float32 on CUDA that nobody learns of."""
-    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+    caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
     made = _made(OTHERS[names], device)
     assert isinstance(made, ExplicitAttention)
     assert (made.scale, made.softcap) == (0.5, OTHERS[names].softcap)
@@ -125,7 +127,7 @@ def test_soft_caps_use_packages_or_flex_attention(
 ) -> None:
     """Catches a cap or a scale that is lost, a package that is forced and not used, and a forced
     backend that is replaced in silence."""
-    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+    caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
 
     def package(name: str) -> Any:
         return partial(SimpleNamespace, name=name)
@@ -150,9 +152,9 @@ def test_packages_that_are_for_other_devices_are_not_tried(
     faults: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches a kernel for Hopper that is started on another device."""
-    caplog.set_level(logging.INFO, logger="isp.attention.kinds")
+    caplog.set_level(logging.INFO, logger="isp.core.attention.kinds")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    monkeypatch.setattr("isp.attention.flash._imported", lambda *_: None)
+    monkeypatch.setattr("isp.core.attention.backends.flash._imported", lambda *_: None)
     made = _made(PLAIN._replace(softcap=3.0))
     assert isinstance(made, FlashAttention)
     assert made._no_limit == -1

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from isp.attention import AttentionMask, CpuAttention, make_local_attention
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.local import LocalAttention
-from isp.attention.sdpa import SdpaAttention
 from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.explicit import ExplicitAttention
+from isp.core.attention.backends.sdpa import SdpaAttention
+from isp.core.attention.local import LocalAttention, make_local_attention
+from isp.core.attention.mask import AttentionMask
 from tests.attention.reference import (
     attend,
     largest_error,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isp.attention import AttentionMask
-from isp.attention.mask import AttentionMask as Mask
-from isp.attention.pieces import document_blocks, document_lengths
+from isp.core.attention.backends.mask_blocks import document_blocks, document_lengths
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.mask import AttentionMask as Mask
 from tests.attention.reference import visible
 
 
@@ -86,7 +86,7 @@ def test_keys_that_do_not_fit_are_refused(
 def test_documents_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a look at every document in every layer, and other sizes that are let through."""
     looks: list[str] = []
-    monkeypatch.setattr("isp.attention.mask._check_rises", lambda name, *_: looks.append(name))
+    monkeypatch.setattr("isp.core.attention.mask._check_rises", lambda name, *_: looks.append(name))
     mask = AttentionMask.of_documents([3, 5])
     for _ in range(3):
         mask.check_covers(1, 8, 8)

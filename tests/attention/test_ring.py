@@ -10,23 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from isp.attention import AttentionMask, ContextAttention, CpuAttention
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.flash import FlashAttention, VarlenAttention
-from isp.attention.keys import KeyExchange
-from isp.attention.local import AttentionByRows
-from isp.attention.lse import FlashKernel, lse_kernel
-from isp.attention.ring import Ring
-from isp.attention.route import gather_route, ring_routes
-from isp.attention.sdpa import SdpaAttention
-from isp.attention.sequence import SequenceRanks
-from isp.comm import Channel
-from isp.comm.channel import DryChannel
-from isp.comm.tag import UNNAMED
-from isp.layers.rank_layers import RankLayers
-from isp.parallel import ContextExchange, Mode
-from isp.parallel.context import ContextPlan, Slice
-from isp.weights.wp import LocalWeights
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.explicit import ExplicitAttention
+from isp.core.attention.backends.flash import FlashAttention, VarlenAttention
+from isp.core.attention.backends.lse import FlashKernel, lse_kernel
+from isp.core.attention.backends.sdpa import SdpaAttention
+from isp.core.attention.context_parallel.attention import ContextAttention
+from isp.core.attention.context_parallel.key_exchange import KeyExchange
+from isp.core.attention.context_parallel.ring import Ring
+from isp.core.attention.context_parallel.route import gather_route, ring_routes
+from isp.core.attention.local import AttentionByRows
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel
+from isp.core.comm.channel import DryChannel
+from isp.core.comm.tag import UNNAMED
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh import ContextExchange, Mode
+from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.weights.wp import LocalWeights
 from tests.attention.cases import STRADDLING, Case, error_of, random_plan
 from tests.attention.reference import random_inputs, visible
 from tests.ranks import run_ranks
@@ -97,7 +99,7 @@ def test_flash_attention_is_asked_for_what_it_takes(
     cpu = CpuAttention(scale=0.3)
     assert lse_kernel(cpu, q) is cpu
     assert lse_kernel(ExplicitAttention(softcap=3.0), q) is None
-    monkeypatch.setattr("isp.attention.flash._imported", lambda *_: None)
+    monkeypatch.setattr("isp.core.attention.backends.flash._imported", lambda *_: None)
     assert lse_kernel(FlashAttention("flash_attn", softcap=3.0), q) is None
 
 

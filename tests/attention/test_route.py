@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import pytest
 
-from isp.attention.route import Route, gather_route, ring_routes
-from isp.parallel.context import ContextPlan, Slice
+from isp.core.attention.context_parallel.route import Route, gather_route, ring_routes
+from isp.core.mesh.sequence_split import ContextPlan, Slice
 from tests.attention.cases import random_plan
 
 

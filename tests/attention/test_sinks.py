@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.attention import AttentionMask, CpuAttention
-from isp.attention.explicit import ExplicitAttention
-from isp.attention.lse import FlashKernel
-from isp.attention.sinks import SinkAttention
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.explicit import ExplicitAttention
+from isp.core.attention.backends.lse import FlashKernel
+from isp.core.attention.backends.sinks import SinkAttention
+from isp.core.attention.mask import AttentionMask
 from tests.attention.cases import Case, error_of, wrong_on_ranks
 from tests.attention.reference import attend, make_mask, random_inputs
 from tests.ranks import run_ranks
@@ -87,7 +88,7 @@ def test_queries_are_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     qkv, dout = random_inputs(1, 24, 4, 2)
     mask = make_mask(DOCUMENTS)
     whole = _results(SinkAttention(CpuAttention()), qkv, dout, mask)
-    monkeypatch.setattr("isp.attention.sinks._ROWS", 7)
+    monkeypatch.setattr("isp.core.attention.backends.sinks._ROWS", 7)
     pieces = _results(SinkAttention(CpuAttention()), qkv, dout, mask)
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
 

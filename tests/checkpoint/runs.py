@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isp.checkpoint import Checkpointer, CheckpointInfo, TrainState
-from isp.comm import Channel
+from isp.core.comm import Channel
+from isp.core.layers.module import RowsOf, bind_names, named_parameters
+from isp.core.mesh import Axis, Topology
 from isp.core.optim.config import OptimizerConfig
-from isp.layers.module import RowsOf, bind_names, named_parameters
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import Axis, Topology
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import Zero1Optimizer
 from tests.toolkit import ToolkitLayers
 
 __all__ = ["LION", "Run", "chosen", "clear", "expect", "fill", "make_run", "whole_value"]

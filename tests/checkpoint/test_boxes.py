@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
-from isp.layers.module import RowsOf
-from isp.parallel import Axis
-from isp.parallel.boxes import boxes_of
-from isp.parallel.layout import ParameterLayout
-from isp.parallel.partition import chunk_range
+from isp.core.layers.module import RowsOf
+from isp.core.mesh import Axis
+from isp.core.mesh.boxes import boxes_of
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.partition import chunk_range
 
 CASES = {
     "rows": ((7, 3), 0, ()),

@@ -21,8 +21,8 @@ from isp.checkpoint.choice import LAUNCH
 from isp.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
 from isp.checkpoint.storage import METADATA, read_metadata
 from isp.checkpoint.whole import WholeWeights
-from isp.comm import Channel
 from isp.config.sections import CheckpointConfig
+from isp.core.comm import Channel
 from isp.train.export import export
 from tests.checkpoint.runs import chosen, fill, make_run
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch
 
 from isp.checkpoint import Checkpointer, inspect
 from isp.config.sections import CheckpointConfig
-from isp.parallel import Mode, Topology
+from isp.core.mesh import Mode, Topology
 from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run
 from tests.ranks import run_ranks
 from tests.toolkit import topology

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from isp.checkpoint import Checkpointer, CheckpointError, inspect
 from isp.checkpoint.background import Staging
 from isp.checkpoint.boxes import Shard
-from isp.comm import Channel
 from isp.config.sections import CheckpointConfig
+from isp.core.comm import Channel
 from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run, whole_value
 from tests.toolkit import topology
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.config.sections import CheckpointConfig
-from isp.parallel import Axis, Mode
+from isp.core.mesh import Axis, Mode
 from tests.checkpoint.runs import chosen
 from tests.model.decoders import SMALL
 from tests.ranks import run_ranks

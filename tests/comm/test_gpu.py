@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import World, streams
-from isp.comm.cuda import ALLOCATOR_VARIABLES, registered
+from isp.core.comm import World, streams
+from isp.core.comm.cuda import ALLOCATOR_VARIABLES, registered
 
 pytestmark = pytest.mark.gpu
 

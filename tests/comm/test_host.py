@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import host_memory
-from isp.comm.host import HostMemory, HostMemoryError
-from isp.comm.tag import UNNAMED
+from isp.core.comm import pinned_memory
+from isp.core.comm.host_offload import HostMemory, HostMemoryError
+from isp.core.comm.tag import UNNAMED
 
 CUDA = torch.device("cuda")
 
@@ -104,7 +104,7 @@ def test_pieces_have_pages_of_their_own() -> None:
     sizes = (1, 7, 1024, 1025, 70_000, 3, 3)
     runtime = _Runtime(room=2**30)
     with mock.patch("torch.cuda.cudart", return_value=runtime):
-        pieces = [host_memory.zeros(size, torch.float32, CUDA) for size in sizes]
+        pieces = [pinned_memory.zeros(size, torch.float32, CUDA) for size in sizes]
         assert list(runtime.pinned.values()) == [4 * size for size in sizes]
         assert all(address % mmap.PAGESIZE == 0 for address in runtime.pinned)
         for number, piece in enumerate(pieces):
@@ -118,7 +118,7 @@ def test_pieces_have_pages_of_their_own() -> None:
         assert row.tolist() == [4.0] * 7
         del row
         assert not runtime.pinned
-        assert host_memory.zeros(0, torch.float32, CUDA).numel() == 0
+        assert pinned_memory.zeros(0, torch.float32, CUDA).numel() == 0
         assert not runtime.pinned
 
 
@@ -139,16 +139,16 @@ def test_memory_that_cannot_be_locked_as_it_is_is_locked_by_torch(
 ) -> None:
     """Catches a run that ends where only locking of its own pages fails, and errors that stay."""
     cleared: list[torch.device] = []
-    monkeypatch.setattr(host_memory, "_clear_error", cleared.append)
+    monkeypatch.setattr(pinned_memory, "_clear_error", cleared.append)
     monkeypatch.setattr(torch, "zeros", _Allocator(room=100))
-    host_memory._warn_of_rounding.cache_clear()
+    pinned_memory._warn_of_rounding.cache_clear()
     with mock.patch("torch.cuda.cudart", return_value=_Runtime(room=0)):
         for _ in range(2):
-            assert host_memory.zeros(25, torch.float32, CUDA).tolist() == [0.0] * 25
+            assert pinned_memory.zeros(25, torch.float32, CUDA).tolist() == [0.0] * 25
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "power of two, as CUDA cannot lock it as it is (cudaError 2)" in caplog.text
         with pytest.raises(MemoryError, match=r"page-locked \(cudaError 2; .*out of memory\): "):
-            host_memory.zeros(26, torch.float32, CUDA)
+            pinned_memory.zeros(26, torch.float32, CUDA)
     assert cleared == [CUDA] * 3
 
 
@@ -156,7 +156,7 @@ def test_pages_that_cannot_be_locked_are_told_with_the_key(monkeypatch: pytest.M
     """Catches a step that goes on with memory that copies wait for."""
     kept: list[object] = []
     x = torch.zeros(100, dtype=torch.float64)
-    monkeypatch.setattr(host_memory, "_clear_error", lambda _: None)
+    monkeypatch.setattr(pinned_memory, "_clear_error", lambda _: None)
     monkeypatch.setattr(torch, "zeros", _Allocator(room=0))
 
     def store(memory: HostMemory, x: Tensor) -> None:

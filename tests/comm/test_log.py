@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import Channel, CommLog, TimedTransfer, streams
-from isp.comm.log import Observer
-from isp.comm.tag import Tag
+from isp.core.comm import Channel, CommLog, TimedTransfer, streams
+from isp.core.comm.tag import Tag
+from isp.core.comm.transfer_log import Observer
 from tests.ranks import run_ranks
 from tests.streams import Device
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isp import tensor_parallel as tp
-from isp.comm import Channel
+from isp.core.comm import Channel
 from tests.ranks import run_ranks
 
 WORLD = 4

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import Mesh, World
-from isp.comm.tag import Tag
 from isp.config import load_config
-from isp.parallel import Axis, Mode, Topology
+from isp.core.comm import Mesh, World
+from isp.core.comm.tag import Tag
+from isp.core.mesh import Axis, Mode, Topology
 from isp.train import main as train
 from tests.ranks import run_programs, run_ranks
 from tests.toolkit import topology

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isp.comm import CollectiveError, CollectiveTimeout, Mesh, RollCall
-from isp.comm.tag import Tag
-from isp.parallel import Axis, Mode
+from isp.core.comm import CollectiveError, CollectiveTimeout, Mesh, RollCall
+from isp.core.comm.tag import Tag
+from isp.core.mesh import Axis, Mode
 from tests.ranks import run_ranks
 from tests.toolkit import topology
 

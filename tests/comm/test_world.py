@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from isp.cli.failures import report_end
 from isp.cli.launch import speaks
-from isp.comm import Mesh, World, cuda, decided_by_rank_0, mesh, streams
+from isp.core.comm import Mesh, World, cuda, decided_by_rank_0, streams
+from isp.core.comm import world as mesh
 from tests.ranks import run_ranks
 from tests.toolkit import topology
 

@@ -11,9 +11,9 @@ import pytest
 from isp.config import ConfigError, JobConfig, json_schema, load_config, to_yaml
 from isp.config.keys import KeyTable
 from isp.core.attention.backend import AttentionBackend
+from isp.core.mesh import Mode
 from isp.core.section import KeyRole, defaults_of, docs_of
 from isp.evaluation.source import _to_read
-from isp.parallel import Mode
 from isp.planner.declared import bare
 from model.config import ModelConfig
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.comm import Channel
+from isp.core.comm import Channel
 from isp.tensor_parallel import broadcast_data
 from tests.ranks import run_ranks
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from isp.checkpoint import Checkpointer, TrainState
-from isp.comm import Mesh
 from isp.config import load_config
 from isp.config.models import language_model
 from isp.config.sections import CheckpointConfig
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, Topology
 from isp.evaluation.engine import Engine, choose_layout
 from isp.evaluation.source import Source, open_source
 from isp.models.build import build_model
 from isp.models.tiny import kept_in_float64, tiny_model
-from isp.parallel import Axis, Topology
 from isp.train.resume import saved_values
 from tests.model.folders import in_float64
 from tests.toolkit import topology

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
+from isp.core.comm import Mesh
+from isp.core.mesh import ParallelConfig, Topology
+from isp.core.mesh.config import Mode, TensorConfig, WeightConfig
 from isp.evaluation.engine import Engine
 from isp.models.build import build_model
 from isp.models.model import TracedModel
-from isp.parallel import ParallelConfig, Topology
-from isp.parallel.config import Mode, TensorConfig, WeightConfig
 from tests.evaluation.models import FAMILIES, HYBRIDS, PROMPTS, made, read
 from tests.ranks import run_each
 

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Mode
 from isp.integrations.transformers import Trainer
-from isp.layers.loss import IGNORED
-from isp.parallel import Mode
 from tests.models.models import VOCAB, job, tiny
 from tests.ranks import run_programs
 

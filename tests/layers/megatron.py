@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import Channel, CommLog
+from isp.core.comm import Channel, CommLog
 from isp.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.toolkit import Operations
 

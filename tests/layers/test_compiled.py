@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from isp.layers import compiled
-from isp.layers.rotary import RotaryEmbedding, apply_rotary
-from isp.layers.swiglu import swiglu
+from isp.core.layers import compiled
+from isp.core.layers.rotary import RotaryEmbedding, apply_rotary
+from isp.core.layers.swiglu import swiglu
 from tests.saved import saving
 
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.comm import Mesh
-from isp.layers.head import HeadLoss, num_chunks
-from isp.layers.linear import ParallelLinear
-from isp.layers.loss import IGNORED
-from isp.parallel import Axis, Mode, WeightConfig
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.wp import LocalWeights
+from isp.core.comm import Mesh
+from isp.core.layers.head import HeadLoss, num_chunks
+from isp.core.layers.linear import ParallelLinear
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis, Mode, WeightConfig
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.wp import LocalWeights
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, Operations, ToolkitLayers
 from tests.train.runs import Layout, Meshes
@@ -30,7 +30,7 @@ VOCAB = WeightConfig(vocab_parallel_loss=True)
 
 
 class Full(NamedTuple):
-    """As `isp.weights.wp.FullWeights`."""
+    """As `isp.core.weights.wp.FullWeights`."""
 
     weight: Tensor
     bias: Tensor | None

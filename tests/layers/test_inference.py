@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from isp.comm import Channel
-from isp.parallel import Axis, Mode
-from isp.parallel.layout import ParameterLayout
+from isp.core.comm import Channel
+from isp.core.mesh import Axis, Mode
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.weights.wp import LocalWeights
 from isp.tensor_parallel import (
     ColumnParallelLinear,
     InferenceLayerNormColumnParallelLinear,
@@ -23,7 +24,6 @@ from isp.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from isp.weights.wp import LocalWeights
 from tests.host_syncs import HostSyncs
 from tests.layers.megatron import CLOSE, DTYPE, INNER, WIDTH, drawn, fill, group
 from tests.ranks import run_each, run_ranks

@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.comm import Channel
-from isp.comm.symmetric import why_no_symmetric_rows
-from isp.layers.inference import InferenceLayerNormColumnParallelLinear, InferenceRowParallelLinear
-from isp.layers.workspace import InferenceWorkspace
-from isp.parallel import Mode
+from isp.core.comm import Channel
+from isp.core.comm.symmetric_memory import why_no_symmetric_rows
+from isp.core.megatron.inference import (
+    InferenceLayerNormColumnParallelLinear,
+    InferenceRowParallelLinear,
+)
+from isp.core.megatron.workspace import InferenceWorkspace
+from isp.core.mesh import Mode
 from tests.ranks import run_ranks
 from tests.toolkit import ToolkitLayers, init_weights
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.layers.module import MasterStream
-from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
+from isp.core.layers.module import MasterStream
+from isp.core.mesh import Axis
+from isp.core.mesh.layout import ParameterLayout
 from tests.toolkit import Operations
 
 STREAM = MasterStream(5, "layers.3.attention.qkv")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from isp.comm import Channel
-from isp.layers.module import named_parameters
+from isp.core.comm import Channel
+from isp.core.layers.module import named_parameters
 from isp.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.comm import Channel, Pending
-from isp.comm.tag import Tag
-from isp.optim import MainGradients
-from isp.parallel import Axis
+from isp.core.comm import Channel, Pending
+from isp.core.comm.tag import Tag
+from isp.core.mesh import Axis
+from isp.core.optim.main_grads import MainGradients
+from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.tensor_parallel import (
     ColumnParallelLinear,
     DeferredWeightGradients,
@@ -20,7 +21,6 @@ from isp.tensor_parallel import (
     RngStatesTracker,
     checkpoint,
 )
-from isp.weights.parameter import ShardedParameter
 from tests.layers.megatron import (
     CLOSE,
     DTYPE,

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.comm import Mesh
-from isp.layers.module import bind_names, named_parameters
-from isp.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
-from isp.optim import MainGradients
-from isp.parallel import Axis, Mode
-from isp.recompute import Recomputer
-from isp.rng import RngStatesTracker
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.wp import LocalWeights
+from isp.core.comm import Mesh
+from isp.core.layers.module import bind_names, named_parameters
+from isp.core.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
+from isp.core.mesh import Axis, Mode
+from isp.core.optim.main_grads import MainGradients
+from isp.core.recompute.recompute import Recomputer
+from isp.core.rng import RngStatesTracker
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.wp import LocalWeights
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, ToolkitLayers, topology
 

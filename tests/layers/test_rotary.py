@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.layers.rope_scaling import RopeScaling, RopeScalingType
-from isp.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies
+from isp.core.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.core.layers.rotary import RotaryEmbedding, apply_rotary, inverse_frequencies
 
 HEAD_DIM, BASE, ORIGINAL = 16, 10_000.0, 128
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from isp.comm import Channel, CommLog
-from isp.layers.loss import losses_and_gradient
+from isp.core.comm import Channel, CommLog
+from isp.core.layers.vocab_loss import losses_and_gradient
 from isp.tensor_parallel import IGNORED, vocab_parallel_cross_entropy
 from tests.layers.megatron import CLOSE, WORLDS, B, Made, S, drawn, group, slice_of
 from tests.ranks import run_each, run_ranks

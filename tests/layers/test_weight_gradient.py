@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.layers.weight_gradients import weight_gradient
+from isp.core.layers.weight_gradients import weight_gradient
 from isp.planner.made import Made
 
 N, O, I = 7, 3, 4  # noqa: E741

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from isp.comm.log import CommLog
-from isp.comm.tag import Tag
 from isp.config import load_config
+from isp.core.comm.tag import Tag
+from isp.core.comm.transfer_log import CommLog
+from isp.core.mesh import Mode
+from isp.core.mesh.phase import Phase
 from isp.metrics import read_metrics
 from isp.metrics.phases import PhaseClock, training_seconds
-from isp.parallel import Mode
-from isp.parallel.phase import Phase
 from isp.train import main
 from model.config import ModelConfig
 from tests.metrics.test_progress import Terminal

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.mixers.delta_rule import DeltaRule
-from isp.mixers.recurrence import Inputs, Recurrence
-from isp.mixers.state_space import Mamba2, SelectiveScan
+from isp.core.mixers.delta_rule import DeltaRule
+from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.core.mixers.state_space import Mamba2, SelectiveScan
 
 
 def by_document(run, lengths, *xs: Tensor) -> Tensor:

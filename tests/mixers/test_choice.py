@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.comm import Channel
-from isp.mixers import choice
-from isp.mixers.placement import Placement
+from isp.core.comm import Channel
+from isp.core.mixers import key_choice as choice
+from isp.core.mixers.placement import Placement
 from tests.mixers.test_mixers import PLANS
 from tests.ranks import run_ranks
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isp.mixers import kernels
-from isp.mixers.convolution import convolve_alone
+from isp.core.mixers import kernels
+from isp.core.mixers.convolution import convolve_alone
 from tests.mixers.test_kernels import NAMES, PACKAGES, WAYS, computed, kind
 
 pytestmark = pytest.mark.gpu

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.mixers import kernels
-from isp.mixers.convolution import convolve_alone
+from isp.core.mixers import kernels
+from isp.core.mixers.convolution import convolve_alone
 from tests.mixers import reference
 
 LENGTHS = (3, 1, 5)

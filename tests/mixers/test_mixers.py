@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.attention.sequence import SequenceRanks
-from isp.comm import Channel
-from isp.mixers.convolution import convolve
-from isp.mixers.placement import Placement, rank_slices
-from isp.mixers.scan import scan_by_heads, scan_by_state
-from isp.mixers.state_space import Mamba2
-from isp.parallel.context import ContextPlan, Slice
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel
+from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mixers.convolution import convolve
+from isp.core.mixers.placement import Placement, rank_slices
+from isp.core.mixers.scan import scan_by_heads, scan_by_state
+from isp.core.mixers.state_space import Mamba2
 from tests.mixers import reference
 from tests.ranks import run_ranks
 

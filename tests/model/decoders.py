@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from isp.layers.rope_scaling import RopeScaling, RopeScalingType
+from isp.core.layers.rope_scaling import RopeScaling, RopeScalingType
 from model.config import ModelConfig
 from model.decoder import Decoder
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from isp.config import load_config
-from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
+from isp.core.mesh import Mode, ParallelConfig, TensorConfig, WeightConfig
 from model.decoder import Decoder
 from model.presets import PRESETS
 from tests.model.decoders import CONFIG, S

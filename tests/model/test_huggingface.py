@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from isp.config.models import language_model
-from isp.layers.rope_scaling import RopeScaling
+from isp.core.layers.rope_scaling import RopeScaling
 from isp.models.build import parameter_shapes
 from model.config import ModelConfig
 from model.huggingface import config_json

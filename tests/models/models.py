@@ -17,13 +17,8 @@ from torch import Tensor, nn
 from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
-from isp.core.optim.config import OptimizerConfig
-from isp.layers.loss import IGNORED
-from isp.models.chunk import TracedChunk
-from isp.models.known_code import local_layers
-from isp.models.model import TracedModel
-from isp.models.tiny import kept_in_float64
-from isp.parallel.config import (
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh.config import (
     ExpertConfig,
     Mode,
     ParallelConfig,
@@ -31,6 +26,11 @@ from isp.parallel.config import (
     TensorConfig,
     WeightConfig,
 )
+from isp.core.optim.config import OptimizerConfig
+from isp.models.chunk import TracedChunk
+from isp.models.known_code import local_layers
+from isp.models.model import TracedModel
+from isp.models.tiny import kept_in_float64
 from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
 from model.config import ModelConfig

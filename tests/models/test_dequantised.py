@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isp.core.mesh import Axis
+from isp.core.mesh.layout import ParameterLayout
 from isp.models.dequantised import DequantisedFiles
 from isp.models.pretrained import saved_again
-from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
 from tests.models.folders import write_folder
 from tests.models.test_pretrained import parts_of, state, whole
 from tests.ranks import run_ranks

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.comm import Purpose
 from isp.config import JobConfig
-from isp.layers.loss import IGNORED
+from isp.core.comm import Purpose
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Mode, ParallelConfig, Topology
+from isp.core.mesh.config import ExpertConfig, ExpertWeightConfig, TensorConfig, WeightConfig
 from isp.models.model import TracedModel
-from isp.parallel import Mode, ParallelConfig, Topology
-from isp.parallel.config import ExpertConfig, ExpertWeightConfig, TensorConfig, WeightConfig
 from tests.models.models import (
     Rows,
     Trained,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
-from isp.layers.loss import IGNORED
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Mode
+from isp.core.mesh.config import PipelineConfig
 from isp.models.model import TracedModel
 from isp.models.router_losses import RouterCoefficients
-from isp.parallel import Mode
-from isp.parallel.config import PipelineConfig
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     Rows,

@@ -16,13 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import isp
 from isp.config import JobConfig
+from isp.core.mesh import ParallelConfig
+from isp.core.weights.pool import Lease
 from isp.models.model import TracedModel
-from isp.parallel import ParallelConfig
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_subjects import Subject
 from isp.train.parallel_run import ParallelRun
-from isp.weights.pool import Lease
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.models.models import (

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import isp
 from isp.checkpoint import Checkpointer, TrainState
-from isp.comm.tag import Purpose
 from isp.config.sections import CheckpointConfig
+from isp.core.comm.tag import Purpose
+from isp.core.mesh import Axis
+from isp.core.mesh.layout import ParameterLayout
 from isp.models.fused import groups_of
 from isp.models.model import TracedModel
-from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own

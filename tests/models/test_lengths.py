@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import isp
+from isp.core.mesh import ParallelConfig
+from isp.core.mesh.config import TensorConfig
 from isp.models.model import TracedModel
-from isp.parallel import ParallelConfig
-from isp.parallel.config import TensorConfig
 from tests.models.models import job
 from tests.models.test_probe import NEAR, PLACE, Mix, chunks_of, followed_by
 

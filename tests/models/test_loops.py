@@ -17,10 +17,10 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import isp
 from isp.config import JobConfig
-from isp.layers.loss import IGNORED
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis
+from isp.core.rng import generator_states
 from isp.models import swap
-from isp.parallel import Axis
-from isp.rng import generator_states
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     TOLERANCE,

@@ -12,8 +12,8 @@ import torch
 
 import isp
 from isp.config import JobConfig
+from isp.core.mesh import Mode, WeightConfig
 from isp.models.model import TracedModel
-from isp.parallel import Mode, WeightConfig
 from tests.models.models import Rows, job, packed_rows, plain_loss, tiny
 from tests.models.own import Own
 from tests.ranks import run_ranks

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import isp
 from isp.checkpoint import checkpointer
 from isp.config import JobConfig
+from isp.core.mesh.layout import Matrices
 from isp.core.optim.config import OptimizerConfig, ParamGroupConfig
+from isp.core.optim.update_rules import values_of
 from isp.models import matrices
 from isp.models.build import trained_layouts
 from isp.models.model import TracedModel
-from isp.optim.update_rules import values_of
-from isp.parallel.layout import Matrices
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import decayed, job, packed_rows, tiny, trained
 from tests.models.own import VOCAB

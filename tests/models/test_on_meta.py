@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import isp
 from isp.config import JobConfig
+from isp.core.mesh import Axis
 from isp.models.pretrained import parameters_on_meta
-from isp.parallel import Axis
 from tests.models.models import VOCAB, Rows, job, packed_rows, tiny
 from tests.models.own import OwnBlock
 from tests.ranks import run_ranks

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import isp
-from isp.layers.loss import IGNORED
-from isp.parallel import Mode
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Mode
 from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
-from isp.parallel import Axis, Mode
-from isp.parallel.config import PipelineConfig, PipelineSchedule
+from isp.core.mesh import Axis, Mode
+from isp.core.mesh.config import PipelineConfig, PipelineSchedule
 from isp.train.asked import TokenScores
 from tests.models.models import (
     TOLERANCE,

@@ -18,8 +18,8 @@ from torch import nn
 import isp
 from isp.checkpoint.agreement import CheckpointError
 from isp.config import JobConfig
-from isp.layers.loss import IGNORED
-from isp.parallel import Axis, Mode
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis, Mode
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     TOLERANCE,

@@ -14,8 +14,8 @@ from torch import nn
 
 import isp
 from isp.checkpoint.agreement import CheckpointError
-from isp.layers.loss import IGNORED
-from isp.parallel import Axis, Mode
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis, Mode
 from tests.models.folders import load_folder
 from tests.models.models import (
     TOLERANCE,

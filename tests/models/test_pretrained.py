@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isp.comm import Mesh
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.core.recompute.config import Recomputation
 from isp.models.build import BuiltModel, build_model
 from isp.models.folder import WeightFiles
 from isp.models.pretrained import folder_model, parameters_on_meta
-from isp.parallel import Axis, Mode, ParallelConfig, TensorConfig, WeightConfig
 from tests.layers.test_initial_weights import Drawn
 from tests.models.folders import small_config, write_folder
 from tests.ranks import run_ranks

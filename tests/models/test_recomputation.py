@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.comm.tag import Purpose
 from isp.config import JobConfig
-from isp.parallel import Mode
+from isp.core.comm.tag import Purpose
+from isp.core.mesh import Mode
+from isp.core.weights.plan import ActKind
+from isp.core.weights.uses import sequential_actions
 from isp.train.parallel_run import ParallelRun
-from isp.weights.plan import ActKind
-from isp.weights.trace import sequential_actions
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own, OwnBlock
 from tests.models.test_adapters import _with_lora

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
-from isp.layers.loss import IGNORED
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Mode
+from isp.core.mesh.config import PipelineConfig
 from isp.models.model import TracedModel
 from isp.models.router_losses import RouterCoefficients
-from isp.parallel import Mode
-from isp.parallel.config import PipelineConfig
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.model.folders import in_float64

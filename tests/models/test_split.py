@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.parallel import Mode
+from isp.core.mesh import Mode
 from tests.models.models import job, tiny
 from tests.ranks import run_each, run_ranks
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.attention import CpuAttention
-from isp.attention.call import Relative
-from isp.attention.kinds import AttentionKind
+from isp.core.attention.api import Relative
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.kinds import AttentionKind
+from isp.core.mesh import ParallelConfig, PipelineConfig
 from isp.models.known_code import local_layers
 from isp.models.model import TracedModel
-from isp.parallel import ParallelConfig, PipelineConfig
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_subjects import Subject

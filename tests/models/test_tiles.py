@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 import isp
-from isp.comm.tag import Purpose
 from isp.config import JobConfig
+from isp.core.comm.tag import Purpose
+from isp.core.mesh import Mode
 from isp.models.model import TracedModel
-from isp.parallel import Mode
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own
 from tests.planner.live import LiveBytes

@@ -16,13 +16,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 import isp
 from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
-from isp.comm import Channel, Mesh
+from isp.core.comm import Channel, Mesh
+from isp.core.mesh import Axis, ParallelConfig
+from isp.core.optim.main_grads import MainGradients
 from isp.models.build import build_model
 from isp.models.model_folder import with_sizes
 from isp.models.pretrained import folder_model
 from isp.models.tiny import kept_in_float64
-from isp.optim import MainGradients
-from isp.parallel import Axis, ParallelConfig
 from tests.models.folders import TEXT_SIZES, write_job
 from tests.models.models import OF_ITS_OWN, job
 from tests.toolkit import topology

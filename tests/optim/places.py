@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Mesh
-from isp.parallel import Axis, Topology
-from isp.parallel.layout import Matrices, ParameterLayout
-from isp.weights.parameter import ShardedParameter
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, Topology
+from isp.core.mesh.layout import Matrices, ParameterLayout
+from isp.core.weights.sharded_parameter import ShardedParameter
 
 
 class Spec(NamedTuple):

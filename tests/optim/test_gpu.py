@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from isp.optim.publisher import Publisher
-from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
-from isp.weights.parameter import ShardedParameter
+from isp.core.mesh import Axis
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.optim.publisher import Publisher
+from isp.core.weights.sharded_parameter import ShardedParameter
 from tests.weights.test_gpu import LONG_CYCLES, WireChannel
 
 pytestmark = pytest.mark.gpu

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from isp.comm import Mesh
+from isp.core.comm import Mesh
 from isp.core.optim.config import GradScalerConfig, OptimizerConfig
-from isp.optim import MainGradients, StepResult, Zero1Optimizer
-from isp.optim.grad_scaler import GradScaler
+from isp.core.optim.grad_scaler import GradScaler
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import StepResult, Zero1Optimizer
 from tests.optim.places import Spec, place
 from tests.toolkit import topology
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from isp.core.optim.config import OptimizerConfig, ParamGroupConfig
-from isp.optim import check_groups
-from isp.optim.update_rules import GroupValues, group_values, values_of
+from isp.core.optim.update_rules import GroupValues, check_groups, group_values, values_of
 from tests.optim.places import Spec
 from tests.optim.test_zero1 import assert_parity
 from tests.toolkit import topology

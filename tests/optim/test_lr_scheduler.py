@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from isp.core.optim.config import LRSchedulerConfig
-from isp.optim import learning_rate
+from isp.core.optim.update_rules import learning_rate
 
 
 def rates(total: int, **config) -> list[float]:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Channel, CommLog
-from isp.layers.weight_gradients import weight_gradient
-from isp.optim import MainGradients
-from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
-from isp.weights.parameter import ShardedParameter
+from isp.core.comm import Channel, CommLog
+from isp.core.layers.weight_gradients import weight_gradient
+from isp.core.mesh import Axis
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.optim.main_grads import MainGradients
+from isp.core.weights.sharded_parameter import ShardedParameter
 from tests.ranks import run_ranks
 
 SOLO = {axis: Channel.solo(axis) for axis in Axis}

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from isp.comm import Mesh
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, Mode
+from isp.core.mesh.layout import Matrices
 from isp.core.optim.config import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.optim.matrices import _homes
-from isp.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
-from isp.optim.update_rules import values_of
-from isp.parallel import Axis, Mode
-from isp.parallel.layout import Matrices
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.matrices import _homes
+from isp.core.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
+from isp.core.optim.update_rules import values_of
+from isp.core.optim.zero1 import Zero1Optimizer
 from isp.run.forked import RankError
 from isp.train.check_reference import orthogonal
 from tests.optim.places import Spec, go_backward, place

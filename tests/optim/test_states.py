@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh, host_memory
 from isp.config import load_config
+from isp.core.comm import Mesh
+from isp.core.mesh import Topology
 from isp.core.optim.config import GradScalerConfig, OptimizerConfig, ParamGroupConfig
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.optim.states import StateMemory
-from isp.parallel import Topology
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.states import StateMemory
+from isp.core.optim.zero1 import Zero1Optimizer
 from isp.train import host_memory as train_memory
 from tests.optim.places import Spec, loss, place
 from tests.optim.test_update_rules import plain_optimizer
@@ -239,11 +240,11 @@ def test_too_little_host_memory_is_told_before_ranks_start(
 def test_memory_that_is_refused_is_told_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an error of an allocator that names no key of ours."""
     words = r"optimizer.offload_states=true needs 0.00 GiB of host memory for a rank: .*use false"
-    monkeypatch.setattr(host_memory, "attainable_bytes", lambda: 100)
+    monkeypatch.setattr(pinned_memory, "attainable_bytes", lambda: 100)
     with pytest.raises(ValueError, match=words):
         StateMemory([(torch.float32, 26)], torch.device("cpu"), on_host=True)
     StateMemory([(torch.float32, 25)], torch.device("cpu"), on_host=True)
-    monkeypatch.setattr(host_memory, "attainable_bytes", lambda: None)
+    monkeypatch.setattr(pinned_memory, "attainable_bytes", lambda: None)
     with pytest.raises(ValueError, match=r"offload_states=true needs .*: .*allocate"):
         StateMemory([(torch.float32, 2**60)], torch.device("cpu"), on_host=True)
 

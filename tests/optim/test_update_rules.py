@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from isp.core.optim.config import OptimizerConfig
-from isp.optim import update_rule
-from isp.optim.update_rules import Rows
+from isp.core.optim.update_rules import Rows, update_rule
 from tests.optim.plain_muon import PlainMuon
 
 RULES = ("adamw", "lion")

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, Topology
 from isp.core.optim.config import OptimizerConfig
-from isp.optim import MainGradients, StepResult, Zero1Optimizer
-from isp.optim.update_rules import values_of
-from isp.parallel import Axis, Topology
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.update_rules import values_of
+from isp.core.optim.zero1 import StepResult, Zero1Optimizer
 from tests.optim.places import Spec, go_backward, go_backward_plainly, loss, place, reach
 from tests.optim.test_update_rules import plain_optimizer
 from tests.ranks import run_ranks

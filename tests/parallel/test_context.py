@@ -11,7 +11,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from isp.parallel.context import ContextPlan, Slice, Windows
+from isp.core.mesh.sequence_split import ContextPlan, Slice, Windows
 
 FULL: Windows = ((None, 1),)
 WINDOWS: list[Windows] = [FULL, ((3, 1),), ((2, 3), (None, 1)), ((40, 2), (7, 1)), ((1, 5),)]
@@ -118,7 +118,7 @@ def test_the_same_in_every_process() -> None:
     """Catches an order that hashes decide, and torch being loaded for arithmetic."""
     lengths = log_normal(random.Random(4), 20000, 50, 1)
     code = (
-        "import sys; from isp.parallel.context import ContextPlan;"
+        "import sys; from isp.core.mesh.sequence_split import ContextPlan;"
         f"print(ContextPlan.of({lengths}, 8).slices, 'torch' in sys.modules)"
     )
     said = {

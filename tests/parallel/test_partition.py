@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from isp.cli import main
-from isp.parallel import Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
-from isp.parallel.partition import chunk_range
-from isp.parallel.picture import describe_cuts
+from isp.core.mesh import Mode, ParallelConfig, TensorConfig, Topology, WeightConfig
+from isp.core.mesh.partition import chunk_range
+from isp.core.mesh.picture import describe_cuts
 from isp.tensor_parallel import VocabUtility, divide, split_tensor_along_last_dim
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from isp.cli.program import main
 from isp.config import ConfigError, load_config
-from isp.parallel import (
+from isp.core.mesh import (
     Axis,
     DevicePlacementConfig,
     Mode,
@@ -15,7 +15,7 @@ from isp.parallel import (
     TensorConfig,
     Topology,
 )
-from isp.parallel.partition import divisors
+from isp.core.mesh.partition import divisors
 
 
 def _parallel(tensor: int, *, head_first: bool = True, mode: Mode = Mode.ISP, **sizes: int):

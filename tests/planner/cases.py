@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from isp.comm import Mesh
-from isp.comm.log import CommLog
+from isp.core.comm import Mesh
+from isp.core.comm.transfer_log import CommLog
+from isp.core.mesh import Axis
 from isp.data.batch import MicroBatch
-from isp.parallel import Axis
 from isp.planner.case import PlanCase
 from isp.train.data import share_micro_batches, stacked
 from model.config import ModelConfig

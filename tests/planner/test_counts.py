@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from isp.comm.tag import Purpose
 from isp.config.models import language_model
+from isp.core.comm.tag import Purpose
+from isp.core.mesh import ContextExchange, Mode, PipelineSchedule, WeightConfig
+from isp.core.mesh.config import LaunchPoint, OverlapUnit
 from isp.data.batch import MicroBatch
-from isp.parallel import ContextExchange, Mode, PipelineSchedule, WeightConfig
-from isp.parallel.config import LaunchPoint, OverlapUnit
 from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.declared import shape_of

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from isp.cli import main
-from isp.comm.tag import Purpose
+from isp.core.comm.tag import Purpose
 from isp.planner.counts import _ANY
 from isp.planner.experts import ExpertLayer, crossing_tokens, expert_traffic
 from isp.planner.walk import walk

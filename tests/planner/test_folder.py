@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from isp.cli import main
-from isp.comm import Mesh
 from isp.config import JobConfig, load_config
+from isp.core.comm import Mesh
+from isp.core.mixers import key_choice as choice
 from isp.data.batch import MicroBatch
-from isp.mixers import choice
 from isp.models.expert_exchange import ExpertExchange
 from isp.planner import rehearsal
 from isp.planner.case import PlanCase

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from isp.comm.tag import Purpose
+from isp.core.comm.tag import Purpose
+from isp.core.mesh import Axis, Mode
 from isp.core.optim.config import OptimizerConfig
-from isp.parallel import Axis, Mode
 from isp.planner.costs import Costs
 from isp.planner.counts import traffic
 from isp.planner.fabric import DeviceSpec

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from isp.attention import AttentionMask
 from isp.config.models import language_model
 from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.mask import AttentionMask
+from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
 from isp.core.optim.config import OptimizerConfig
 from isp.data.batch import MicroBatch
-from isp.parallel import Mode, PipelineSchedule, WeightConfig
 from isp.planner import rehearsal as rehearsals
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of

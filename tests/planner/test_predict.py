@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from isp.comm.tag import Tag, Transfer
 from isp.config import ConfigError
 from isp.config.models import language_model
+from isp.core.comm.tag import Tag, Transfer
+from isp.core.mesh import Axis, Mode, Topology, WeightConfig
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
 from isp.core.optim.config import OptimizerConfig
-from isp.parallel import Axis, Mode, Topology, WeightConfig
-from isp.parallel.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import shape_of

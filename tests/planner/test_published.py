@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from isp.config import load_config
-from isp.parallel import Mode
+from isp.core.mesh import Mode
 from isp.planner import load_fabric
 from isp.planner.case import PlanCase
 from isp.planner.predict import predict

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from isp.parallel import Axis, Mode, WeightConfig
+from isp.core.mesh import Axis, Mode, WeightConfig
 from isp.planner.declared import shape_of
 from isp.planner.rehearsal import records_of, rehearsal
 from isp.train.step_work import slice_sequence

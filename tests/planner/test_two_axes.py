@@ -8,7 +8,7 @@ import pytest
 
 from isp.cli import main
 from isp.config import JobConfig, load_config
-from isp.parallel import Axis, ContextExchange
+from isp.core.mesh import Axis, ContextExchange
 from isp.planner import Candidate, load_fabric, search
 from isp.planner.case import PlanCase
 from isp.planner.exchange import choose_exchange

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from isp.comm import Channel, Mesh
-from isp.parallel import Axis, Mode
+from isp.core.comm import Channel, Mesh
+from isp.core.mesh import Axis, Mode
 from isp.planner.counts import traffic
 from isp.planner.memory import states
 from model.config import ModelConfig

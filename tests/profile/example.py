@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isp.comm import TimedTransfer
-from isp.comm.tag import Tag
-from isp.parallel import Mode, ParallelConfig, WeightConfig
-from isp.parallel.config import TensorConfig
-from isp.parallel.phase import Phase
+from isp.core.comm import TimedTransfer
+from isp.core.comm.tag import Tag
+from isp.core.mesh import Mode, ParallelConfig, WeightConfig
+from isp.core.mesh.config import TensorConfig
+from isp.core.mesh.phase import Phase
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.totals import timeline, totals
 from isp.profile.waits import worst_waits

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from isp.comm import TimedTransfer
-from isp.comm.tag import Purpose, Tag
-from isp.parallel.phase import Phase
+from isp.core.comm import TimedTransfer
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh.phase import Phase
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import Mark, RankRecord
 

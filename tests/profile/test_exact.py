@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from isp.comm.log import covered
-from isp.comm.tag import Purpose, Tag
-from isp.parallel.phase import Phase
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.comm.transfer_log import covered
+from isp.core.mesh.phase import Phase
 from isp.profile.schema import Cost, Edge
 from isp.profile.totals import step_collectives, timeline, totals
 from tests.profile.records import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isp.comm import Channel, streams
-from isp.comm.tag import Purpose, Tag
-from isp.parallel.phase import Phase
+from isp.core.comm import Channel, streams
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh.phase import Phase
 from isp.profile.recorder import Recorder
 
 pytestmark = [

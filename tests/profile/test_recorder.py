@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from isp.parallel import Mode
+from isp.core.mesh import Mode
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import RankRecord
 from isp.profile.totals import step_collectives, totals

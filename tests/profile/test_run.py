@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isp.config import load_config
-from isp.parallel import Mode
+from isp.core.mesh import Mode
 from isp.profile import Profile
 from isp.profile.table import describe
 from isp.train.profile_run import ProfileOptions, config_for, profile_ranks

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from isp.comm.tag import Purpose
+from isp.core.comm.tag import Purpose
 from isp.profile import Cause, Collective, ModeProfile, Profile
 from tests.profile.example import example_profile
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from isp.parallel.phase import Phase
+from isp.core.mesh.phase import Phase
 from isp.profile.totals import timeline
 from isp.profile.trace import chrome_trace, torch_events, write_trace
 from tests.profile.example import example_profile

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from isp.comm.tag import Purpose, Tag
-from isp.parallel import Mode, ParallelConfig, WeightConfig
-from isp.parallel.config import LaunchPoint, OverlapUnit, TensorConfig
-from isp.parallel.phase import Phase
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh import Mode, ParallelConfig, WeightConfig
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, TensorConfig
+from isp.core.mesh.phase import Phase
 from isp.profile.schema import Reason
 from isp.profile.waits import worst_waits
 from tests.profile.records import QKV, aligned, gradient, mark, output, record, transfer, weight

@@ -10,14 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isp.comm import Mesh
 from isp.config.models import language_model
-from isp.core.optim.config import OptimizerConfig
-from isp.data.batch import MicroBatch
-from isp.layers.loss import IGNORED
-from isp.models.build import build_model
-from isp.optim import DEFAULT_BUCKET_BYTES, MainGradients, Zero1Optimizer
-from isp.parallel import (
+from isp.core.comm import Mesh
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import (
     Axis,
     ContextExchange,
     DevicePlacementConfig,
@@ -31,9 +27,15 @@ from isp.parallel import (
     WeightConfig,
     Zero1Config,
 )
-from isp.parallel.config import ExpertConfig
+from isp.core.mesh.config import ExpertConfig
+from isp.core.optim.buckets import DEFAULT_BUCKET_BYTES
+from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.data.batch import MicroBatch
+from isp.models.build import build_model
 from isp.train.step import TrainStep
-from isp.weights.parameter import ShardedParameter
 from model.config import ModelConfig
 
 __all__ = [

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 
 import isp
 from isp.cli import main
+from isp.core.mesh import Mode, ParallelConfig
+from isp.core.optim.buckets import BucketManager
 from isp.core.recompute.config import Recomputation
+from isp.core.weights.plan import PlanCursor
 from isp.models import forward_pass, swap, tiny
 from isp.models.tiles import TiledModule
 from isp.models.tiny import tiny_config
-from isp.optim import BucketManager
-from isp.parallel import Mode, ParallelConfig
 from isp.run.forked import RankError, run_ranks
 from isp.train.check import CASES, TOLERANCE, Check
 from isp.train.check_layouts import Layout, layouts_of
 from isp.train.check_model import _subject_of, keys_from
 from isp.train.check_subjects import Subject
-from isp.weights.plan import PlanCursor
 from model.config import ModelConfig
 from tests.models.own import Own
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from isp.comm import Channel
+from isp.core.comm import Channel
+from isp.core.mesh import Axis
 from isp.data.batch import MicroBatch
-from isp.parallel import Axis
 from isp.train.data import share_micro_batches, stacked
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ import pytest
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.config.sections import CheckpointConfig
-from isp.parallel import Axis, Mode
+from isp.core.mesh import Axis, Mode
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Run, Task, largest_difference, make_run

@@ -18,9 +18,9 @@ from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.config.sections import CheckpointConfig
-from isp.layers.module import MasterStream
+from isp.core.layers.module import MasterStream
+from isp.core.mesh import Axis, Mode
 from isp.models import folder as model_folder
-from isp.parallel import Axis, Mode
 from isp.run.forked import RankError
 from isp.train.export import export
 from isp.train.resume import saved_values

@@ -13,8 +13,8 @@ import pytest
 
 from isp.cli import main
 from isp.config import load_config
+from isp.core.layers.vocab_loss import IGNORED
 from isp.data.batch import MicroBatch
-from isp.layers.loss import IGNORED
 from isp.metrics import StepRecord, read_metrics
 from isp.run.folder import RunFolder
 from isp.run.forked import RankError

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from isp.core.mesh import Mode, PipelineSchedule
 from isp.core.optim.config import OptimizerConfig
 from isp.models.model import TracedModel
 from isp.models.pretrained import begun_by_the_model
-from isp.parallel import Mode, PipelineSchedule
 from model.decoder import Decoder
 from tests.ranks import run_ranks
 from tests.train.runs import OPTIMIZER, Layout, Meshes, Numbers, Task, largest_difference, make_run

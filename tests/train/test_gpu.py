@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from isp.comm import Mesh, use_loopback
-from isp.parallel import Mode, PipelineSchedule, WeightConfig
+from isp.core.comm import Mesh, use_loopback
+from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
 from model.config import ModelConfig
 from tests.mirror import MirrorMesh, one_rank
 from tests.train.runs import Layout, Numbers, Run, Task, Weights, largest_difference, make_run

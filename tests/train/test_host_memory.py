@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
-from isp.comm import host_memory as of_the_system
 from isp.config import load_config
+from isp.core.comm import pinned_memory as of_the_system
 from isp.planner.case import PlanCase
 from isp.planner.memory import memory
 from isp.train import host_memory

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from isp.core.layers.head import num_chunks
 from isp.data.batch import MicroBatch
-from isp.layers.head import num_chunks
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Task, make_run

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from isp.core.mesh import Mode, PipelineSchedule
 from isp.core.optim.config import GradScalerConfig
 from isp.metrics import read_metrics
-from isp.parallel import Mode, PipelineSchedule
 from model.config import ModelConfig
 from tests.ranks import Said, run_isp, run_ranks
 from tests.train.runs import OPTIMIZER, Layout, Meshes, Numbers, Task, make_run

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
-from isp.parallel import Mode
+from isp.core.comm import Mesh
+from isp.core.mesh import Mode
 from isp.train.step import TrainStep
 from model.config import ModelConfig
 from tests.layers.megatron import Made

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from isp.core.mesh import Mode, PipelineSchedule
 from isp.core.optim.config import MuonConfig, OptimizerConfig
-from isp.parallel import Mode, PipelineSchedule
 from tests.train.runs import Layout
 from tests.train.test_layouts import (
     ALL,

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
+from isp.core.comm import Mesh
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Mode
 from isp.data.batch import MicroBatch
-from isp.layers.loss import IGNORED
 from isp.metrics import read_metrics
 from isp.models.chunk import TracedChunk
-from isp.parallel import Mode
 from isp.train.data import StepData
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from isp.core.mesh import Axis, Mode
 from isp.models.chunk import TracedChunk
-from isp.parallel import Axis, Mode
 from isp.train.out_of_memory import (
     MemoryGuard,
     OutOfMemory,

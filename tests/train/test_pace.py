@@ -7,8 +7,8 @@ import pytest
 from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import CheckpointConfig, TrainingConfig, ValidationConfig
+from isp.core.mesh.phase import Phase
 from isp.metrics.phases import PhaseTimes
-from isp.parallel.phase import Phase
 from isp.train.watch import Pace
 from model.config import ModelConfig
 

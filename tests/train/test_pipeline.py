@@ -10,11 +10,10 @@ from typing import NamedTuple
 import pytest
 
 from isp.config.models import language_model
+from isp.core.mesh import Mode, PipelineConfig, PipelineSchedule
+from isp.core.pipeline.order import Hop, PipelineOrder, program, split_layers, timeline
+from isp.core.weights.uses import Action, ActionKind
 from isp.data.batch import MicroBatch
-from isp.parallel import Mode, PipelineConfig, PipelineSchedule
-from isp.pipeline import PipelineOrder, split_layers
-from isp.pipeline.order import Hop, program, timeline
-from isp.weights.trace import Action, ActionKind
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks

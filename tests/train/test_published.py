@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import torch
 
-from isp.comm import Mesh
 from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, ParallelConfig, WeightConfig
 from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.zero1 import Zero1Optimizer
 from isp.data.batch import MicroBatch
-from isp.optim import Zero1Optimizer
-from isp.parallel import Axis, ParallelConfig, WeightConfig
 from isp.train import step as train_step
 from model.config import ModelConfig
 from tests.ranks import run_ranks

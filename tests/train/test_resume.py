@@ -29,9 +29,9 @@ from isp.config.sections import (
     TrainingConfig,
     ValidationConfig,
 )
+from isp.core.mesh import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
 from isp.metrics import StepRecord, read_metrics
-from isp.parallel import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.train import main, saving
 from isp.train.data import StepData
 from isp.train.resume import check_start

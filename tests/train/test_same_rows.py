@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isp
 from isp.config import JobConfig
-from isp.parallel.config import PipelineConfig
+from isp.core.mesh.config import PipelineConfig
 from isp.train.asked import TokenScores
 from isp.train.parallel_run import ParallelRun
 from tests.host_syncs import HostSyncs

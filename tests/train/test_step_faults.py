@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
-from isp.parallel import Axis, Mode, PipelineSchedule
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis, Mode, PipelineSchedule
 from isp.train.step_work import slice_sequence
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from isp.comm import Mesh, TimedTransfer
-from isp.comm.tag import Purpose, Tag
-from isp.parallel import ParallelConfig, Topology, WeightConfig
+from isp.core.comm import Mesh, TimedTransfer
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh import ParallelConfig, Topology, WeightConfig
 from isp.train.watch import describe_waits
 from tests.ranks import run_ranks
 from tests.train.jobs import run_folders, run_forked, write_job

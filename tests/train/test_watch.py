@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import CommLog
-from isp.comm.tag import UNNAMED
 from isp.config import load_config
+from isp.core.comm import CommLog
+from isp.core.comm.tag import UNNAMED
+from isp.core.mesh import ParallelConfig, PipelineConfig, TensorConfig, Topology
+from isp.core.mesh.config import Mode
 from isp.metrics.phases import PhaseClock, PhaseTimes
 from isp.models.chunk import TracedChunk
-from isp.parallel import ParallelConfig, PipelineConfig, TensorConfig, Topology
-from isp.parallel.config import Mode
 from isp.train import main
 from isp.train.meter import StepMeter
 from isp.train.step_work import StepOutcome

@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.comm import Channel, Pending
-from isp.comm.tag import UNNAMED, Tag
-from isp.layers.linear import ParallelLinear
-from isp.layers.module import bind_names
-from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.recompute import Recomputer
-from isp.rng import RngStatesTracker
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.declare import DeclaredBlock, DeclaredUse
-from isp.weights.trace import Use
-from isp.weights.wp import WPCommunicator
+from isp.core.comm import Channel, Pending
+from isp.core.comm.tag import UNNAMED, Tag
+from isp.core.layers.linear import ParallelLinear
+from isp.core.layers.module import bind_names
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.core.recompute.recompute import Recomputer
+from isp.core.rng import RngStatesTracker
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.declare import DeclaredBlock, DeclaredUse
+from isp.core.weights.uses import Use
+from isp.core.weights.wp import WPCommunicator
 from tests.toolkit import ToolkitLayers, init_weights
 
 __all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes", "plain_linear"]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.weights.declare import WeightHolder
+from isp.core.weights.declare import WeightHolder
 from tests.toolkit import ToolkitLayers
 
 B, S, D, V = 3, 4, 6, 9

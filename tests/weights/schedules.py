@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from isp.parallel.config import LaunchPoint
-from isp.parallel.phase import Phase
-from isp.weights.plan import Act, Plan
-from isp.weights.trace import Action, ActionKind, Block, Chunks, Use, inputs_kept, recomputed_blocks
+from isp.core.mesh.config import LaunchPoint
+from isp.core.mesh.phase import Phase
+from isp.core.weights.plan import Act, Plan
+from isp.core.weights.uses import (
+    Action,
+    ActionKind,
+    Block,
+    Chunks,
+    Use,
+    inputs_kept,
+    recomputed_blocks,
+)
 
 VISITS = ("wqkv", "attn", "wo", "w1", "w2")
 EMBEDDING = Block("embedding", (Use("embedding", "embedding", weight_in_backward=False),))

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Channel
-from isp.layers.module import named_parameters
-from isp.optim import MainGradients
-from isp.parallel import Axis
-from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.parallel.phase import Phase
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.plan import PlanCursor, plan
-from isp.weights.trace import sequential_actions
+from isp.core.comm import Channel
+from isp.core.layers.module import named_parameters
+from isp.core.mesh import Axis
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.core.mesh.phase import Phase
+from isp.core.optim.main_grads import MainGradients
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.plan import PlanCursor, plan
+from isp.core.weights.uses import sequential_actions
 from tests.weights.echo import CPU, Net, echo_net, leased_bytes
 from tests.weights.schedules import decoder
 

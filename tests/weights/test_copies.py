@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from isp.parallel import Axis
-from isp.parallel.config import Prefetch
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.trace import sequential_actions
+from isp.core.mesh import Axis
+from isp.core.mesh.config import Prefetch
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.uses import sequential_actions
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, ToolkitLayers, blocks_of, weight_mesh
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.comm import Mesh
-from isp.parallel import Axis
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.wp import HeadWeightParallelCommunicator
+from isp.core.comm import Mesh
+from isp.core.mesh import Axis
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.wp import HeadWeightParallelCommunicator
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, topology
 

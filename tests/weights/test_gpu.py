@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.comm import Channel, Pending
-from isp.comm.tag import UNNAMED, Tag
-from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.trace import sequential_actions
+from isp.core.comm import Channel, Pending
+from isp.core.comm.tag import UNNAMED, Tag
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.uses import sequential_actions
 from tests.weights.echo import Net, echo_layers, leased_bytes
 
 pytestmark = pytest.mark.gpu

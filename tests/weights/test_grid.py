@@ -6,10 +6,10 @@ from textwrap import dedent
 
 import pytest
 
-from isp.parallel.config import OverlapUnit, Prefetch
-from isp.weights.grid import grid
-from isp.weights.plan import plan
-from isp.weights.trace import Action, Chunks, sequential_actions
+from isp.core.mesh.config import OverlapUnit, Prefetch
+from isp.core.weights.plan import plan
+from isp.core.weights.plan_table import grid
+from isp.core.weights.uses import Action, Chunks, sequential_actions
 from tests.weights.schedules import EMBEDDING, HEAD, block, decoder
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.parallel.config import OverlapUnit
-from isp.parallel.phase import Phase
-from isp.weights.communicator import ISPCommunicator
-from isp.weights.trace import sequential_actions
+from isp.core.mesh.config import OverlapUnit
+from isp.core.mesh.phase import Phase
+from isp.core.weights.communicator import ISPCommunicator
+from isp.core.weights.uses import sequential_actions
 from tests.weights.echo import D, Net, echo_layers, echo_net, leased_bytes, plain_linear
 
 IDS = torch.tensor([[1, 2, 3, 1], [4, 5, 6, 7]])

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.layers.module import bind_names, named_parameters
-from isp.parallel import Axis
-from isp.parallel.config import OverlapUnit, Prefetch
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.trace import sequential_actions
+from isp.core.layers.module import bind_names, named_parameters
+from isp.core.mesh import Axis
+from isp.core.mesh.config import OverlapUnit, Prefetch
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.uses import sequential_actions
 from tests.ranks import run_ranks
 from tests.saved import saving
 from tests.toolkit import CPU, ToolkitLayers, blocks_of, init_weights, weight_mesh

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.weights.plan import ActKind, plan
-from isp.weights.simulate import simulate
-from isp.weights.trace import Block, Chunks, Use, sequential_actions
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.core.weights.plan import ActKind, plan
+from isp.core.weights.simulate import simulate
+from isp.core.weights.uses import Block, Chunks, Use, sequential_actions
 from tests.weights.schedules import EMBEDDING, HEAD, actions, block, decoder, events
 
 
@@ -146,5 +146,5 @@ def test_a_plan_is_made_once_and_can_be_a_key() -> None:
 
 def test_planning_needs_no_torch() -> None:
     """Catches: an import that makes printing a schedule take seconds."""
-    code = "import sys, isp.weights.grid; sys.exit('torch' in sys.modules)"
+    code = "import sys, isp.core.weights.plan_table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import pytest
 
-from isp.parallel import PipelineConfig, PipelineSchedule
-from isp.parallel.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.parallel.phase import Phase
-from isp.pipeline import PipelineOrder, one_forward_one_backward
-from isp.weights.plan import plan
-from isp.weights.simulate import Simulation, simulate
-from isp.weights.trace import (
+from isp.core.mesh import PipelineConfig, PipelineSchedule
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.core.mesh.phase import Phase
+from isp.core.pipeline.order import PipelineOrder, one_forward_one_backward
+from isp.core.weights.plan import plan
+from isp.core.weights.simulate import Simulation, simulate
+from isp.core.weights.uses import (
     Action,
     ActionKind,
     Block,

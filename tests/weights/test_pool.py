@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isp.weights.pool import MemoryPool
+from isp.core.weights.pool import MemoryPool
 
 CPU = torch.device("cpu")
 FLOAT, HALF = torch.float32, torch.bfloat16

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.comm import Mesh
-from isp.comm.channel import DryChannel
-from isp.layers.linear import ParallelLinear
-from isp.layers.module import bind_names, named_parameters
-from isp.optim import MainGradients
-from isp.parallel import Axis
-from isp.parallel.layout import ParameterLayout
+from isp.core.comm import Mesh
+from isp.core.comm.channel import DryChannel
+from isp.core.layers.linear import ParallelLinear
+from isp.core.layers.module import bind_names, named_parameters
+from isp.core.mesh import Axis
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.optim.main_grads import MainGradients
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.gather_reduce import GradientReducer, ParameterGradients, ShardedParameter
+from isp.core.weights.pool import MemoryPool
 from isp.planner.rank import Heard
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.pool import MemoryPool
-from isp.weights.transfers import GradientReducer, ParameterGradients, ShardedParameter
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, ToolkitLayers, weight_mesh
 

@@ -6,13 +6,14 @@ import time
 
 import torch
 
-from isp.comm import Mesh
+from isp.core.comm import Mesh
+from isp.core.layers.module import named_parameters
+from isp.core.mesh import Axis
 from isp.core.optim.config import OptimizerConfig
-from isp.layers.module import named_parameters
-from isp.optim import MainGradients, Zero1Optimizer
-from isp.parallel import Axis
-from isp.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.weights.trace import sequential_actions
+from isp.core.optim.main_grads import MainGradients
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.uses import sequential_actions
 from tests.ranks import run_ranks
 from tests.toolkit import topology
 from tests.weights.echo import CPU, Net, echo_layers

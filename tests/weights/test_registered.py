@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isp.comm import Channel, Mesh
-from isp.comm.cuda import ALLOCATOR_VARIABLES, check_registers, registered
-from isp.parallel import WeightConfig
+from isp.core.comm import Channel, Mesh
+from isp.core.comm.cuda import ALLOCATOR_VARIABLES, check_registers, registered
+from isp.core.mesh import WeightConfig
 from tests.model.decoders import SMALL
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Run, Task, make_run

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isp.layers.rank_layers import RankLayers
-from isp.parallel.config import OverlapUnit
-from isp.weights.trace import sequential_actions
-from isp.weights.wp import ISPCommunicatorWrapper
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.config import OverlapUnit
+from isp.core.weights.uses import sequential_actions
+from isp.core.weights.wp import ISPCommunicatorWrapper
 from tests.ranks import run_ranks
 from tests.toolkit import blocks_of
 from tests.weights.echo import leased_bytes

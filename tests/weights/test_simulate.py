@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from isp.parallel.config import OverlapUnit, Prefetch
-from isp.weights.plan import Act, ActKind, Plan, Step, plan
-from isp.weights.simulate import simulate
-from isp.weights.trace import Action, Chunks, sequential_actions
+from isp.core.mesh.config import OverlapUnit, Prefetch
+from isp.core.weights.plan import Act, ActKind, Plan, Step, plan
+from isp.core.weights.simulate import simulate
+from isp.core.weights.uses import Action, Chunks, sequential_actions
 from tests.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, actions, block, decoder
 
 CASES: list[tuple[Chunks, tuple[Action, ...]]] = [

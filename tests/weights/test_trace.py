@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from isp.weights.trace import Block, Use, inputs_kept, recomputed_blocks, sequential_actions, trace
+from isp.core.weights.uses import (
+    Block,
+    Use,
+    inputs_kept,
+    recomputed_blocks,
+    sequential_actions,
+    trace,
+)
 from tests.weights.schedules import EMBEDDING, HEAD, actions, block
 
 

@@ -1,0 +1,350 @@
+"""The one all-to-all of sequence parallelism: spread a dim over the ranks, join another.
+
+p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T tokens
+
+[Note: A transfer is two autograd nodes]
+Departure packs and launches, arrival waits and unpacks; between them the transfer is a `Pending`.
+In backward the arrival node launches the gradient's transfer and the departure node waits for it,
+so what can run while x travels has its gradient computed while dx travels. Between the two nodes
+autograd sees only an empty ticket; every gradient goes through the transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Channel, Pending
+from isp.core.comm.channel import join_ranks
+from isp.core.comm.tag import Purpose, Tag
+
+__all__ = [
+    "Arrival",
+    "Cut",
+    "Exchange",
+    "Reversible",
+    "SeqAllToAll",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "exchanged",
+    "launch",
+]
+
+_HEADS = Tag(Purpose.HEADS, tensor="all_to_all")
+
+Arrival = Callable[[], tuple[Tensor, ...]]
+"""Gives the tensors of an exchange, when they are there."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The split of one dim: rank i has `ranges[i]`; ranges that overlap replicate."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def even(cls, dim: int, length: int, num_ranks: int) -> Cut:
+        """Equal slices; raises ValueError if the length does not divide."""
+        if length % num_ranks:
+            raise ValueError(
+                f"dim {dim} of {length} does not divide by {num_ranks} ranks: pad it to"
+                f" {-(-length // num_ranks) * num_ranks}"
+            )
+        size = length // num_ranks
+        return cls(dim, tuple(range(i * size, (i + 1) * size) for i in range(num_ranks)))
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether the slices are equally long and lie one after another."""
+        size = len(self.ranges[0])
+        return all(
+            r.start == i * size and r.stop == (i + 1) * size for i, r in enumerate(self.ranges)
+        )
+
+    @cached_property
+    def is_partition(self) -> bool:
+        """Whether the slices lie one after another, without overlap or gap."""
+        return all(a.stop == b.start for a, b in zip(self.ranges, self.ranges[1:], strict=False))
+
+    @cached_property
+    def length(self) -> int:
+        """Length of the whole dim."""
+        return max(r.stop for r in self.ranges)
+
+
+class _Messages(NamedTuple):
+    """The messages of one transfer, by the rank that they go to or come from."""
+
+    sent: list[list[int]]
+    """Shapes."""
+    received: list[list[int]]
+    num_received: int
+    """Elements of all that is received."""
+    rows: tuple[list[int], list[int]] | None
+    """Elements of each, received and sent; None if all are alike."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All-to-all of several tensors at once: each is cut along one dim and joined along another.
+
+    Going out, tensor t is whole in `spread[t].dim` and a slice in `join.dim`; what arrives is whole
+    in `join.dim` and the slice `spread[t].ranges[rank]`. Going back is the dual: where ranges
+    overlap, what comes back is summed (in rank order, in float32 at least).
+
+    The tensors are alike but for the spread dim, and travel as one: the message to a rank has their
+    slices side by side along that dim, so on arrival each is a view of it (for batch 1).
+    """
+
+    channel: Channel
+    spread: tuple[Cut, ...]
+    join: Cut
+    tag: Tag = _HEADS
+
+    def go_out(self, xs: Sequence[Tensor]) -> Arrival:
+        """Spread xs and join them along `join.dim`."""
+        dim, rank, messages = self.spread[0].dim, self.channel.rank, self._messages(xs[0], False)
+        send = _pack(xs, self.spread, dim, messages.sent)
+        widths = [len(cut.ranges[rank]) for cut in self.spread]
+
+        def unpack(received: Tensor) -> tuple[Tensor, ...]:
+            joined = _joined(received, self.join, messages.received)
+            return joined.split_with_sizes(widths, dim) if len(widths) > 1 else (joined,)
+
+        return self._launch(send, messages, unpack)
+
+    def go_back(self, ys: Sequence[Tensor]) -> Arrival:
+        """Cut ys along `join.dim` and put them together along the spread dims."""
+        dim, messages = self.spread[0].dim, self._messages(ys[0], True)
+        send = _pack(ys, [self.join] * len(ys), dim, messages.sent)
+
+        def unpack(received: Tensor) -> tuple[Tensor, ...]:
+            return _assembled(received, self.spread, messages.received)
+
+        return self._launch(send, messages, unpack)
+
+    @cached_property
+    def _known(self) -> dict[tuple[torch.Size, bool], _Messages]:
+        return {}
+
+    def _messages(self, x: Tensor, back: bool) -> _Messages:
+        """The messages of tensors like x; found once, as layers are alike."""
+        key = x.shape, back
+        if key not in self._known:
+            rank, ranks = self.channel.rank, range(self.channel.size)
+            spread = [self._message_shape(x, other, rank) for other in ranks]
+            joined = [self._message_shape(x, rank, other) for other in ranks]
+            sent, received = (joined, spread) if back else (spread, joined)
+            rows = [prod(s) for s in received], [prod(s) for s in sent]
+            alike = len({*rows[0], *rows[1]}) == 1
+            found = _Messages(sent, received, sum(rows[0]), None if alike else rows)
+            self._known[key] = found
+        return self._known[key]
+
+    def _message_shape(self, x: Tensor, spread_rank: int, join_rank: int) -> list[int]:
+        """Shape of what passes between the rank with these heads and the rank with this slice."""
+        shape = list(x.shape)
+        shape[self.spread[0].dim] = sum(len(cut.ranges[spread_rank]) for cut in self.spread)
+        shape[self.join.dim] = len(self.join.ranges[join_rank])
+        return shape
+
+    def _launch(
+        self, send: Tensor, messages: _Messages, unpack: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> Arrival:
+        out_rows, in_rows = messages.rows or (None, None)
+        pending = self.channel.all_to_all_into(
+            send.new_empty(messages.num_received),
+            send,
+            out_rows=out_rows,
+            in_rows=in_rows,
+            tag=self.tag,
+        )
+        return lambda: unpack(pending.wait())
+
+
+def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list[int]]) -> Tensor:
+    """The messages to all ranks one after another, flat; copies once, or not at all.
+
+    Rank i's message has `cuts[t].ranges[i]` of each x side by side along `dim`.
+    """
+    size, cut_dim = len(shapes), cuts[0].dim
+    if all(cut.is_even for cut in cuts):
+        slices = list(xs)
+        lie_in_order = prod(xs[0].shape[:cut_dim]) == 1 and (len(xs) == 1 or cut_dim < dim)
+        if not lie_in_order:
+            slices = [torch.unflatten(x, cut_dim, (size, -1)).movedim(cut_dim, 0) for x in xs]
+            dim += 1  # behind that of the ranks
+        whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
+        return whole.reshape(-1).contiguous()  # an expanded gradient is flat with stride 0
+    flat = xs[0].new_empty(sum(prod(s) for s in shapes))
+    for rank, message in enumerate(_messages(flat, shapes)):
+        parts = [
+            x.narrow(cut.dim, cut.ranges[rank].start, len(cut.ranges[rank]))
+            for x, cut in zip(xs, cuts, strict=True)
+        ]
+        torch.cat(parts, dim, out=message)
+    return flat
+
+
+def _messages(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+    parts = flat.split([prod(s) for s in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
+    """All messages joined along `join.dim`; a view if they are alike and all dims before are 1."""
+    if not join.is_even:
+        return torch.cat(_messages(received, shapes), join.dim)
+    shape, dim = shapes[0], join.dim
+    if prod(shape[:dim]) == 1:
+        return received.view(*shape[:dim], len(shapes) * shape[dim], *shape[dim + 1 :])
+    return join_ranks(received.view(len(shapes), *shape), dim)
+
+
+def _assembled(
+    received: Tensor, cuts: Sequence[Cut], shapes: list[list[int]]
+) -> tuple[Tensor, ...]:
+    """Each tensor put together along its dim from the messages, summed where ranges overlap."""
+    dim = cuts[0].dim
+    if all(cut.is_even for cut in cuts):
+        whole = received.view(len(shapes), *shapes[0])  # [p, .., its heads of each, ..]
+        if len(cuts) == 1:
+            return (join_ranks(whole, dim),)
+        of_each = whole.split_with_sizes([len(cut.ranges[0]) for cut in cuts], dim + 1)
+        return tuple(join_ranks(x, dim) for x in of_each)
+    messages = _messages(received, shapes)
+    widths = [[len(cut.ranges[rank]) for cut in cuts] for rank in range(len(shapes))]
+    parts = [message.split(w, dim) for message, w in zip(messages, widths, strict=True)]
+    return tuple(
+        torch.cat(slices, dim) if cut.is_partition else _summed(slices, cut)
+        for cut, slices in zip(cuts, zip(*parts, strict=True), strict=True)
+    )
+
+
+def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
+    shape = list(slices[0].shape)
+    shape[cut.dim] = cut.length
+    dtype = torch.promote_types(slices[0].dtype, torch.float32)
+    total = slices[0].new_zeros(shape, dtype=dtype)
+    for part, owned in zip(slices, cut.ranges, strict=True):
+        total.narrow(cut.dim, owned.start, len(owned)).add_(part)
+    return total.to(slices[0].dtype)
+
+
+class Reversible(Protocol):
+    """An exchange, and its transpose."""
+
+    @property
+    def channel(self) -> Channel:
+        """Of the ranks that take part."""
+
+    def go_out(self, xs: Sequence[Tensor]) -> Arrival:
+        """Send xs on their way."""
+
+    def go_back(self, ys: Sequence[Tensor]) -> Arrival:
+        """Send the gradients of what arrived on their way back."""
+
+
+class _Transfer:
+    """One exchange under autograd: what is in flight there, and in backward what is coming back."""
+
+    def __init__(self, exchange: Reversible, *, reverse: bool) -> None:
+        self.there = exchange.go_back if reverse else exchange.go_out
+        self.back = exchange.go_out if reverse else exchange.go_back
+        self.arrival: Arrival | None = None
+
+    def arrive(self) -> tuple[Tensor, ...]:
+        assert self.arrival is not None, "a transfer arrives once for each departure"
+        arrival, self.arrival = self.arrival, None
+        return arrival()
+
+
+class _Depart(Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: _Transfer, *xs: Tensor) -> Tensor:
+        ctx.transfer = transfer
+        transfer.arrival = transfer.there(xs)
+        return xs[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.transfer.arrive()
+
+
+class _Arrive(Function):
+    @staticmethod
+    def forward(ctx: Any, transfer: _Transfer, ticket: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
+        return transfer.arrive()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor]:
+        ctx.transfer.arrival = ctx.transfer.back(dys)
+        return None, dys[0].new_empty(0)
+
+
+def launch(exchange: Reversible, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
+    """Send xs on their way (`go_back` if `reverse`); calling the result gives them, arrived.
+
+    See the note [A transfer is two autograd nodes]. The result must be called once, and the
+    backward of every rank must reach what it gave.
+    """
+    if exchange.channel.size == 1:
+        return lambda: tuple(xs)
+    transfer = _Transfer(exchange, reverse=reverse)
+    ticket = _Depart.apply(transfer, *xs)
+    return lambda: _Arrive.apply(transfer, ticket)
+
+
+def exchanged(exchange: Reversible, *xs: Tensor, reverse: bool = False) -> tuple[Tensor, ...]:
+    """xs, sent and arrived."""
+    return launch(exchange, xs, reverse=reverse)()
+
+
+class SeqAllToAll:
+    """All-to-all that spreads dim `scatter` over the ranks and joins dim `gather`.
+
+    x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; backward swaps the two dims.
+    Raises ValueError if N is not a multiple of the channel's size.
+    Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+    """
+
+    @staticmethod
+    def apply(channel: Channel, x: Tensor, scatter: int, gather: int) -> Tensor:
+        """x, exchanged."""
+        return exchanged(_of_two_dims(channel, x, scatter, gather), x)[0]
+
+    @staticmethod
+    def launch(channel: Channel, x: Tensor, scatter: int, gather: int) -> Pending:
+        """x on its way; the same bits as `apply`."""
+        arrive = launch(_of_two_dims(channel, x, scatter, gather), (x,))
+        return Pending(lambda: arrive()[0])
+
+
+def _of_two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange:
+    scatter, gather = scatter % x.dim(), gather % x.dim()
+    if scatter == gather:
+        raise ValueError(f"cannot scatter and gather the same dim {scatter}")
+    size = channel.size
+    spread = Cut.even(scatter, x.shape[scatter], size)
+    return Exchange(channel, (spread,), Cut.even(gather, x.shape[gather] * size, size), _HEADS)
+
+
+def all_to_all_sp2hp(x: Tensor, channel: Channel) -> Tensor:
+    """Tokens split -> hidden split: [T/p, .., H] -> [T, .., H/p]; backward the other way."""
+    return SeqAllToAll.apply(channel, x, -1, 0)
+
+
+def all_to_all_hp2sp(x: Tensor, channel: Channel) -> Tensor:
+    """Hidden split -> tokens split: [T, .., H/p] -> [T/p, .., H]; backward the other way."""
+    return SeqAllToAll.apply(channel, x, 0, -1)

@@ -1,0 +1,1 @@
+"""Attention on one device, by kernel."""

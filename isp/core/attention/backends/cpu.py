@@ -1,0 +1,198 @@
+"""Attention on CPU: torch's flash kernel, document by document, as one autograd node.
+
+B batch, S sequence, T tokens = B * S, H query heads, K KV heads, G = H / K, d head size
+
+forward   for each block: out[rows], lse[rows] = kernel(q[rows], k[rows], v[rows])
+backward  for each block: dq[rows] += .., dk[rows] += .., dv[rows] += ..
+
+One node, because with slices under autograd every document's gradient would be a tensor of the
+whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
+masks of windows, and of short causal documents, have at most 256 rows.
+
+[Note: float32 on CPU] bfloat16 and float16 are attended in float32: more exact, and torch's kernel
+takes ten times as long for a bfloat16 backward where the processor has no bfloat16 arithmetic.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isp.core.attention.backends.mask_blocks import (
+    EVERYTHING,
+    MaskBlock,
+    Visible,
+    blocks_of,
+    document_lengths,
+)
+from isp.core.attention.mask import AttentionMask
+from isp.core.autograd import Function
+
+__all__ = ["CpuAttention"]
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_SPLIT_UP_TO = 1024
+"""Causal documents of up to so many tokens are cut into blocks: the kernel skips hidden keys only
+512 at a time, so that it would compute nearly the whole square of a shorter one."""
+
+_SMALL = 1 << 18
+"""Numbers of a mask that is kept from call to call, at most."""
+
+
+class CpuAttention:
+    """Local attention on CPU, exact for packed documents, windows and unequal lengths."""
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        self.scale = scale
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        blocks = _blocks(mask, q, k)
+        wide = [x.to(_dtype(q)).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
+        out: Tensor = _Blocks.apply(*wide, blocks, self.scale)
+        return out.view(q.shape).to(q.dtype)
+
+    def with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
+    ) -> tuple[Tensor, Tensor]:
+        """See `LseKernel`."""
+        blocks = _blocks(mask, q.unsqueeze(0), k.unsqueeze(0))
+        return _attend(blocks, self.scale, *(x.to(_dtype(q)) for x in (q, k, v)))
+
+    def gradients(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: AttentionMask,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LseKernel`."""
+        blocks = _blocks(mask, q.unsqueeze(0), k.unsqueeze(0))
+        wide = (x.to(_dtype(q)) for x in (dout, q, k, v, out, lse))
+        return _gradients(blocks, self.scale, *wide)
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _blocks(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[MaskBlock, ...]:
+    lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
+    return blocks_of(lengths, causal=mask.causal, window=mask.window, split_up_to=_SPLIT_UP_TO)
+
+
+def _attend(
+    blocks: tuple[MaskBlock, ...], scale: float | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output [T, H, d] and the log of each softmax's sum [T, H]."""
+    out, group = q.new_zeros(q.shape), q.shape[1] // k.shape[1]
+    lse = q.new_full((*q.shape[:2], 1), -torch.inf)
+    for block in blocks:
+        result, logsumexp = _forward(
+            *_inputs(block, q, k, v),
+            0.0,
+            block.is_causal_square,
+            attn_mask=_mask(block, q),
+            scale=scale,
+        )
+        _queries(block, out, group).copy_(result)
+        _queries(block, lse, group).copy_(logsumexp.unsqueeze(-1))
+    return out, lse.squeeze(-1)
+
+
+def _gradients(
+    blocks: tuple[MaskBlock, ...],
+    scale: float | None,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = q.shape[1] // k.shape[1]
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    for block in blocks:
+        of_query, *of_keys = _backward(
+            _queries(block, dout, group),
+            *_inputs(block, q, k, v),
+            _queries(block, out, group),
+            _queries(block, lse.unsqueeze(-1), group).squeeze(-1),
+            0.0,
+            block.is_causal_square,
+            attn_mask=_mask(block, q),
+            scale=scale,
+        )
+        _queries(block, dq, group).copy_(of_query)
+        for total, grad in zip((dk, dv), of_keys, strict=True):
+            summed = grad.sum(1) if group > 1 else grad[:, 0]  # [K, rows, d]
+            total[block.slices[1]].add_(summed.transpose(0, 1))
+    return dq, dk, dv
+
+
+class _Blocks(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: tuple[MaskBlock, ...],
+        scale: float | None,
+    ) -> Tensor:
+        out, lse = _attend(blocks, scale, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return *_gradients(ctx.blocks, ctx.scale, dout, *ctx.saved_tensors), None, None
+
+
+def _mask(block: MaskBlock, like: Tensor) -> Tensor | None:
+    """[queries, keys] to add to the logits; None where no mask need be given."""
+    if block.visible == EVERYTHING or block.is_causal_square:
+        return None
+    rows, width = len(block.query), len(block.key)
+    small = rows * width <= _SMALL and type(like) is Tensor  # nothing that stands for one
+    make = _small_band if small else _band
+    return make(rows, width, block.visible, like.dtype, like.device)
+
+
+@torch.inference_mode(False)  # one made in it could not serve training
+def _band(
+    rows: int, width: int, visible: Visible, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[rows, width]: 0 where a key is seen, else the least that is added to a logit."""
+    # finite: a row of which a whole kernel block is hidden must not become inf - inf
+    least = torch.finfo(dtype).min / 2
+    mask = torch.zeros(rows, width, dtype=dtype, device=device)
+    return mask.masked_fill_(~visible.band(rows, width, device), least)
+
+
+_small_band = lru_cache(maxsize=16)(_band)
+"""Kept, as blocks, layers and steps have the same again and again."""
+
+
+def _inputs(block: MaskBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """q [K, G, rows, d], k and v [K, G, rows, d], each head seen G times; views."""
+    group, keys = q.shape[1] // k.shape[1], block.slices[1]
+    seen = (x[keys].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
+    return _queries(block, q, group), *seen
+
+
+def _queries(block: MaskBlock, x: Tensor, group: int) -> Tensor:
+    """[T, H, d] -> [K, G, rows, d], a view."""
+    heads: Tensor = x[block.slices[0]].unflatten(1, (-1, group))
+    return heads.permute(1, 2, 0, 3)

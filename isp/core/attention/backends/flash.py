@@ -1,0 +1,140 @@
+"""Local attention by flash attention: torch's own, and the packages of versions 2 to 4.
+
+B batch, S sequence, T tokens = B * S, H query heads, K KV heads, d head size
+
+All align causal masks at the last query and key (flash-attn since 2.1), give zeros where a
+query sees nothing, and share KV heads between query heads, as `LocalAttention` asks. A package
+counts as there if the function itself can be imported: a build whose extension does not load fails
+with ImportError or, for a missing symbol, OSError.
+
+Source: github.com/Dao-AILab/flash-attention, flash_attn_interface.py of `flash_attn` and `hopper`,
+and flash_attn/cute/interface.py.
+
+[Note: Signature of varlen_attn] torch's own takes `scale` and `window_size`, where (-1, 0) is
+causal; since 2.12 `enable_gqa` has to be set where KV heads are shared. On Hopper and Blackwell it
+prefers cuDNN's kernel unless `sdpa_kernel` forbids that: torch 2.14 without a causal mask and
+shared KV heads, 2.15 also with them. ISP has cuDNN as another backend, and refuses it where torch
+has to be deterministic.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from isp.core.attention.mask import AttentionMask
+
+__all__ = ["FlashAttention", "VarlenAttention"]
+
+
+class FlashAttention:
+    """Local attention by the dense and the packed function of the package `module`.
+
+    `no_limit` is its value for an open side of a window. With a `softcap`, logits x become
+    softcap * tanh(x / softcap).
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        no_limit: int | None = -1,
+    ) -> None:
+        self.scale = scale
+        self.softcap = softcap
+        self._no_limit = no_limit
+        self._dense = _imported(module, "flash_attn_func")
+        self._packed = _imported(module, "flash_attn_varlen_func")
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
+        options: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "causal": mask.causal,
+            "window_size": self._window(mask),
+        }
+        if self.softcap is not None:
+            options["softcap"] = self.softcap
+        if torch.are_deterministic_algorithms_enabled():  # as torch's own kernels do
+            options["deterministic"] = True
+        if mask.cu_seqlens is None:
+            return _only_output(self._dense(q, k, v, **options))
+        query_ends, key_ends = mask.cu_seqlens_on(q.device)
+        longest_query, longest_key = mask.max_lengths
+        out = self._packed(
+            *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
+            cu_seqlens_q=query_ends,
+            cu_seqlens_k=key_ends,
+            max_seqlen_q=longest_query,
+            max_seqlen_k=longest_key,
+            **options,
+        )
+        return _only_output(out).view(q.shape)
+
+    def _window(self, mask: AttentionMask) -> tuple[int | None, int | None]:
+        if mask.window is None:
+            return self._no_limit, self._no_limit
+        return mask.window - 1, 0 if mask.causal else mask.window - 1
+
+
+def _imported(module: str, function: str) -> Callable[..., Any]:
+    try:
+        found: Callable[..., Any] = getattr(import_module(module), function)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ValueError(f"{module}.{function} is not there: {error}") from error
+    return found
+
+
+def _only_output(result: Any) -> Tensor:
+    """Some versions give (output, logsumexp) where others give the output alone."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+class VarlenAttention:
+    """The flash attention that comes with torch; one kernel for all documents."""
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        self.scale = scale
+        self._attend: Callable[..., Any] = varlen_attn
+        self._parameters = frozenset(inspect.signature(varlen_attn).parameters)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
+        if mask.cu_seqlens is None:
+            query_ends, key_ends = (
+                torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * x.shape[1]
+                for x in (q, k)
+            )
+            longest = q.shape[1], k.shape[1]
+        else:
+            query_ends, key_ends = mask.cu_seqlens_on(q.device)
+            longest = mask.max_lengths
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # [Note: Signature of varlen_attn]
+            out = self._attend(
+                *(x.flatten(0, 1) for x in (q, k, v)),  # [T, H, d]
+                query_ends,
+                key_ends,
+                *longest,
+                **self._options(mask, grouped=q.shape[2] != k.shape[2]),
+            )
+        return _only_output(out).view(q.shape)
+
+    def _options(self, mask: AttentionMask, *, grouped: bool) -> dict[str, Any]:
+        left = -1 if mask.window is None else mask.window - 1
+        right = 0 if mask.causal else left
+        options: dict[str, Any] = {"scale": self.scale, "window_size": (left, right)}
+        if grouped and "enable_gqa" in self._parameters:
+            options["enable_gqa"] = True
+        return options

@@ -1,0 +1,114 @@
+"""Local attention by torch's flex_attention, for soft-capped logits; compiled, on CUDA.
+
+T queries, L keys, H query heads, K KV heads, d head size, R and C blocks of 128 queries and keys
+
+A query sees one run of keys, [low, high), whatever the documents, order and window are. So one mask
+function serves all, and reads the runs from two tensors: another micro-batch compiles nothing new.
+Which blocks any query sees, and which all do, follows from the least and the greatest of the runs
+in each block of queries; no mask of T x L is formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from isp.core.attention.backends.mask_blocks import document_lengths
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import pinned_memory
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["FlexAttention"]
+
+_BLOCK = 128
+_MASKS = 2
+"""Masks whose blocks are kept: models with soft caps have layers with and without a window."""
+
+
+class FlexAttention:
+    """Local attention whose logits x become softcap * tanh(x / softcap)."""
+
+    def __init__(self, *, scale: float | None = None, softcap: float) -> None:
+        from torch.nn.attention.flex_attention import flex_attention  # loads the compiler
+
+        self.scale = scale
+        self.softcap = softcap
+        # `fullgraph`: too many kinds of tensors are an error, not scores of T x L in memory
+        self._attend: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
+        self._blocks = lru_cache(_MASKS)(_blocks)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        softcap = self.softcap
+        sizes = q.shape[0], q.shape[1], k.shape[1]
+
+        def capped(logit: Tensor, *_: Tensor) -> Tensor:
+            return softcap * torch.tanh(logit / softcap)
+
+        # A second cap or scale would become a symbol and break the graph, so floats stay constants.
+        # Gradients or none, one block or more, and head counts each compile: more than the usual 8.
+        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):
+            out: Tensor = self._attend(
+                *(x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v)),  # [1, H, T, d]
+                score_mod=capped,
+                block_mask=self._blocks(mask, sizes, q.device),
+                scale=self.scale,
+                enable_gqa=q.shape[2] != k.shape[2],
+                kernel_options={"BACKEND": "TRITON"},  # not another kernel below 128 queries
+            )
+        return out.squeeze(0).transpose(0, 1).reshape(q.shape)
+
+
+@torch.inference_mode(False)  # which serves training, too
+def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.device) -> BlockMask:
+    """Return the block mask of B rows of Sq queries and Sk keys, joined into one sequence."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    low, high = (pinned_memory.send(x, device) for x in _runs(mask, sizes))
+    num_queries, num_keys = len(low), sizes[0] * sizes[2]
+    rows = torch.arange(-(-num_queries // _BLOCK) * _BLOCK, device=device)
+    rows = rows.clamp_(max=num_queries - 1).view(-1, _BLOCK)  # the last query fills its block
+    lows, highs = low[rows], high[rows]  # [R, 128]
+    begin = torch.arange(0, num_keys, _BLOCK, device=device)  # [C]
+    some = (begin < highs.amax(1, True)) & (begin + _BLOCK > lows.amin(1, True))  # [R, C]
+    whole = (begin >= lows.amax(1, True)) & (begin + _BLOCK <= highs.amin(1, True))
+
+    def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= low[query]) & (key < high[query])
+
+    return BlockMask.from_kv_blocks(
+        *_numbered(some & ~whole),
+        *_numbered(whole),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def _runs(mask: AttentionMask, sizes: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Return the first key of each query and the end of its keys, int32 [T] each."""
+    queries, keys = torch.tensor(document_lengths(mask, *sizes)).T
+    last = keys.cumsum(0)
+    # the last query of a document is aligned with its last key: [Note: Causal alignment]
+    start, end, shift = (
+        x.repeat_interleave(queries) for x in (last - keys, last, last - queries.cumsum(0))
+    )
+    own = torch.arange(len(shift)) + shift
+    low = start if mask.window is None else start.maximum(own - mask.window + 1)
+    if mask.causal:
+        end = end.minimum(own + 1)
+    elif mask.window is not None:
+        end = end.minimum(own + mask.window)
+    return low.int(), end.int()
+
+
+def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many of `blocks` [R, C] each row has, and the order of columns, those first."""
+    numbers = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], numbers.int()[None, None]

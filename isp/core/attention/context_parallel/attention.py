@@ -1,0 +1,203 @@
+"""`ContextAttention`: attention of queries that a rank has to keys that lie on many.
+
+c context ranks, B batch, S sequence, h query heads and k KV heads of this rank, d head size, T its
+tokens in all rows, L keys as its kernels see them
+
+    q     [B, S/c, h, d]                                                is not sent
+    k, v  [B, S/c, k, d]  --needed keys, all-to-all-->  [L, k, d]       for each stripe of KV heads
+                                                         local attention [B, S/c, h, d]
+
+Each context rank has the slices of documents that a `ContextPlan` gives it, and receives exactly
+the keys and values that they attend to. One kernel call sees each slice's whole range of keys, so
+results are never merged: they are exact to the kernel, and windows and sinks are what they are on
+one device. Keys travel by stripes of heads, the next one while this one is attended to.
+
+backward   gradients of k and v return by the transposed all-to-all, and are added up in float32 at
+           least, first over a rank's copies and then in the order of ranks
+
+Source: the stripes are those of ring-flash-attention, llama3_flash_attn_varlen; that only needed
+keys travel, of NeMo's blockdiag_cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.core.attention.all_to_all import Arrival, launch
+from isp.core.attention.backends.lse import LseKernel, lse_kernel
+from isp.core.attention.context_parallel.key_exchange import KeyExchange
+from isp.core.attention.context_parallel.ring import Ring, ring_attention
+from isp.core.attention.context_parallel.route import Route, gather_route, ring_routes
+from isp.core.attention.local import LocalAttention
+from isp.core.attention.mask import AttentionMask
+from isp.core.autograd import joined
+from isp.core.comm import Channel
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh.sequence_split import ContextPlan, Windows
+
+__all__ = ["ContextAttention"]
+
+_ROUTES = 16
+"""Micro-batches and kinds of mask whose routes are kept."""
+
+_STRIPE_BYTES = 1 << 20
+"""Least that a stripe is worth, of what the rank that receives most receives."""
+
+_MOST_STRIPES = 4
+
+PlanOf = Callable[[tuple[int, ...], int, Windows], ContextPlan]
+
+
+class ContextAttention:
+    """Local attention made to work on tokens that a plan spreads over `channel`; for all layers.
+
+    The tokens of a rank are in the order of its slices, row by row. `mask` is that of the rows in
+    their own order; without documents each row is cut alike. `windows` are those of the model's
+    layers, by which work is balanced. `stripes` of KV heads at most; None: by their bytes.
+    In a `ring` keys and values are never there all at once: for layers without windows, sinks
+    and soft caps, by kernels that tell each softmax's sum. The other layers gather.
+    """
+
+    def __init__(
+        self,
+        local_attention: LocalAttention,
+        channel: Channel,
+        windows: Windows,
+        *,
+        stripes: int | None = None,
+        ring: bool = False,
+        plan_of: PlanOf = ContextPlan.of,
+    ) -> None:
+        self.local_attention = local_attention
+        self.channel = channel
+        self.windows = windows
+        self.stripes = stripes
+        self.ring = ring
+        self._plan_of = plan_of
+        self._kernels: dict[tuple[torch.dtype, int, torch.device], LseKernel | None] = {}
+        self._routes_of = lru_cache(_ROUTES)(self._make_routes)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
+    ) -> Tensor:
+        """q [B, S/c, h, d], k and v [B, S/c, k, d] -> [B, S/c, h, d]; `mask` of the whole rows.
+
+        `extras`: as of `DistributedAttention`. Raises ValueError if the tokens are not those that
+        the plan gives this rank, or if a mask that is not causal has a window.
+        """
+        if self.channel.size == 1:
+            return self.local_attention(q, k, v, mask=mask, **extras)
+        kernel = None
+        if self.ring and mask.window is None and not extras:
+            kernel = self._lse_kernel(q)
+        routes = self._routes(q, mask, in_ring=kernel is not None)
+        if not routes[0].is_local:
+            q = q.contiguous()  # is kept, unlike the keys, which may lie beside it
+        tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extras)
+        if routes[0].is_local:
+            out = self._attend(tokens, routes[0].mask)
+        elif kernel is not None:
+            ring = Ring(self.channel, routes, kernel, q.device)
+            out = ring_attention(*tokens[:3], ring)
+        else:
+            out = self._exchange(tokens, routes[0])
+        return out.view(*q.shape[:-1], out.shape[-1])
+
+    def _lse_kernel(self, q: Tensor) -> LseKernel | None:
+        """What a ring needs, chosen once for such queries."""
+        kind = q.dtype, q.shape[-1], q.device
+        if kind not in self._kernels:
+            self._kernels[kind] = lse_kernel(self.local_attention, q)
+        return self._kernels[kind]
+
+    def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
+        """Attend stripe by stripe, while the next one travels."""
+        stripes = tokens.stripes(self._num_stripes(tokens, route))
+        route, outs, transfers = route.on(tokens.k.device), [], []
+        for number, (_, k, v, _) in enumerate(stripes):
+            tag = Tag(Purpose.KEYS, tensor=f"attention.kv.{number}")
+            exchange = KeyExchange(self.channel, route, tag)
+            transfers.append(launch(exchange, (torch.stack((k, v), 1),)))
+            if number:
+                outs.append(self._attend_arrived(stripes[number - 1], transfers[number - 1], route))
+        outs.append(self._attend_arrived(stripes[-1], transfers[-1], route))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+    def _num_stripes(self, tokens: _Tokens, route: Route) -> int:
+        k = tokens.k
+        if "chosen" in tokens.extras:
+            return 1
+        if self.stripes is not None:
+            return min(self.stripes, k.shape[1])
+        received = 2 * route.most_received * k.shape[1:].numel() * k.element_size()
+        return max(1, min(_MOST_STRIPES, k.shape[1], received // _STRIPE_BYTES))
+
+    def _attend_arrived(self, stripe: _Tokens, arrive: Arrival, route: Route) -> Tensor:
+        k, v = arrive()[0].unbind(1)
+        return self._attend(stripe._replace(k=k, v=v), route.mask)
+
+    def _attend(self, tokens: _Tokens, mask: AttentionMask) -> Tensor:
+        """[T, h, d]."""
+        q, k, v, extras = tokens
+        if not len(q):
+            return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
+        attended = self.local_attention(*(x[None] for x in (q, k, v)), mask=mask, **extras)
+        return attended.squeeze(0)
+
+    def _routes(self, q: Tensor, mask: AttentionMask, *, in_ring: bool) -> tuple[Route, ...]:
+        batch_size, length = q.shape[:2]
+        lengths: tuple[int, ...] = (length * self.channel.size,)
+        rows = batch_size
+        if mask.cu_seqlens is not None:
+            mask.check_covers(1, mask.bounds[-1], mask.bounds[-1])
+            lengths, rows = mask.lengths, 1
+        routes = self._routes_of(lengths, rows, mask.causal, mask.window, in_ring)
+        if routes[0].num_tokens != batch_size * length:
+            raise ValueError(
+                f"context rank {self.channel.rank} of {self.channel.size} has"
+                f" {routes[0].num_tokens} tokens by the plan, got {batch_size} x {length}: the"
+                f" tokens of a micro-batch must be arranged by the plan of its documents"
+            )
+        return routes
+
+    def _make_routes(
+        self, lengths: tuple[int, ...], rows: int, causal: bool, window: int | None, in_ring: bool
+    ) -> tuple[Route, ...]:
+        """The way of keys for `rows` that are alike, of documents of these lengths."""
+        rank, num_ranks = self.channel.rank, self.channel.size
+        if not causal and window is not None:
+            raise ValueError(
+                f"attention window={window} without causal order is not spread over {num_ranks}"
+                f" context ranks: use parallel.sequence_2D.context_size=1"
+            )
+        plan = self._plan_of(lengths, num_ranks, self.windows).repeated(rows)
+        if in_ring:
+            return ring_routes(plan, rank, causal=causal)
+        return (gather_route(plan, rank, causal=causal, window=window),)
+
+
+class _Tokens(NamedTuple):
+    q: Tensor
+    """[T, h, d]."""
+    k: Tensor
+    """[T, k, d], [L, k, d] once they have arrived; v likewise."""
+    v: Tensor
+    extras: dict[str, Any]
+
+    def stripes(self, number: int) -> list[_Tokens]:
+        """Cut along the KV heads, as evenly as they go; chosen keys are not."""
+        if number == 1:
+            return [self]
+        heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
+        sizes = [len(range(i, heads, number)) for i in range(number)]
+        queries = [group * size for size in sizes]
+        extras: list[dict[str, Any]] = [{}] * number
+        if "sinks" in self.extras:
+            extras = [{"sinks": sinks} for sinks in self.extras["sinks"].split(queries)]
+        parts = (self.q.split(queries, 1), self.k.split(sizes, 1), self.v.split(sizes, 1), extras)
+        return [_Tokens(*stripe) for stripe in zip(*parts, strict=True)]

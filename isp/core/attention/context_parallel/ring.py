@@ -1,0 +1,138 @@
+"""Attention in a ring: blocks of keys and values come one after the other, and results are merged.
+
+c context ranks, T tokens of this rank, L keys of a block as kernels see them, h query heads, k KV
+heads, d head size
+
+    step t   keys and values of the t-th rank before this one, as far as this rank sees them
+             out_t [T, h, d], lse_t [T, h] = kernel(q, k_t, v_t)
+             out, lse = merged, in float32 at least
+
+At most two blocks are there at once, where `gather` has them all. A block comes straight from its
+rank, so that none carries what it does not need; and the next one while this one is attended to.
+
+backward   of each step: k_t and v_t again; dq += .., dk_t and dv_t = kernel'(.., out, lse) with the
+           `out` and `lse` of all keys; they return to their rank, which adds in the order of steps
+
+Source: Liu et al. 2023 (ring attention); float32 in the sums, for want of which others lose
+precision with the number of ranks (ring-flash-attention, issue 42).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isp.core.attention.backends.lse import LseKernel
+from isp.core.attention.context_parallel.key_exchange import KeyExchange, wide
+from isp.core.attention.context_parallel.route import Route
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Channel, Pending
+from isp.core.comm.tag import Purpose, Tag
+
+__all__ = ["Ring", "ring_attention"]
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    """q [T, h, d], k and v [T, k, d] of this rank -> [T, h, d]."""
+    out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
+    return out
+
+
+class Ring:
+    """The steps of one micro-batch, by the routes of each: the first is of own keys."""
+
+    def __init__(
+        self, channel: Channel, routes: Sequence[Route], kernel: LseKernel, device: torch.device
+    ) -> None:
+        self.kernel = kernel
+        own, *others = (
+            KeyExchange(
+                channel if step else Channel.solo(),
+                route.on(device),
+                Tag(Purpose.KEYS, tensor=f"attention.kv.{step}"),
+            )
+            for step, route in enumerate(routes)
+        )
+        self.steps = [own, *(step for step in others if step.route.most_received)]
+
+    def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, h, d], kv [T, 2, k, d] -> the output and lse [T, h], in float32 at least."""
+        dtype = wide(q.dtype)
+        total, lse = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
+        for number, (step, k, v) in enumerate(self._blocks(kv)):
+            rows, mask = step.route.queries, step.route.mask
+            if not len(k):
+                continue
+            out, part = self.kernel.with_lse(_at(q, rows), k, v, mask)
+            if number == 0:  # every query sees itself
+                total, lse = out.to(dtype), part.to(dtype)
+                continue
+            before = _at(lse, rows)
+            after = torch.logaddexp(before, part)
+            merged = _at(total, rows) * (before - after).exp().unsqueeze(-1)
+            merged += out * (part - after).exp().unsqueeze(-1)
+            total, lse = _put(total, rows, merged), _put(lse, rows, after)
+        return total, lse
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Those of q and kv, in float32 at least."""
+        dq, dkv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, kv))
+        returning: list[tuple[KeyExchange, Pending]] = []
+        for step, k, v in self._blocks(kv):
+            rows, mask = step.route.queries, step.route.mask
+            d_block = kv.new_empty(0, *kv.shape[1:])
+            if len(k):
+                given, asked, found, sums = (_at(x, rows) for x in (dout, q, out, lse))
+                d_rows, *d_keys = self.kernel.gradients(given, asked, k, v, found, sums, mask)
+                dq = _put(dq, rows, _at(dq, rows) + d_rows)
+                d_block = torch.stack(d_keys, 1).to(kv.dtype)
+            returning.append((step, step.send_back(d_block)))
+            if len(returning) > 1:
+                _take(*returning.pop(0), dkv)
+        _take(*returning.pop(), dkv)
+        return dq, dkv
+
+    def _blocks(self, kv: Tensor) -> Iterator[tuple[KeyExchange, Tensor, Tensor]]:
+        """Each step with its keys and values [L, k, d]; the next ones on their way."""
+        arrive = self.steps[0].go_out((kv,))
+        for step, following in zip_longest(self.steps, self.steps[1:]):
+            k, v = arrive()[0].unbind(1)
+            if following is not None:
+                arrive = following.go_out((kv,))
+            yield step, k, v
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ring: Ring) -> Tensor:
+        total, lse = ring.attend(q, kv)
+        out = total.to(q.dtype)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, out, lse = ctx.saved_tensors
+        dq, dkv = ctx.ring.gradients(dout, q, kv, out, lse)
+        return dq.to(q.dtype), dkv.to(kv.dtype), None
+
+
+def _take(step: KeyExchange, returning: Pending, total: Tensor) -> None:
+    step.add_to(total, returning.wait())
+
+
+def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _put(x: Tensor, rows: Tensor | None, new: Tensor) -> Tensor:
+    """x with `new` in these rows."""
+    return new if rows is None else x.index_put_((rows,), new)

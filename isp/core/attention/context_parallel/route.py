@@ -1,0 +1,288 @@
+"""Which keys a context rank sends, receives, and lays out for its queries: index arithmetic.
+
+c context ranks, T tokens of this rank, R keys that it receives (its own among them), L keys as its
+kernels see them: those of each slice's whole visible range, one slice after another
+
+    own [T] --send--> [.., c messages] --all-to-all--> [R] --layout--> [L]
+
+A key that several slices of the rank see is received once, and laid out once for each. Backward is
+the transpose: copies are summed, travel back, and are summed by the rank that has the key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import pinned_memory
+from isp.core.mesh.sequence_split import ContextPlan
+
+__all__ = ["Route", "Slices", "gather_route", "ring_routes"]
+
+_Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The way of keys between the ranks, as one of them sees it; indices are int32."""
+
+    num_tokens: int
+    """T."""
+    sent: tuple[int, ...]
+    """Keys to each rank; what a rank has itself is counted, and does not travel."""
+    received: tuple[int, ...]
+    """Keys from each rank, together R."""
+    most_received: int
+    """By any rank from the others."""
+    send: Tensor
+    """The own key of each row sent; each key once in the message to a rank."""
+    layout: Tensor
+    """[L], the received key of each row."""
+    first: Tensor
+    """[R], a row where each received key is laid out."""
+    again: tuple[tuple[Tensor, Tensor], ...]
+    """Keys and the rows where they are laid out again; each key once in such a layer."""
+    queries: Tensor | None
+    """The own tokens that see any of these keys; None: all."""
+    mask: AttentionMask
+    """Of slices as documents, with the keys that each sees."""
+    is_local: bool = False
+    """Whether every rank has whole documents alone, so that nothing has to be sent."""
+
+    @classmethod
+    def of(
+        cls,
+        sight: _Sight,
+        held: _Held,
+        rank: int,
+        num_ranks: int,
+        *,
+        causal: bool,
+        window: int | None,
+    ) -> Self:
+        """The route, as `rank` has it, by which all slices come to see what the ranks hold."""
+        # Each key that is new to a rank travels to it once: ranges of those, cut by who holds them.
+        ends = held.begin + held.size
+        of, piece, begin, size = _overlaps(sight.new, sight.high, held.begin, ends)
+        to, by = sight.rank[of], held.rank[piece]
+        row = held.row[piece] + begin - held.begin[piece]
+        sends, mine = by == rank, np.flatnonzero(to == rank)
+
+        # What arrives lies in the order of ranks, one rank's keys in that of their places.
+        arriving = mine[by[mine].argsort(kind="stable")]
+        at = np.zeros(len(size), np.int64)
+        at[arriving] = _starts(size[arriving])
+
+        # Each slice's whole range, in rows of what has arrived.
+        own = np.flatnonzero((sight.rank == rank) & (sight.high > sight.low))
+        low, high, new = sight.low[own], sight.high[own], sight.new[own]
+        here = begin[mine]
+        _, piece, seen, sizes = _overlaps(low, high, here, here + size[mine])
+        layout = _ranges(at[mine][piece] + seen - here[piece], sizes)
+
+        # And back: new keys are laid out first where they are new, then in later slices.
+        laid = np.zeros(len(sight.rank), np.int64)
+        laid[own] = _starts(high - low)
+        of = of[arriving]
+        first = _ranges(laid[of] + begin[arriving] - sight.low[of], size[arriving])
+        again = []
+        for number in range(1, 1 + int(sight.number[own].max(initial=0))):
+            repeated = np.flatnonzero((sight.number[own] == number) & (new > low))
+            rows = _ranges(laid[own][repeated], (new - low)[repeated])
+            again.append((_index(layout[rows]), _index(rows)))
+        travels = np.bincount(to[to != by], size[to != by], num_ranks)
+        asking = _ranges(sight.row[own], sight.queries[own])
+        lengths, num_tokens = sight.queries[own], int(sight.queries[sight.rank == rank].sum())
+        return cls(
+            num_tokens=num_tokens,
+            sent=_counts(to[sends], size[sends], num_ranks),
+            received=_counts(by[mine], size[mine], num_ranks),
+            most_received=int(travels.max()),
+            send=_index(_ranges(row[sends], size[sends])),
+            layout=_index(layout),
+            first=_index(first),
+            again=tuple(again),
+            queries=_index(asking) if len(asking) < num_tokens else None,
+            mask=AttentionMask.of_documents(
+                lengths.tolist() or [0], (high - low).tolist() or [0], causal=causal, window=window
+            ),
+        )
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, Route]:
+        return {}
+
+    def on(self, device: torch.device) -> Route:
+        """The same with its indices on `device`, sent there once."""
+        there = partial(pinned_memory.send, device=device)
+        if device not in self._on_device:
+            self._on_device[device] = replace(
+                self,
+                send=there(self.send),
+                layout=there(self.layout),
+                first=there(self.first),
+                again=tuple((there(keys), there(rows)) for keys, rows in self.again),
+                queries=None if self.queries is None else there(self.queries),
+            )
+        return self._on_device[device]
+
+
+def gather_route(plan: ContextPlan, rank: int, *, causal: bool, window: int | None) -> Route:
+    """The route of all that the slices of each rank see."""
+    cut = Slices.of(plan)
+    low = cut.start if window is None else np.maximum(cut.start, cut.begin - window + 1)
+    sight = cut.sight(low, cut.end if causal else cut.stop)
+    held = _Held(cut.rank, cut.begin, cut.end - cut.begin, cut.row)
+    route = Route.of(sight, held, rank, len(plan.slices), causal=causal, window=window)
+    return replace(route, is_local=cut.are_whole)
+
+
+def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, ...]:
+    """The routes of what the slices of each rank see of one rank: at step t, of the t-th before it.
+
+    Of other ranks' keys a slice sees all before it, and nothing within: only the first step, of its
+    own keys, is causal.
+    """
+    num_ranks, cut = len(plan.slices), Slices.of(plan)
+    sizes = np.bincount(cut.rank, cut.end - cut.begin, num_ranks).astype(np.int64)
+    held = _Held(np.arange(num_ranks), _starts(sizes), sizes, np.zeros_like(sizes))
+    places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # the ranks' one after another
+    row = 1 + sizes.sum()
+    routes = []
+    for step in range(num_ranks):
+        by = (cut.rank - step) % num_ranks
+        low, high = (
+            places[np.searchsorted(cut.rank * row + cut.begin, by * row + token)]
+            for token in (cut.start, cut.end if causal else cut.stop)
+        )
+        sight = cut.sight(low, high)
+        route = Route.of(sight, held, rank, num_ranks, causal=causal and not step, window=None)
+        routes.append(replace(route, is_local=cut.are_whole))
+    return tuple(routes)
+
+
+class _Held(NamedTuple):
+    """Pieces of ranks' tokens that lie one after another."""
+
+    rank: _Ints
+    begin: _Ints
+    """Its place."""
+    size: _Ints
+    row: _Ints
+    """Of its first token, of those of its rank."""
+
+
+class _Sight(NamedTuple):
+    """What each slice of all ranks sees: keys by their places."""
+
+    rank: _Ints
+    queries: _Ints
+    """Tokens of the slice."""
+    row: _Ints
+    """Of its first token, of those of its rank."""
+    low: _Ints
+    """First key that is seen."""
+    high: _Ints
+    """End of the keys that are seen."""
+    new: _Ints
+    """First key that the slices of its rank before it do not see."""
+    number: _Ints
+    """Of the slice, of those of its document that its rank has."""
+
+
+class Slices(NamedTuple):
+    """All ranks' slices, one rank's after another's, those that touch as one.
+
+    Places are counted over the whole row.
+    """
+
+    rank: _Ints
+    begin: _Ints
+    end: _Ints
+    start: _Ints
+    """Of its document."""
+    stop: _Ints
+    """Of its document."""
+    row: _Ints
+    """Of its first token, of those of its rank."""
+    goes_on: NDArray[np.bool_]
+    """Whether the slice before it is of the same rank and document."""
+
+    @classmethod
+    def of(cls, plan: ContextPlan) -> Self:
+        table = np.array([s for of_rank in plan.slices for s in of_rank], np.int64).reshape(-1, 3)
+        counts = np.array([len(of_rank) for of_rank in plan.slices])
+        rank = np.repeat(np.arange(len(counts)), counts)
+        lengths = np.array(plan.lengths, np.int64)
+        document, begin, end = table.T
+        goes_on = np.zeros(len(rank), bool)
+        goes_on[1:] = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
+        # slices that touch are one
+        touches = goes_on & (begin == np.roll(end, 1))
+        first, last = ~touches, ~np.roll(touches, -1)
+        rank, document, goes_on = rank[first], document[first], goes_on[first]
+        begin, end = begin[first], end[last]
+        start, before = _starts(lengths)[document], _starts(end - begin)
+        return cls(
+            rank=rank,
+            begin=begin + start,
+            end=end + start,
+            start=start,
+            stop=start + lengths[document],
+            row=before - before[np.searchsorted(rank, rank)],
+            goes_on=goes_on,
+        )
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether they are whole documents."""
+        return bool(((self.begin == self.start) & (self.end == self.stop)).all())
+
+    def sight(self, low: _Ints, high: _Ints) -> _Sight:
+        """Slices that see [low, high); high rises along those of a document."""
+        new = np.where(self.goes_on, np.maximum(low, np.roll(high, 1)), low)
+        index = np.arange(len(self.rank))
+        number = index - np.maximum.accumulate(np.where(self.goes_on, 0, index))
+        return _Sight(self.rank, self.end - self.begin, self.row, low, high, new, number)
+
+
+def _overlaps(
+    low: _Ints, high: _Ints, begin: _Ints, end: _Ints
+) -> tuple[_Ints, _Ints, _Ints, _Ints]:
+    """What ranges [low, high) have in common with pieces [begin, end), which cover them.
+
+    Of each the range, the piece, its begin and its size, in the order of the ranges, and within one
+    in that of the pieces.
+    """
+    order = begin.argsort(kind="stable")
+    first = np.searchsorted(begin[order], low, "right") - 1
+    count = np.where(high > low, np.searchsorted(begin[order], high) - first, 0)
+    of, piece = np.repeat(np.arange(len(low)), count), order[_ranges(first, count)]
+    start = np.maximum(low[of], begin[piece])
+    return of, piece, start, np.minimum(high[of], end[piece]) - start
+
+
+def _starts(sizes: _Ints) -> _Ints:
+    """Where each begins, one after another."""
+    starts: _Ints = np.cumsum(sizes) - sizes
+    return starts
+
+
+def _ranges(begins: _Ints, sizes: _Ints) -> _Ints:
+    """`size` numbers from each `begin` on, one range after another."""
+    return np.repeat(begins - _starts(sizes), sizes) + np.arange(sizes.sum())
+
+
+def _counts(ranks: _Ints, sizes: _Ints, num_ranks: int) -> tuple[int, ...]:
+    return tuple(np.bincount(ranks, sizes, num_ranks).astype(int).tolist())
+
+
+def _index(numbers: _Ints) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int32))

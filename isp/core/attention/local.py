@@ -1,0 +1,308 @@
+"""Attention on one device: the interface, and the choice of what computes it.
+
+[Note: Choice] AUTO on CUDA, in 16 bit: each backend goes forward and backward once, on a few packed
+tokens; those that can are timed, and the fastest is taken on all ranks, by the times of the slowest
+rank. There are two choices, each timed with its own kind of rows: equal documents (one to a row,
+as a rule), which keep their shape from step to step, and packed ones, whose lengths change: cuDNN
+is fast for the first and slow for the second. Two backends that are close to each other would
+change places from one start to the next, so then the one that comes first in `fastest_first` is
+taken; with deterministic algorithms, the first that can is, for both kinds, as nothing else may
+decide what a run computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.backends.cpu import CpuAttention
+from isp.core.attention.backends.flash import FlashAttention, VarlenAttention
+from isp.core.attention.backends.sdpa import CUDNN_ALONE, SdpaAttention
+from isp.core.attention.mask import AttentionMask
+from isp.core.comm import Channel, streams
+from isp.core.comm.tag import Tag
+from isp.utils.safe_text import first_line
+
+__all__ = [
+    "FLASH_PACKAGES",
+    "AttentionByRows",
+    "LocalAttention",
+    "Place",
+    "fastest_first",
+    "fault_of",
+    "make_local_attention",
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LocalAttention(Protocol):
+    """Softmax attention over the sequence that this device holds.
+
+    Whatever implements it handles grouped KV heads, packed documents, windows and causal masks
+    aligned as the note [Causal alignment] in `isp.core.attention.mask` draws them.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]; K divides H."""
+        ...
+
+
+class AttentionByRows:
+    """Local attention by one backend for equal documents, and by another for packed rows.
+
+    See [Note: Choice]. Windows, and rows with fewer queries than keys, take the backend for packed
+    rows: SDPA would need a mask in memory for them.
+    """
+
+    def __init__(
+        self, equal: LocalAttention, packed: LocalAttention, *, scale: float | None
+    ) -> None:
+        self._equal = equal
+        self._packed = packed
+        self.scale = scale
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
+        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
+        length = q.shape[1] if mask.cu_seqlens is None else mask.equal_length
+        if not length or mask.window is not None or q.shape[1] != k.shape[1]:
+            return self._packed(q, k, v, mask=mask)
+        # Equal documents become rows of one document each: one call of a dense kernel.
+        rows = (x.reshape(-1, length, *x.shape[2:]) for x in (q, k, v))  # [documents, length, H, d]
+        return self._equal(*rows, mask=AttentionMask(causal=mask.causal)).reshape(q.shape)
+
+
+FLASH_PACKAGES: dict[AttentionBackend, Callable[..., LocalAttention]] = {
+    AttentionBackend.FLASH3: partial(FlashAttention, "flash_attn_interface"),
+    AttentionBackend.FLASH4: partial(FlashAttention, "flash_attn.cute", no_limit=None),
+    AttentionBackend.FLASH2: partial(FlashAttention, "flash_attn"),
+}
+"""The packages of flash-attn, those expected to be fast first; they take a soft cap, too."""
+
+_KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
+    AttentionBackend.CUDNN: partial(SdpaAttention, in_order=True),
+    AttentionBackend.VARLEN: VarlenAttention,
+    **FLASH_PACKAGES,
+}
+
+_CLOSE = 1.05
+"""Times this far apart count as equal."""
+
+_TIMED_TOKENS = 8192
+"""The tokens of the row that is timed, as one document and packed."""
+_TIMED_DOCUMENTS = (1024, 3072, 512, 3584)
+"""The documents of the first packed row. Later rows have other lengths, as in training, and cuDNN
+builds a plan for each."""
+_TIMED_HEADS = 8
+"""Query heads, or a few more, so that groups are whole: enough for any device at these tokens."""
+
+
+class Place(NamedTuple):
+    """What attention is to be computed of."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    """Query heads that share a KV head."""
+
+
+class _ByRows(NamedTuple, Generic[T]):
+    """A value for equal documents and one for packed rows, [Note: Choice]."""
+
+    equal: T
+    packed: T
+
+
+def make_local_attention(
+    backend: AttentionBackend = AttentionBackend.AUTO,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int = 64,
+    group: int = 1,
+    scale: float | None = None,
+    everyone: Channel | None = None,
+) -> LocalAttention:
+    """Local attention by `backend`, with logits multiplied by `scale` (None: 1 / sqrt(d)).
+
+    `group` query heads share a KV head. Says which backend it is, once, at level info, and of AUTO
+    why, [Note: Choice]: the same for `everyone`, all ranks, who make it together; None: this
+    process is alone. Raises ValueError if `backend` is forced and cannot run here, with the way to
+    get it.
+    """
+    backend = AttentionBackend(backend)
+    backend.check_fits(
+        device.type,
+        str(dtype).removeprefix("torch."),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    place = Place(device, dtype, head_dim, group)
+    if backend is AttentionBackend.AUTO:
+        equal, packed = _choose_backend(place, everyone or Channel.solo())
+        attend = _make(packed, device, scale)
+        if equal is packed:
+            return attend
+        return AttentionByRows(_make(equal, device, scale), attend, scale=scale)
+    if backend is not AttentionBackend.SDPA and (fault := _fault_on(backend, place)):
+        remedy = f"{backend.remedy}, or " if backend.remedy else ""
+        raise ValueError(
+            f"model.attention_backend={backend} does not run here ({fault}): {remedy}use"
+            f" model.attention_backend=auto"
+        )
+    logger.info("attention: %s", backend)
+    return _make(backend, device, scale)
+
+
+def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
+    """The backends AUTO stands for, the same on all ranks."""
+    faults: dict[AttentionBackend, str] = {}
+    times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
+    candidates = fastest_first(place.device, place.dtype)
+    for backend in candidates:
+        faults[backend] = _fault_on(backend, place)
+        if not faults[backend]:
+            try:
+                times[backend] = _milliseconds(backend, place)
+            except Exception as error:  # at this length; a rank that stops here keeps all waiting
+                faults[backend] = first_line(error)[:200]
+    if not candidates:
+        logger.info("attention: %s (auto)", AttentionBackend.SDPA)
+        return _ByRows(AttentionBackend.SDPA, AttentionBackend.SDPA)
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)  # [backends, 2]
+    slowest = everyone.all_reduce(slowest, op="max", tag=Tag(tensor="attention")).wait()
+    times = {b: _ByRows(*each) for b, each in zip(times, slowest.tolist(), strict=True)}
+    able = {backend: times[backend] for backend in candidates if max(times[backend]) < math.inf}
+    chosen = _ByRows(
+        _fastest({backend: time.equal for backend, time in able.items()}),
+        _fastest({backend: time.packed for backend, time in able.items()}),
+    )
+    missing = [
+        f"; not {backend}: {faults[backend] or 'it does not run on every rank'}"
+        f"{f' ({backend.remedy})' * bool(backend.remedy)}"
+        for backend in candidates
+        if backend not in able
+    ]
+    logger.info(
+        "attention: %s (auto; milliseconds for %s tokens, as one document / packed, forward and"
+        " backward: %s%s)",
+        chosen.packed
+        if chosen.equal is chosen.packed
+        else f"{chosen.equal} for rows of one document or equal ones, {chosen.packed} for others",
+        f"{_TIMED_TOKENS:,}",
+        ", ".join(f"{backend} {time[0]:.2f} / {time[1]:.2f}" for backend, time in able.items()),
+        "".join(missing),
+    )
+    return chosen
+
+
+def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
+    """The backend to take of some with times in milliseconds, those expected to be fast first."""
+    if torch.are_deterministic_algorithms_enabled():
+        return next(iter(times), AttentionBackend.SDPA)
+    least = min(times.values(), default=math.inf)
+    close = (backend for backend, time in times.items() if time <= _CLOSE * least)
+    return next(close, AttentionBackend.SDPA)
+
+
+def _fault_on(backend: AttentionBackend, place: Place) -> str:
+    """The obstacle to `backend` training on packed documents; empty: none.
+
+    Found out by doing it once, on a few tokens: packages can be imported whose kernels are not
+    built for this device, know other keywords, or have no backward.
+    """
+    if backend is AttentionBackend.CUDNN:  # without those that help it out
+        return fault_of(partial(SdpaAttention, CUDNN_ALONE), place)
+    return fault_of(partial(_make, backend, place.device, None), place)
+
+
+@torch.inference_mode(False)  # in which nothing goes backward; the choice serves training, too
+def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
+    """Return why the attention that `make` returns cannot train, given `extras`; empty: it can."""
+    try:
+        mask = AttentionMask.of_documents([16, 32])
+        _forward_and_backward(partial(make(), **extras), _tensors(place, 48, 1), mask)
+    except Exception as error:  # a package that compiles as it runs may raise anything
+        return first_line(error)[:200]
+    return ""
+
+
+@torch.inference_mode(False)
+def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
+    """Milliseconds of a forward and a backward on the device, the least of three for each kind."""
+    attend = _make(backend, place.device, None)
+    tensors = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group))
+
+    def least(masks: list[AttentionMask]) -> float:
+        times = []
+        for mask in masks:
+            start = streams.mark(place.device, timed=True)
+            _forward_and_backward(attend, tensors, mask)
+            end = streams.mark(place.device, timed=True)
+            assert start is not None
+            assert end is not None
+            end.synchronize()
+            times.append(float(start.elapsed_time(end)))
+        return min(times[1:])  # the first one warms up
+
+    first, second, *rest = _TIMED_DOCUMENTS
+    packed = [
+        AttentionMask.of_documents([first + 8 * repeat, second - 8 * repeat, *rest])
+        for repeat in range(4)
+    ]
+    return _ByRows(least([AttentionMask()] * 4), least(packed))
+
+
+def _tensors(place: Place, tokens: int, kv_heads: int) -> list[Tensor]:
+    """q, k and v of one row."""
+    return [
+        torch.zeros(
+            (1, tokens, heads, place.head_dim),
+            device=place.device,
+            dtype=place.dtype,
+            requires_grad=True,
+        )
+        for heads in (place.group * kv_heads, kv_heads, kv_heads)
+    ]
+
+
+def _forward_and_backward(
+    attend: Callable[..., Tensor], qkv: list[Tensor], mask: AttentionMask
+) -> None:
+    with torch.enable_grad():
+        out = attend(*qkv, mask=mask)
+        torch.autograd.grad(out, qkv, torch.zeros_like(out))
+
+
+def fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
+    """Backends that may be the fastest on such a device, in the order that is expected of them.
+
+    cuDNN is among the kernels of SDPA, which has others for what it cannot do.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return []
+    major, _ = torch.cuda.get_device_capability(device)
+    found = [AttentionBackend.FLASH2, AttentionBackend.VARLEN, AttentionBackend.SDPA]
+    if major == 9:
+        found = [AttentionBackend.FLASH3, AttentionBackend.FLASH4, *found]
+    if major >= 10:
+        found = [AttentionBackend.FLASH4, *found]
+    return found
+
+
+def _make(backend: AttentionBackend, device: torch.device, scale: float | None) -> LocalAttention:
+    if backend in _KINDS:
+        return _KINDS[backend](scale=scale)
+    if device.type == "cpu":
+        return CpuAttention(scale=scale)
+    return SdpaAttention(scale=scale)

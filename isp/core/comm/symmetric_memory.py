@@ -1,0 +1,88 @@
+"""Symmetric memory: rows that the ranks of a machine read and write in each other's GPUs.
+
+N rows, D columns; p ranks. torch's kernels for it run on the current stream, allocate nothing and
+bring the ranks together by themselves, so a CUDA graph can capture them. What they move is not in
+the log of the channel. Unmeasured: nothing here has run on a GPU yet.
+
+[Note: Which kernels] Of those of torch (2.11 to 2.13, CUDASymmetricMemoryOps.cu):
+    reduce_scatter_out        reads the peers' rows, adds them up and writes to local memory
+    multimem_all_gather_out   one store reaches all ranks by the switch's multicast
+    multimem_all_reduce_      the switch adds and spreads, in place
+`fused_matmul_reduce_scatter` is not taken: it allocates, and hides transfers behind pieces of a
+product, of which one of a few tokens has none. The one-shot kernels are not either: every rank
+reads everything, in an order of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from isp.core.comm.channel import Channel
+from isp.core.comm.tag import Tag
+
+__all__ = ["SymmetricRows", "why_no_symmetric_rows"]
+
+_ALIGNMENT = 16
+"""Bytes that a thread moves at a time."""
+
+
+def why_no_symmetric_rows(
+    channel: Channel, columns: int, *, device: torch.device, dtype: torch.dtype
+) -> str:
+    """The reason why `SymmetricRows` cannot serve these ranks, empty if it can."""
+    if device.type != "cuda":
+        return f"it is memory of CUDA devices, and this one is {device}"
+    if channel.size not in (2, 4, 8):
+        return f"torch has kernels for 2, 4 and 8 ranks, and there are {channel.size}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"torch has kernels for bfloat16 and float32, not {dtype}"
+    if columns * dtype.itemsize % _ALIGNMENT:
+        return f"rows have to be multiples of {_ALIGNMENT} bytes, and {columns} x {dtype} is not"
+    if not _on_one_machine(channel):
+        return "the ranks are on several machines"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index):
+        return "the devices have no multicast (Hopper or newer, behind NVSwitch)"
+    return ""
+
+
+def _on_one_machine(channel: Channel) -> bool:
+    assert channel.group is not None
+    ranks = dist.get_process_group_ranks(channel.group)
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun says
+    return len({rank // per_machine for rank in ranks}) == 1
+
+
+class SymmetricRows:
+    """A tensor `rows` [N, D] of each rank, of which the others read and write.
+
+    Made by all ranks of the channel together.
+    """
+
+    def __init__(
+        self, channel: Channel, rows: int, columns: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        assert channel.group is not None
+        # By itself: `symmetric_memory.empty` takes it from a pool, which may be of other memory.
+        self.rows = _SymmetricMemory.empty_strided_p2p((rows, columns), (columns, 1), dtype, device)
+        self._handle = _SymmetricMemory.rendezvous(self.rows, channel.group.group_name)
+        self._group_name = channel.group.group_name
+        self._ops = torch.ops.symm_mem
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, _: Tag) -> None:
+        """Sum the ranks' x [n, D], the first of `rows`; write this rank's part: out [n/p, D]."""
+        self._ops.reduce_scatter_out(x.view(-1), self._group_name, False, out.view(-1))
+
+    def all_gather(self, x: Tensor, out: Tensor, _: Tag) -> None:
+        """Join the ranks' x [n/p, D], each its part already, in the first of `rows`: out [n, D]."""
+        self._ops.multimem_all_gather_out(x, self._group_name, out)
+
+    def all_reduce(self, x: Tensor, _: Tag) -> None:
+        """Replace x [n, D], the first of `rows`, by the sum over the ranks."""
+        self._ops.multimem_all_reduce_(x, "sum", self._group_name)

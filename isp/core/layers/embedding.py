@@ -1,0 +1,84 @@
+"""Token embedding: rows of a table that is split over the vocabulary, or gathered.
+
+B batch, S sequence, V vocabulary, D model size; ids are [B, S], the table [V, D], y is [B, S, D].
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.core.autograd import Function, once_differentiable, writable
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.layers.linear import Moves, NeedsGrad, needs_grad
+from isp.core.mesh.phase import Phase
+from isp.core.weights.declare import WeightHolder
+from isp.core.weights.wp import WPCommunicator
+
+__all__ = ["TableLayer", "look_up"]
+
+
+class TableLayer(WeightHolder, Protocol):
+    """A layer that looks rows of its table up: an embedding, or one of somebody else's."""
+
+    communicator: WPCommunicator
+    moves: Moves
+    deterministic: bool
+
+    @property
+    def padding_idx(self) -> int:
+        """The row that takes no gradient, of those that backward adds up; -1: none."""
+
+
+class _Embedding(Function):
+    """forward   y = move_y(rows of the table; 0 for ids that other ranks hold)
+    wgrad     dW = move_dy(dy) added up row by row, to the communicator
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
+        foreign = None
+        if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
+            ((start, stop),) = layer.layouts["weight"].intervals()
+            foreign = (ids < start) | (ids >= stop)
+            ids = (ids - start).masked_fill(foreign, 0)
+        with layer.communicator.unshard(layer, Phase.FORWARD, weight) as full:
+            table = full.weight
+            ctx.layer, ctx.num_rows = layer, table.shape[0]
+            y = F.embedding(ids, table)
+        if foreign is not None:
+            y = y.masked_fill(foreign.unsqueeze(-1), 0)
+        ctx.save_for_backward(ids, foreign)
+        y = layer.moves.y(y, tag=Tag(Purpose.ACTIVATION, layer.name, "y")).wait()
+        return writable(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        layer: TableLayer = ctx.layer
+        _, needs = needs_grad(ctx, 2)
+        if not needs:
+            return None, None, None
+        ids, foreign = ctx.saved_tensors
+        dy = layer.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, layer.name, "dy")).wait()
+        if foreign is not None:
+            dy = dy.masked_fill(foreign.unsqueeze(-1), 0)
+        padding = layer.padding_idx
+        if layer.deterministic:
+            dw = dy.new_zeros(ctx.num_rows, dy.shape[-1])
+            dw.index_put_((ids,), dy, accumulate=True)  # sorts the ids on CUDA
+            if padding >= 0:
+                dw[padding] = 0
+        else:
+            dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, padding, False)
+        returned = needs is NeedsGrad.VALUE
+        return None, layer.communicator.grad_hook(dw, module=layer, returned=returned), None
+
+
+def look_up(ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
+    """Rows of the table of which `weight` is this rank's part: ids [B, S] -> [B, S, D]."""
+    y: Tensor = _Embedding.apply(ids, weight, layer)
+    return y

@@ -1,0 +1,223 @@
+"""Cross-entropy over a vocabulary that is split over a group.
+
+B batch, S sequence, V vocabulary; logits are [B, S, V/p], targets [B, S].
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Channel
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.layers.compiled import lazily_compiled, widened
+
+__all__ = ["IGNORED", "losses_and_gradient", "places_of", "vocab_parallel_cross_entropy"]
+
+IGNORED = -100
+"""The target of a token that has no loss."""
+
+
+_MAX, _TARGET, _SUM = (
+    Tag(Purpose.LOSS, tensor=f"loss.{part}") for part in ("max", "target", "sum")
+)
+
+
+def places_of(tokens: Tensor, first: int, num_logits: int) -> tuple[Tensor, Tensor]:
+    """The places of tokens among a rank's logits, and whether it holds them; 0 if it does not.
+
+    `first` is the vocabulary entry of its first logit. Nobody holds `IGNORED`.
+    """
+    local = tokens - first
+    held = (local >= 0) & (local < num_logits)
+    return local.masked_fill(~held, 0), held
+
+
+class _Softmax(NamedTuple):
+    """What a gradient is made of."""
+
+    values: Tensor
+    """[.., V/p], in float32 at least."""
+    local: Tensor
+    """The place of the target, [.., 1]; 0 if another rank holds it."""
+    held: Tensor
+    """Whether this rank holds the target."""
+    valid: Tensor
+    """Whether the token has a loss."""
+    vocab_size: Tensor
+    """V; only with smoothing."""
+
+
+def _losses(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    smoothing: float,
+    first: int,
+    channel: Channel,
+    reuse_logits: bool,
+) -> tuple[Tensor, _Softmax]:
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    top = channel.all_reduce(logits.amax(-1).to(wide), op="max", tag=_MAX).wait()
+    shifted = logits.detach() if reuse_logits else logits
+    shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
+    valid = target != IGNORED
+    local, held = places_of(target, first, logits.shape[-1])
+    local = local.unsqueeze(-1)
+    own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
+    vocab_size = torch.zeros((), device=logits.device)
+    if smoothing == 0:
+        minuend = channel.all_reduce(own, tag=_TARGET).wait()
+    else:
+        size = own.new_full((1,), logits.shape[-1])
+        parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
+        parts = channel.all_reduce(parts, tag=_TARGET).wait()
+        vocab_size = parts[-1]
+        own, summed = parts[:-1].view(2, *target.shape)
+        minuend = own.lerp(summed / vocab_size, smoothing)
+    exp = shifted.exp_()
+    total = channel.all_reduce(exp.sum(-1), tag=_SUM).wait()
+    loss = (total.log() - minuend).masked_fill(~valid, 0)
+    return loss, _Softmax(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
+
+
+def _gradient(softmax: _Softmax, dloss: Tensor, smoothing: float) -> Tensor:
+    """The gradient of the logits, in the place of the softmax."""
+    values, local, held, valid, vocab_size = softmax
+    at_target = held.unsqueeze(-1).to(values.dtype) * (smoothing - 1)
+    values.scatter_add_(-1, local, at_target)
+    if smoothing:
+        values -= smoothing / vocab_size
+    values *= (dloss * valid).unsqueeze(-1)
+    return values
+
+
+class _VocabParallelCrossEntropy(Function):
+    """forward   loss = log(sum exp(logits)) - (1 - e) logits[target] - e mean(logits)
+    backward  dlogits = (softmax - (1 - e) onehot(target) - e / V) * dloss
+
+    e is the label smoothing; loss and gradient are 0 for ignored targets. Three reductions: the
+    largest logit, the target's logit (with it, for the mean, the sum of the logits and V), the sum
+    of exponentials. The softmax is computed in float32 at least, in one buffer, which backward
+    copies into the gradient, or turns into it if the logits may be reused.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        smoothing: float,
+        first: int,
+        channel: Channel,
+        reuse_logits: bool,
+    ) -> Tensor:
+        loss, softmax = _losses(
+            logits,
+            target,
+            smoothing=smoothing,
+            first=first,
+            channel=channel,
+            reuse_logits=reuse_logits,
+        )
+        ctx.save_for_backward(*softmax)
+        ctx.dtype, ctx.smoothing, ctx.reuse_logits = logits.dtype, smoothing, reuse_logits
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        softmax = _Softmax(*ctx.saved_tensors)
+        if not ctx.reuse_logits:
+            softmax = softmax._replace(values=softmax.values.clone())
+        grad = _gradient(softmax, dloss, ctx.smoothing)
+        return grad.to(ctx.dtype), None, None, None, None, None
+
+
+def losses_and_gradient(
+    logits: Tensor,
+    target: Tensor,
+    dloss: Tensor | None,
+    *,
+    channel: Channel,
+    first: int,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of tokens, as `vocab_parallel_cross_entropy` has them, and dlogits for `dloss`.
+
+    Without smoothing; overwrites the logits. No gradient where `dloss` is None. `compiled`: the
+    logits are read twice, and once turned into their gradient, instead of eight passes over them.
+    """
+    if compiled:
+        return _in_three_passes(logits, target, dloss, channel=channel, first=first)
+    losses, softmax = _losses(
+        logits, target, smoothing=0.0, first=first, channel=channel, reuse_logits=True
+    )
+    if dloss is None:
+        return losses, None
+    gradient = _gradient(softmax, dloss.to(softmax.values.dtype), 0.0)
+    return losses, gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
+
+
+def _in_three_passes(
+    logits: Tensor, target: Tensor, dloss: Tensor | None, *, channel: Channel, first: int
+) -> tuple[Tensor, Tensor | None]:
+    """Do the same without another tensor of the logits' size: compiled, and in place."""
+    top = channel.all_reduce(widened(logits.amax(-1)), op="max", tag=_MAX).wait()
+    valid = target != IGNORED
+    local, held = places_of(target, first, logits.shape[-1])
+    # A target is held by one vocabulary shard, so the sum over ranks is its logit.
+    own = widened(logits.gather(-1, local.unsqueeze(-1)).squeeze(-1)) - top
+    minuend = channel.all_reduce(own.masked_fill(~held, 0), tag=_TARGET).wait()
+    total = channel.all_reduce(_sum_of_exponentials(logits, top), tag=_SUM).wait()
+    losses = (total.log() - minuend).masked_fill(~valid, 0)
+    if dloss is None:
+        return losses, None
+    _turn_into_gradient(logits, top, total, local.where(held, -1), dloss.to(top.dtype) * valid)
+    return losses, logits
+
+
+@lazily_compiled
+def _sum_of_exponentials(logits: Tensor, top: Tensor) -> Tensor:
+    return (widened(logits) - top.unsqueeze(-1)).exp().sum(-1)
+
+
+@lazily_compiled
+def _turn_into_gradient(
+    logits: Tensor, top: Tensor, total: Tensor, local: Tensor, dloss: Tensor
+) -> None:
+    """Overwrite `logits` with (softmax - one-hot) * dloss; `local`: the target's column, or -1."""
+    values = (widened(logits) - top.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+    at_target = torch.arange(logits.shape[-1], device=logits.device) == local.unsqueeze(-1)
+    logits.copy_((values - at_target.to(values.dtype)) * dloss.unsqueeze(-1))
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    channel: Channel,
+    first: int | None = None,
+    reuse_logits: bool = False,
+) -> Tensor:
+    """The loss of each token, over logits split by vocabulary: [B, S, V/p], [B, S] -> [B, S].
+
+    `first` is the vocabulary entry of this rank's first logit; None: all ranks have equally many.
+    Targets of `IGNORED` have loss and gradient 0. `label_smoothing` spreads that share of the
+    target over the whole vocabulary, as `torch.nn.functional.cross_entropy` does. float32 at least.
+    With `reuse_logits` float32 or float64 logits are overwritten, and what is kept for backward
+    becomes the gradient: that saves the size of the logits twice, and backward can run once only.
+    Raises ValueError for a smoothing outside [0, 1).  Source: Megatron-LM,
+    tensor_parallel/cross_entropy (whose smoothing averages over a rank's part of the vocabulary).
+    """
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
+    first = channel.rank * logits.shape[-1] if first is None else first
+    loss: Tensor = _VocabParallelCrossEntropy.apply(
+        logits, target, label_smoothing, first, channel, reuse_logits
+    )
+    return loss

@@ -1,0 +1,75 @@
+"""Tensors of a batch from the first rank of a group to the others, shapes included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isp.core.comm import Channel, pinned_memory
+from isp.core.comm.tag import Purpose, Tag
+
+__all__ = ["broadcast_data"]
+
+_TAG = Tag(Purpose.DATA, tensor="broadcast_data")
+
+_MAX_DIMS = 8
+_CPU = torch.device("cpu")
+_FAULTS = {
+    -1: "data has no {key!r}",
+    -2: "data[{key!r}] is not a tensor of {dtype}",
+    -3: "data[{key!r}] has more than 8 dims",
+}
+"""What is wrong, where a header has one of these in place of a number of dims."""
+
+
+def broadcast_data(
+    keys: Sequence[str],
+    data: Mapping[str, Tensor] | None,
+    dtype: torch.dtype,
+    *,
+    channel: Channel,
+    device: torch.device = _CPU,
+) -> dict[str, Tensor]:
+    """The tensors under `keys` that the channel's first rank has in `data`, on `device` of each.
+
+    All are of `dtype`; they may differ in shape, and the other ranks need to know none: `data` is
+    read on the first rank only. Two transfers, one of shapes and one of all the values; on a
+    channel of one rank none, and the tensors themselves.
+
+    Raises ValueError, naming the key, if it is missing or not of `dtype`: on all ranks alike,
+    before any value is sent.
+    Source: Megatron-LM, core/tensor_parallel/data.
+    """
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"a key is named twice: {list(keys)}")
+    own = dict(data or {}) if channel.rank == 0 else {}
+    table = torch.tensor([_header(own.get(key), dtype) for key in keys], dtype=torch.int64)
+    if keys:
+        table = channel.broadcast_(table.to(device), tag=_TAG).wait()
+    headers = table.tolist()
+    for key, (num_dims, *_) in zip(keys, headers, strict=True):
+        if num_dims < 0:
+            raise ValueError(_FAULTS[num_dims].format(key=key, dtype=dtype))
+    if channel.size == 1:
+        return {key: pinned_memory.send(own[key], device) for key in keys}
+    shapes = [dims[:num_dims] for num_dims, *dims in headers]
+    sizes = [math.prod(shape) for shape in shapes]
+    payload = torch.empty(sum(sizes), dtype=dtype, device=device)
+    if channel.rank == 0 and keys:
+        payload = pinned_memory.send(torch.cat([own[key].reshape(-1) for key in keys]), device)
+    if payload.numel():  # as bytes, which every backend can send
+        channel.broadcast_(payload.view(torch.uint8), tag=_TAG).wait()
+    parts = zip(keys, payload.split(sizes), shapes, strict=True)
+    return {key: part.view(shape) for key, part, shape in parts}
+
+
+def _header(value: object, dtype: torch.dtype) -> tuple[int, ...]:
+    """The number of dims of a tensor, and its shape padded with zeros."""
+    if not isinstance(value, Tensor) or value.dtype != dtype:
+        return -1 if value is None else -2, *(0,) * _MAX_DIMS
+    if value.dim() > _MAX_DIMS:
+        return -3, *(0,) * _MAX_DIMS
+    return value.dim(), *value.shape, *(0,) * (_MAX_DIMS - value.dim())

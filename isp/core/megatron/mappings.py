@@ -1,0 +1,299 @@
+"""Moves of activations between the ranks of a group, as steps that autograd can walk back.
+
+p ranks; N the length of the dim that is cut, n_i the part of rank i
+
+Each mapping is two moves, that of the tensor and that of its gradient. Where every rank uses the
+result for itself, the gradient is a sum over the ranks; where every rank does the same with it, the
+gradient is there already, and is only cut.
+
+Source: Megatron-LM, core/tensor_parallel/mappings (Shoeybi et al. 2019; Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm.channel import Channel
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh.partition import chunk_range, divide
+
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "gather_split_1d_tensor",
+    "pad_rows",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "split_tensor_into_1d_equal_chunks",
+]
+
+_TAG = Tag(Purpose.ACTIVATION, tensor="mapping")
+
+
+class _Cut(NamedTuple):
+    """Along which dim tensors are cut, and how long the parts are; None: equally."""
+
+    dim: int = 0
+    sent: Sequence[int] | None = None
+    """Parts of what comes in."""
+    received: Sequence[int] | None = None
+    """Parts of what goes out."""
+
+    @property
+    def back(self) -> _Cut:
+        return _Cut(self.dim, self.received, self.sent)
+
+
+_Move = Callable[[Tensor, _Cut, Channel], Tensor]
+"""What it gives shares no memory with what it was given, unless it stays."""
+
+
+class _Mapped(Function):
+    """forward   y = move(x)
+    backward  dx = back(dy)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, move: _Move, back: _Move, cut: _Cut, over: Channel) -> Tensor:
+        ctx.back, ctx.cut, ctx.channel = back, cut, over
+        return move(x, cut, over)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(dy, ctx.cut.back, ctx.channel), None, None, None, None
+
+
+def _map(x: Tensor, move: _Move, back: _Move, channel: Channel, cut: _Cut) -> Tensor:
+    if channel.size == 1:
+        return x
+    y: Tensor = _Mapped.apply(x, move, back, cut, channel)
+    return y
+
+
+def _stay(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    return x
+
+
+def _all_reduce(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """The sum over the ranks."""
+    return channel.all_reduce(x, tag=_TAG).wait()
+
+
+def _split(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """This rank's part of what all ranks hold alike: [.., N, ..] -> [.., n_rank, ..]."""
+    part = _parts(x, cut.dim, cut.sent, channel)[channel.rank]
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """All ranks' parts in one: [.., n_rank, ..] -> [.., N, ..].
+
+    [Note: Uneven parts] Collectives move equal pieces, so short parts travel padded to the
+    longest one, and the padding is left behind on arrival.
+    """
+    dim, sizes = cut.dim, cut.received
+    if sizes is None:
+        return channel.all_gather(x, dim, tag=_TAG).wait()
+    if len(sizes) != channel.size or sizes[channel.rank] != x.shape[dim]:
+        raise ValueError(
+            f"split sizes {list(sizes)} do not fit: rank {channel.rank} of {channel.size} has"
+            f" {x.shape[dim]} in dim {dim} of shape {tuple(x.shape)}"
+        )
+    longest = max(sizes)
+    padded = pad_rows(x.movedim(dim, 0), longest)
+    joined = channel.all_gather(padded, tag=_TAG).wait()  # [p * longest, ..]
+    parts = [part[:size] for part, size in zip(joined.split(longest), sizes, strict=True)]
+    return torch.cat(parts).movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """This rank's part of the sum over the ranks: [.., N, ..] -> [.., n_rank, ..].
+
+    Uneven parts travel as in the note [Uneven parts].
+    """
+    dim, sizes = cut.dim, cut.sent
+    if sizes is None:
+        return channel.reduce_scatter(x, dim, tag=_TAG).wait()
+    parts, longest = _parts(x, dim, sizes, channel), max(sizes)
+    padded = torch.cat([pad_rows(part.movedim(dim, 0), longest) for part in parts])
+    summed = channel.reduce_scatter(padded, tag=_TAG).wait()  # [longest, ..]
+    return summed[: sizes[channel.rank]].clone().movedim(0, dim)
+
+
+def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """Part i to rank i, and what each rank sent here in one."""
+    _parts(x, 0, cut.sent, channel)
+    num_rows = x.shape[0] if cut.received is None else sum(cut.received)
+    out = x.new_empty(num_rows, *x.shape[1:])
+    # Both lists or none: one rank's equal parts may be another's uneven ones.
+    sent, received = cut.sent, cut.received
+    if (sent is None) != (received is None):
+        sent = sent or [divide(x.shape[0], channel.size)] * channel.size
+        received = received or [divide(num_rows, channel.size)] * channel.size
+    return channel.all_to_all_into(
+        out, x.contiguous(), in_rows=sent, out_rows=received, tag=_TAG
+    ).wait()
+
+
+def _parts(
+    x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel
+) -> tuple[Tensor, ...]:
+    """Each rank's part of x. Raises ValueError if they are not the whole of it."""
+    length = x.shape[dim]
+    if sizes is None:
+        if length % channel.size:
+            raise ValueError(
+                f"dim {dim} of shape {tuple(x.shape)} does not divide by the {channel.size} ranks"
+                f" of the {channel.name or 'channel'} group: give the split sizes"
+            )
+        sizes = [length // channel.size] * channel.size
+    if len(sizes) != channel.size or sum(sizes) != length:
+        raise ValueError(
+            f"split sizes {list(sizes)} do not cut dim {dim} of shape {tuple(x.shape)} into the"
+            f" parts of {channel.size} ranks: their sum must be {length}"
+        )
+    parts: tuple[Tensor, ...] = x.split(list(sizes), dim)
+    return parts
+
+
+def pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """x [n, ..] with zeros behind it: [num_rows, ..]; x itself if it has as many."""
+    if x.shape[0] == num_rows:
+        return x.contiguous()
+    padded = x.new_zeros(num_rows, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
+    """x, held by all ranks alike, for each to use for itself.
+
+    Forward: x itself.  Backward: all-reduce.
+    """
+    return _map(x, _stay, _all_reduce, channel, _Cut())
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
+    """The sum of the ranks' x.
+
+    Forward: all-reduce.  Backward: the gradient itself.
+    """
+    return _map(x, _all_reduce, _stay, channel, _Cut())
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
+    """This rank's features: [.., N] -> [.., N/p].  Raises ValueError if N does not divide.
+
+    Forward: split.  Backward: all-gather.
+    """
+    return _map(x, _split, _gather, channel, _Cut(-1))
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
+    """All features, for all ranks to use alike: [.., N/p] -> [.., N].
+
+    Forward: all-gather.  Backward: split.
+    """
+    return _map(x, _gather, _split, channel, _Cut(-1))
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, channel: Channel, *, dim: int = 0) -> Tensor:
+    """This rank's tokens: [N, ..] -> [N/p, ..].  Raises ValueError if N does not divide.
+
+    Forward: split.  Backward: all-gather.  `dim` is that of the sequence, here and below.
+    """
+    return _map(x, _split, _gather, channel, _Cut(dim))
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor,
+    channel: Channel,
+    *,
+    tensor_parallel_output_grad: bool = True,
+    output_split_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+) -> Tensor:
+    """All tokens: [n, ..] -> [N, ..], equal parts or those of `output_split_sizes`.
+
+    Forward: all-gather.  Backward: reduce-scatter, or, if what follows is the same on all ranks
+    (`tensor_parallel_output_grad=False`), split.
+    """
+    back = _reduce_scatter if tensor_parallel_output_grad else _split
+    return _map(x, _gather, back, channel, _Cut(dim, received=output_split_sizes))
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    x: Tensor,
+    channel: Channel,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+    dim: int = 0,
+) -> Tensor:
+    """This rank's tokens of the sum: [N, ..] -> [n, ..], equal or by `input_split_sizes`.
+
+    Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if N is not their sum.
+    """
+    return _map(x, _reduce_scatter, _gather, channel, _Cut(dim, sent=input_split_sizes))
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, channel: Channel) -> Tensor:
+    """All features, for each rank to use for itself: [.., N/p] -> [.., N].
+
+    Forward: all-gather.  Backward: reduce-scatter.
+    """
+    return _map(x, _gather, _reduce_scatter, channel, _Cut(-1))
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, channel: Channel) -> Tensor:
+    """This rank's features of the sum: [.., N] -> [.., N/p].  Raises ValueError if N does not fit.
+
+    Forward: reduce-scatter.  Backward: all-gather.
+    """
+    return _map(x, _reduce_scatter, _gather, channel, _Cut(-1))
+
+
+def all_to_all(
+    x: Tensor,
+    channel: Channel,
+    *,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Rows sent to the ranks in turn, and what they sent here: [sum of in, ..] -> [sum of out, ..].
+
+    Rank i gets `input_split_sizes[i]` rows and gives `output_split_sizes[i]`; None: equally many.
+    Forward and backward: all-to-all, the second with the sizes swapped.
+    """
+    cut = _Cut(0, sent=input_split_sizes, received=output_split_sizes)
+    return _map(x, _exchange, _exchange, channel, cut)
+
+
+def split_tensor_into_1d_equal_chunks(
+    x: Tensor, channel: Channel, *, new_buffer: bool = False
+) -> Tensor:
+    """This rank's 1/p of the elements of x, flat; a view, or with `new_buffer` a copy.
+
+    No autograd of its own. Raises ValueError if the number of elements does not divide.
+    """
+    divide(x.numel(), channel.size)
+    part = chunk_range(x.numel(), channel.size, channel.rank)
+    chunk = x.reshape(-1)[part.start : part.stop]
+    return chunk.clone() if new_buffer else chunk
+
+
+@torch.no_grad()
+def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = _TAG) -> Tensor:
+    """All elements, flat, from the ranks' equal chunks; no gradient goes back."""
+    return channel.all_gather(chunk.reshape(-1), tag=tag).wait()

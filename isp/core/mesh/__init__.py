@@ -1,0 +1,39 @@
+"""Sizes, groups and the configuration of a parallel run."""
+
+from isp.core.mesh.config import (
+    ContextExchange,
+    DevicePlacementConfig,
+    LaunchPoint,
+    Mode,
+    OverlapUnit,
+    ParallelConfig,
+    PipelineConfig,
+    PipelineSchedule,
+    Sequence2DConfig,
+    SequenceScan,
+    TensorConfig,
+    WeightConfig,
+    Zero1Config,
+)
+from isp.core.mesh.experts import ExpertConfig, ExpertWeightConfig
+from isp.core.mesh.topology import Axis, Topology
+
+__all__ = [
+    "Axis",
+    "ContextExchange",
+    "DevicePlacementConfig",
+    "ExpertConfig",
+    "ExpertWeightConfig",
+    "LaunchPoint",
+    "Mode",
+    "OverlapUnit",
+    "ParallelConfig",
+    "PipelineConfig",
+    "PipelineSchedule",
+    "Sequence2DConfig",
+    "SequenceScan",
+    "TensorConfig",
+    "Topology",
+    "WeightConfig",
+    "Zero1Config",
+]

@@ -1,0 +1,95 @@
+"""Causal depthwise convolution over sequences that are split over ranks, document by document.
+
+T tokens of this rank, C channels, K taps, n slices of documents on this rank
+
+Each slice needs the `reach` = (K - 1) * dilation tokens before it in its document. Those that other
+ranks have are fetched (a halo), by the route that fetches keys for a window of reach + 1 tokens.
+All slices, each behind its halo and zeros where a document begins, are convolved in one call.
+
+    own [T, C] --halo, all-to-all--> [L, C] --zeros--> [L + .., C] --convolution--> own [T, C]
+
+backward   the gradient of the halo returns by the transposed all-to-all and is added up
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.core.attention.all_to_all import exchanged
+from isp.core.attention.context_parallel.key_exchange import KeyExchange
+from isp.core.autograd import joined
+from isp.core.comm import pinned_memory
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mixers import kernels
+from isp.core.mixers.placement import Placement
+
+__all__ = ["convolve", "convolve_alone"]
+
+
+def convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int = 1) -> Tensor:
+    """x [B, S, C], weight [C, K], bias [C] -> [B, S, C]; each of B is a document."""
+    reach = (weight.shape[1] - 1) * dilation
+    return _convolved(F.pad(x, (0, 0, reach, 0)), weight, bias, dilation)
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, placement: Placement, dilation: int = 1
+) -> Tensor:
+    """This rank's tokens x [T, C], weight [C, K], bias [C] -> [T, C]."""
+    reach = (weight.shape[1] - 1) * dilation
+    if not reach:
+        return _convolved(x[None], weight, bias, dilation)[0]
+    route = placement.halo(reach)
+    if not route.is_local:
+        tag = Tag(Purpose.HALO, tensor="convolution.halo")
+        exchange = KeyExchange(placement.channel, route.on(x.device), tag)
+        (x,) = exchanged(exchange, x.contiguous())
+    if not len(x):
+        return joined(x, weight, bias)
+    rows, kept = _layout(placement, reach, x.device)
+    padded = torch.cat((x.new_zeros(1, x.shape[1]), x)).index_select(0, rows)
+    return _convolved(padded[None], weight, bias, dilation)[0].index_select(0, kept)
+
+
+def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+    """x [B, reach + S, C] -> [B, S, C], in the dtype of the weight at least."""
+    found = kernels.causal_convolution(x, weight, bias, dilation)
+    if found is not None:
+        return found
+    out = F.conv1d(
+        x.transpose(1, 2).to(weight.dtype),
+        weight.unsqueeze(1),
+        bias,
+        dilation=dilation,
+        groups=weight.shape[0],
+    )
+    return out.transpose(1, 2).to(x.dtype)
+
+
+def _layout(placement: Placement, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What lies where in the convolution's input, and which places of its result are kept.
+
+    Of [1 + L], a zero and what has arrived, the row at each place of the input; the places of the
+    result that are this rank's tokens, the first `reach` of the input having none.
+    """
+    found: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = placement.layouts
+    if (reach, device) not in found:
+        mask = placement.halo(reach).mask
+        tokens = np.array(mask.lengths, np.int64)
+        seen = np.array(mask.key_lengths, np.int64)
+        size = tokens + reach  # of each slice in the input
+        start = np.cumsum(size) - size
+        place = np.arange(size.sum())
+        of = np.repeat(np.arange(len(size)), size)
+        inside = place - start[of] - (size - seen)[of]  # among the tokens that the slice sees
+        first = np.cumsum(seen) - seen
+        rows = np.where(inside < 0, 0, 1 + first[of] + inside)
+        kept = np.flatnonzero(place - start[of] >= reach) - reach
+        found[reach, device] = (
+            pinned_memory.send(torch.from_numpy(rows.astype(np.int32)), device),
+            pinned_memory.send(torch.from_numpy(kept.astype(np.int32)), device),
+        )
+    return found[reach, device]

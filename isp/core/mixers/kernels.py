@@ -1,0 +1,216 @@
+"""Scans and convolutions by kernels of packages, on devices that have them.
+
+T tokens, H heads of values, G heads of keys or groups, K and V their sizes; P features of a head, N
+numbers of its state; C channels; n segments: runs of tokens of one document
+
+[Note: Kernels] On CUDA, in bfloat16, float16 or float32, the kernel of a package computes, if it is
+installed and takes such sizes; which one, or why none, is logged once. The project's own code
+computes everywhere else, and with deterministic algorithms: backward adds up by atomics in some.
+Summaries are asked of the same kernels (`DeltaRule.summary` widens the values), so that a rank has
+no other scan to run; Mamba2's is one product, without a scan.
+
+[Note: Tokens that carry states] `selective_scan_fn` scans one document from a state of zeros, and
+its final state has no gradient. Tokens around each segment do the rest: one with an endless step
+and nothing to write, at which everything decays; N with hardly a step that write the initial state,
+a number of each channel each; N without a step that read the final one in the same way.
+
+Sources: github.com/fla-org/flash-linear-attention, fla/ops/gated_delta_rule/chunk.py and
+fla/ops/kda/chunk.py; github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py and
+selective_scan_interface.py; github.com/Dao-AILab/causal-conv1d, causal_conv1d_interface.py and
+csrc/causal_conv1d.cpp. tools/kernels.json has the versions and signatures last read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isp.core.comm import pinned_memory
+from isp.core.mixers.recurrence import Inputs
+
+__all__ = ["causal_convolution", "delta_rule", "mamba2", "selective_scan"]
+
+logger = logging.getLogger(__name__)
+
+_DEVICES = ("cuda",)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST = 256
+"""Features of a key, or numbers of a state, that kernels take."""
+_CHUNK = 256
+"""Tokens of a chunk of Mamba2, mamba_ssm's default."""
+_ENDLESS, _HARDLY = 1e20, 2.0**-50
+"""Steps of tokens that carry states."""
+
+
+def delta_rule(
+    inputs: Inputs, lengths: Sequence[int], initial: Tensor | None, *, normalise: bool
+) -> tuple[Tensor, Tensor] | None:
+    """As `Recurrence.scan` of the gated delta rule; None: no kernel.
+
+    One call for all segments, [1, T, ..]; states [n, H, K, V] in float32 both ways, with gradients.
+    """
+    (v, g, beta), (q, k) = inputs.of_heads, inputs.of_groups
+    found = ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    if g.dim() == 3:
+        found = ("fla.ops.kda", "chunk_kda")
+    kernel = _kernel(*found, ("cu_seqlens", "cu_seqlens_cpu"), v, [k.shape[-1]])
+    if kernel is None or min(lengths, default=0) == 0:
+        return None
+    wide = torch.promote_types(v.dtype, torch.float32)
+    ends = torch.tensor([0, *accumulate(lengths)])
+    out, states = kernel(
+        *(x.to(v.dtype).unsqueeze(0) for x in (q, k, v)),
+        g.to(wide).unsqueeze(0),
+        beta.unsqueeze(0),
+        initial_state=None if initial is None else initial.to(wide),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=normalise,
+        cu_seqlens=pinned_memory.send(ends, v.device),
+        cu_seqlens_cpu=ends,
+    )
+    return out[0], states
+
+
+def mamba2(
+    inputs: Inputs,
+    lengths: Sequence[int],
+    initial: Tensor | None,
+    *,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+) -> tuple[Tensor, Tensor | None] | None:
+    """As `Recurrence.scan` of Mamba2; None: no kernel, or no final states.
+
+    Several segments from zeros are one call with `seq_idx`, which has no backward of final states
+    and so gives none. A kernel takes one initial state: with those, a call a segment.
+    """
+    (x, dt), (B, C) = inputs.of_heads, inputs.of_groups
+    A, D, dt_bias = inputs.constants
+    needed = ("seq_idx", "initial_states", "return_final_states")
+    name = "mamba_chunk_scan_combined"
+    kernel = _kernel("mamba_ssm.ops.triton.ssd_combined", name, needed, x, [B.shape[-1]])
+    if kernel is None or min(lengths, default=0) == 0:
+        return None
+    options = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    parts = (x, dt, B.to(x.dtype), C.to(x.dtype))
+    if initial is None and len(lengths) > 1:
+        counts = pinned_memory.send(torch.tensor(lengths), x.device)
+        index = torch.repeat_interleave(counts, output_size=len(x)).int().unsqueeze(0)
+        x, dt, B, C = (t.unsqueeze(0) for t in parts)
+        return kernel(x, dt, A, B, C, _CHUNK, seq_idx=index, **options)[0], None
+    outs, states = [], []
+    begins = [None] if initial is None else initial.unsqueeze(1)
+    for x, dt, B, C, begin in zip(*(t.split(list(lengths)) for t in parts), begins, strict=True):
+        x, dt, B, C = (t.unsqueeze(0) for t in (x, dt, B, C))
+        given = {"initial_states": begin, "return_final_states": True, **options}
+        out, state = kernel(x, dt, A, B, C, _CHUNK, **given)
+        outs.append(out[0])
+        states.append(state[0])
+    return torch.cat(outs), torch.stack(states)
+
+
+def selective_scan(
+    A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Results [T, C], without those of D, and final states [n, C, N]; None: no kernel.
+
+    A [C, N], and of tokens x and dt (no less than 0) [T, C], B and C [T, 1, N], all float32. One
+    call for all segments, as [Note: Tokens that carry states] says.
+    """
+    (x, dt, B, C), size = xs, A.shape[1]
+    name = "mamba_ssm.ops.selective_scan_interface"
+    kernel = _kernel(name, "selective_scan_fn", (), x, [size], extension="selective_scan_cuda")
+    if kernel is None:
+        return None
+    none, one = x.new_zeros(size, size), torch.eye(size, dtype=x.dtype, device=x.device)
+    still = x.new_zeros(size, x.shape[1])
+    before, parts = 1 if initial is None else 1 + size, []
+    begins = [None] * len(lengths) if initial is None else list(initial.unbind())
+    segments = (t.split(list(lengths)) for t in (x, dt, B[:, 0], C[:, 0]))
+    for x, dt, B, C, begin in zip(*segments, begins, strict=True):
+        parts.append((still[:1], still[:1] + _ENDLESS, none[:1], none[:1]))
+        if begin is not None:
+            parts.append((begin.to(x.dtype).T / _HARDLY, still + _HARDLY, one, none))
+        parts += [(x, dt, B, C), (still, still, none, one)]
+    x, dt, B, C = (torch.cat(xs).T.unsqueeze(0) for xs in zip(*parts, strict=True))  # [1, .., T']
+    found = kernel(x, dt, A, B, C)[0].T
+    sizes = [part for length in lengths for part in (before, length, size)]
+    split = found.split(sizes)
+    return torch.cat(split[1::3]), torch.stack([read.T for read in split[2::3]])
+
+
+def causal_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int
+) -> Tensor | None:
+    """x [B, reach + S, C], weight [C, K] -> [B, S, C]; None: no kernel.
+
+    Documents lie behind zeros or their halo, so it needs no `seq_idx`; channels last.
+    """
+    channels, taps = weight.shape
+    fault = ""
+    if channels % 8 or not 2 <= taps <= 4 or dilation > 1 or weight.dtype not in _DTYPES:
+        fault = f"{channels} channels, {taps} taps, dilation {dilation}, {weight.dtype}"
+    kernel = _kernel("causal_conv1d", "causal_conv1d_fn", (), x, [], fault=fault)
+    if kernel is None or x.shape[1] < taps:
+        return None
+    bias = None if bias is None else bias.to(weight.dtype)
+    out: Tensor = kernel(x.contiguous().transpose(1, 2), weight, bias)
+    return out[..., taps - 1 :].transpose(1, 2)
+
+
+def _kernel(
+    module: str,
+    name: str,
+    needed: tuple[str, ...],
+    x: Tensor,
+    sizes: Sequence[int],
+    *,
+    extension: str = "",
+    fault: str = "",
+) -> Callable[..., Any] | None:
+    """`module.name`, if it takes what is like x and these sizes; None: our own code computes."""
+    if x.device.type not in _DEVICES:
+        return None
+    kernel = None
+    if torch.are_deterministic_algorithms_enabled():
+        fault = "deterministic algorithms"
+    elif x.dtype not in _DTYPES:
+        fault = str(x.dtype)
+    elif max(sizes, default=0) > _MOST:
+        fault = f"{max(sizes)} features are more than {_MOST}"
+    elif not fault:
+        kernel, fault = _imported(module, name, needed, extension)
+    _report(name, fault)
+    return kernel
+
+
+@cache
+def _imported(
+    module: str, name: str, needed: tuple[str, ...], extension: str
+) -> tuple[Callable[..., Any] | None, str]:
+    """The function, or the reason why there is none."""
+    try:
+        if extension:
+            import_module(extension)
+        function: Callable[..., Any] = getattr(import_module(module), name)
+    except (ImportError, OSError, AttributeError) as error:
+        return None, f"not there: {str(error).partition(chr(10))[0]}"
+    if missing := set(needed) - set(inspect.signature(function).parameters):
+        return None, f"too old, it takes no {', '.join(sorted(missing))}"
+    return function, ""
+
+
+@cache
+def _report(name: str, fault: str) -> None:
+    if fault:
+        logger.info("mixers: own code, not %s (%s)", name, fault)
+    else:
+        logger.info("mixers: %s", name)

@@ -1,0 +1,170 @@
+"""`Placement`: which rank has which tokens of a micro-batch, and what mixers send therefore.
+
+p ranks share the sequences, T tokens in all, T/p on each rank; documents are numbered over all
+sequences of the micro-batch
+
+Attention has its own exchange. A convolution needs the tokens before each slice of a document (a
+halo), a scan the states before it, or all tokens of some heads. All of it is index arithmetic on
+the host, computed once for a micro-batch and used by all its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isp.core.attention.context_parallel.route import Route, Slices, gather_route
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel
+from isp.core.mesh.sequence_split import ContextPlan, Slice
+
+__all__ = ["Placement", "rank_slices"]
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The tokens of one micro-batch over the ranks of `channel`."""
+
+    channel: Channel
+    plan: ContextPlan
+    """The slices of documents on each of the p ranks, in the order in which it holds them."""
+
+    @classmethod
+    def of(
+        cls, sequence: SequenceRanks, channel: Channel, rows: tuple[int, int], bounds: Sequence[int]
+    ) -> Placement:
+        """That of `rows` sequences x tokens, arranged by `sequence` and then cut by rank.
+
+        `bounds`: ends of the documents after a 0, over all sequences; empty: each is a document.
+        """
+        return cls(channel, rank_slices(sequence, channel.size, rows, tuple(bounds)))
+
+    @cached_property
+    def segments(self) -> tuple[int, ...]:
+        """Tokens of this rank's slices, in order; slices that touch are one."""
+        return tuple((self._slices.end - self._slices.begin)[self._own].tolist())
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(sum(end - begin for _, begin, end in held) for held in self.plan.slices)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Where each rank's tokens end, one rank's after another's, after a 0."""
+        return tuple(accumulate(self.sizes, initial=0))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every rank has whole documents only, so that nothing is sent."""
+        return self._slices.are_whole
+
+    def halo(self, reach: int) -> Route:
+        """The route of the `reach` tokens before each slice, laid out before the slice's own."""
+        window = reach + 1
+        if window not in self._routes:
+            route = gather_route(self.plan, self.channel.rank, causal=True, window=window)
+            self._routes[window] = route
+        return self._routes[window]
+
+    @cached_property
+    def earlier(self) -> Route:
+        """The route of all tokens of each slice's document up to the slice's end."""
+        return gather_route(self.plan, self.channel.rank, causal=True, window=None)
+
+    @cached_property
+    def whole_lengths(self) -> tuple[int, ...]:
+        """Tokens of the document of each of this rank's segments."""
+        return tuple((self._slices.stop - self._slices.start)[self._own].tolist())
+
+    @cached_property
+    def states(self) -> Route:
+        """The route of the states of earlier slices of each slice's document, its own behind them.
+
+        A state of each slice takes the place of a token; slice i of a document sees i + 1.
+        """
+        number = np.zeros(len(self._slices.rank), np.int64)
+        order = np.argsort(self._slices.begin, kind="stable")
+        firsts = self._slices.begin[order] == self._slices.start[order]
+        index = np.arange(len(order))
+        number[order] = index - np.maximum.accumulate(np.where(firsts, index, 0))
+        document = np.zeros_like(number)
+        document[order] = np.cumsum(firsts) - 1
+        lengths = np.bincount(document)
+        slices = tuple(
+            tuple(
+                Slice(d, i, i + 1)
+                for d, i in zip(document[mine].tolist(), number[mine].tolist(), strict=True)
+            )
+            for mine in (np.flatnonzero(self._slices.rank == r) for r in range(self.channel.size))
+        )
+        plan = ContextPlan(tuple(lengths.tolist()), slices)
+        return gather_route(plan, self.channel.rank, causal=True, window=None)
+
+    @cached_property
+    def continued(self) -> tuple[int, ...]:
+        """This rank's segments whose document continues behind them, by number."""
+        return tuple(np.flatnonzero((self._slices.end < self._slices.stop)[self._own]).tolist())
+
+    @cached_property
+    def order(self) -> Tensor | None:
+        """[T], the place in the sequences of each token, rank by rank; None: they lie in order."""
+        order = self.plan.order
+        return None if (order == np.arange(len(order))).all() else torch.from_numpy(order)
+
+    @cached_property
+    def inverse(self) -> Tensor | None:
+        """[T], where among all ranks' tokens that of each place is; None: they lie in order."""
+        return None if self.order is None else self.order.argsort()
+
+    @cached_property
+    def _slices(self) -> Slices:
+        return Slices.of(self.plan)
+
+    @cached_property
+    def _own(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self._slices.rank == self.channel.rank)
+
+    @cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """What layers work out of this placement, once for all of them."""
+        return {}
+
+    @cached_property
+    def _routes(self) -> dict[int, Route]:
+        return {}
+
+
+def rank_slices(
+    sequence: SequenceRanks, num_ranks: int, rows: tuple[int, int], bounds: tuple[int, ...]
+) -> ContextPlan:
+    """The slices of each of p ranks, of `rows` sequences x tokens with documents at `bounds`."""
+    batch, length = rows
+    ends = np.array(bounds or [length * i for i in range(batch + 1)], np.int64)
+    lengths = tuple(np.diff(ends).tolist())
+    if sequence.context.size > 1 and bounds:  # sequences are joined
+        order = sequence.order(lengths).numpy()[None]
+    elif sequence.context.size > 1:
+        order = sequence.order((length,)).numpy() + length * np.arange(batch)[:, None]
+    else:
+        order = np.arange(batch * length).reshape(batch, length)
+    parts = order.reshape(len(order), num_ranks, -1).swapaxes(0, 1).reshape(num_ranks, -1)
+    return ContextPlan(lengths, tuple(_slices_of(part, ends) for part in parts))
+
+
+def _slices_of(places: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Slice, ...]:
+    """The slices of documents that these places are, in order."""
+    document = np.searchsorted(ends, places, "right") - 1
+    breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(document) != 0)) + 1
+    first = np.array([0, *breaks])
+    begins, sizes = (places - ends[document])[first], np.diff([*first, len(places)])
+    found = zip(document[first].tolist(), begins.tolist(), sizes.tolist(), strict=True)
+    return tuple(Slice(of, begin, begin + size) for of, begin, size in found)

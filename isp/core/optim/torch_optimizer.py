@@ -1,0 +1,243 @@
+"""`TorchUpdates`: rows of a rank, updated by an optimizer of torch that the caller has made.
+
+[Note: Elements by themselves] A rank has some rows, or columns, of a weight. So an optimizer has to
+treat each element by itself: states are of the weights' shape, or numbers that are the same for all
+of a weight, such as a count of steps. Whether it does is tried on small tensors, of which it is
+given all and a part: what it does to the part has to be the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from isp.core.optim.config import OptimizerConfig
+from isp.core.optim.states import MASTER, Resting, take_up
+from isp.core.weights.sharded_parameter import ShardedParameter
+
+__all__ = ["MakeOptimizer", "TorchUpdates", "check_elementwise", "count_states", "optimizer_of"]
+
+MakeOptimizer: TypeAlias = "Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
+"""Makes an optimizer of names and parameters."""
+
+
+def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptimizer | None:
+    """Return what makes the optimizer `config.name`, if that is `module:Class`.
+
+    `decayed`: names of the weights that it decays. Raises ValueError for one that cannot be
+    imported.
+    """
+    if not config.is_torchs:
+        return None
+    try:
+        made = pkgutil.resolve_name(config.name)
+        takes = inspect.signature(made).parameters
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.name={config.name} cannot be used: {error}") from error
+    values = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+    }
+    alike = (key for key in values if key in takes and _is_like(takes[key].default, values[key]))
+    known = {key: values[key] for key in alike}
+
+    def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [{"params": [pair for pair in named if pair[0] in decayed]}]
+        plain = {"weight_decay": 0.0} if "weight_decay" in known else {}
+        groups.append({"params": [pair for pair in named if pair[0] not in decayed], **plain})
+        optimizer: torch.optim.Optimizer = made([g for g in groups if g["params"]], **known)
+        return optimizer
+
+    return make
+
+
+def count_states(make: MakeOptimizer) -> int:
+    """The states of a weight's shape that the optimizer keeps."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = make([("weight", weight)])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return sum(_is_alike(x, weight) for x in optimizer.state[weight].values())
+
+
+class TorchUpdates:
+    """Updates rows by an optimizer over `nn.Parameter`s that lie in the master weights.
+
+    They have a gradient within an update alone, and the optimizer cannot be stepped outside of one.
+    """
+
+    work_bytes = 0
+
+    def __init__(
+        self,
+        shards: Mapping[ShardedParameter, Resting],
+        make: MakeOptimizer,
+        *,
+        peak: float | None = None,
+    ) -> None:
+        """`peak`: the rate that groups' own are multiples of; None: they are the caller's."""
+        self._shards = {item.name: shard for item, shard in shards.items()}
+        self._parameters = {
+            name: nn.Parameter(shard.master) for name, shard in self._shards.items()
+        }
+        self.optimizer = make([*self._parameters.items()])
+        self.optimizer.register_step_pre_hook(self._check_step)
+        self._updates, self._peak = False, peak
+
+    def set_rate(self, lr: float) -> None:
+        """Let groups learn at their part of `lr`, if there is a `peak`."""
+        for group in self.optimizer.param_groups if self._peak is not None else ():
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr / self._peak
+
+    def _check_step(self, *_: object) -> None:
+        if not self._updates:
+            raise RuntimeError("the optimizer is stepped by run.step: leave out optimizer.step()")
+
+    def update(self, reached: Collection[str]) -> None:
+        """Update the rows of the weights that are `reached`; weights follow their masters."""
+        for name, shard in self._shards.items():
+            if MASTER in shard.states:
+                take_up(shard.master, shard.weights)
+            if name in reached:
+                self._parameters[name].grad = shard.grad
+        self._updates = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._updates = False
+            for parameter in self._parameters.values():
+                parameter.grad = None
+        for shard in self._shards.values():
+            if MASTER in shard.states:
+                shard.weights.copy_(shard.master)
+
+    def settle(self) -> None:
+        """Let the states of shards be those that the optimizer has now."""
+        for name, shard in self._shards.items():
+            for kind in shard.states.keys() - {MASTER}:
+                del shard.states[kind]
+            shard.states.update(self._own_states(name)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `settle` does not give: plain values of weights by name, and of groups."""
+        left_out = ("params", "param_names")
+        groups = [
+            {key: value for key, value in group.items() if key not in left_out}
+            for group in self.optimizer.param_groups
+        ]
+        values = {name: self._own_states(name)[1] for name in self._shards}
+        return {"kind": self.kind, "groups": groups, "values": values}
+
+    def load_state_dict(self, state: Mapping[str, Any], kinds: Mapping[str, list[str]]) -> None:
+        """Take up a `state_dict` of any layout, and make room for states of these `kinds` by name.
+
+        Raises ValueError for one of another optimizer, or of other groups.
+        """
+        if state.get("kind") != self.kind:
+            raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
+        own = self.optimizer.state_dict()["param_groups"]
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        of_index: dict[int, Any] = {}
+        for packed, group in zip(own, self.optimizer.param_groups, strict=True):
+            for index, parameter in zip(packed["params"], group["params"], strict=True):
+                name = names[id(parameter)]
+                made = {kind: torch.zeros_like(parameter) for kind in kinds.get(name, ())}
+                if found := made | state["values"].get(name, {}):
+                    of_index[index] = found
+        if len(own) != len(saved := state["groups"]):
+            raise ValueError(f"saved with {len(saved)} groups, and this run has {len(own)}")
+        groups = [{**old, **new} for old, new in zip(own, saved, strict=True)]
+        self.optimizer.load_state_dict({"state": of_index, "param_groups": groups})
+        self.settle()
+
+    @property
+    def kind(self) -> str:
+        """The name of the optimizer's class."""
+        return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
+
+    def _own_states(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """States of a weight's shape, and others."""
+        parameter = self._parameters[name]
+        of_one = self.optimizer.state.get(parameter, {})
+        alike = {k: x for k, x in of_one.items() if _is_alike(x, parameter)}
+        return alike, {k: x for k, x in of_one.items() if k not in alike}
+
+
+def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torch.device) -> None:
+    """Raise ValueError unless `make` gives an optimizer of elements by themselves, of all weights.
+
+    `dims`: the dimensions of each weight, by name. See [Note: Elements by themselves].
+    """
+    if not dims:
+        raise ValueError("optimizer=..: all weights are frozen, leave it out")
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        name: torch.randn(4, *[3] * dim, dtype=torch.float64, generator=generator).to(device)
+        for name, dim in dims.items()
+    }
+    parts = {name: x[(slice(None), *[slice(2)] * dims[name])] for name, x in whole.items()}
+    found, expected = _tried(make, parts), _tried(make, whole)
+    for name, of_whole in expected.items():
+        for kind, x in of_whole.items():
+            own = x[(slice(2),) * x.dim()] if x.dim() else x
+            y = found[name].get(kind)
+            if y is None or y.shape != own.shape or not torch.allclose(y, own, 1e-9, 1e-30):
+                raise ValueError(
+                    f"optimizer=..: its update of an element of {name} ({kind}) depends on other"
+                    f" elements of the weight, of which each rank holds only a part: use an"
+                    f" elementwise one, such as SGD, Adam, AdamW, RMSprop"
+                )
+
+
+def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Weights and states by name, after steps from the first of `values`, by the others."""
+    parameters = {name: nn.Parameter(x[0].clone()) for name, x in values.items()}
+    try:
+        optimizer = make([*parameters.items()])
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 if not group.get("lr") else group["lr"]  # of a warm-up, perhaps
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for step in range(1, 4):
+            for name, parameter in parameters.items():
+                parameter.grad = values[name][step].clone()
+            optimizer.step()
+    except Exception as error:  # of the caller's own function, or of somebody's optimizer
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ValueError(
+            f"optimizer=.. fails on small weights: {type(error).__name__}: {first} (it is called"
+            f" with (name, parameter) pairs, each of some elements of a weight, and stepped without"
+            f" a closure)"
+        ) from error
+    if left := [name for name, p in parameters.items() if id(p) not in held]:
+        raise ValueError(
+            f"optimizer=..: it does not update {left[0]}{f' +{len(left) - 1}' * (len(left) > 1)}:"
+            f" freeze weights that are not trained by requires_grad_(False) before isp.parallelize"
+        )
+    if len(held) > len(parameters):
+        raise ValueError(
+            "optimizer=..: it has parameters that were not passed to it: use only those that were"
+        )
+    return {
+        name: {
+            "weight": parameter.detach(),
+            **{k: x for k, x in optimizer.state[parameter].items() if isinstance(x, Tensor)},
+        }
+        for name, parameter in parameters.items()
+    }
+
+
+def _is_like(default: object, value: object) -> bool:
+    """Whether a parameter with this default may be given the value: Adafactor's eps is a pair."""
+    pair = isinstance(value, tuple)
+    return isinstance(default, tuple) and len(default) == 2 if pair else isinstance(default, float)
+
+
+def _is_alike(x: object, parameter: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.shape == parameter.shape

@@ -1,0 +1,292 @@
+"""How a step changes a weight: the update rule with its states, the rate, the weight decay.
+
+Who keeps, saves, counts or plans optimizer states asks the rule for them. A further rule is a class
+here, and its name and keys in `isp.core.optim.config`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from isp.core.mesh.layout import Matrices, ParameterLayout
+from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig, ParamGroupConfig
+
+__all__ = [
+    "GroupValues",
+    "NoRule",
+    "Rows",
+    "UpdateRule",
+    "check_groups",
+    "group_of",
+    "group_values",
+    "learning_rate",
+    "rules_in_words",
+    "update_rule",
+    "values_of",
+]
+
+
+class Rows(NamedTuple):
+    """Rows of parameters to update, a tensor of each in every list."""
+
+    masters: list[Tensor]
+    """Master weights."""
+    grads: list[Tensor]
+    """Gradients, which an update may overwrite."""
+    states: dict[str, list[Tensor]]
+    """By name, as `UpdateRule.states` declares them, in the dtype of the masters."""
+    names: list[str]
+    """Parameters that they are of."""
+
+    def of(self, names: Collection[str]) -> Rows:
+        """Return the rows of these parameters."""
+        kept = [name in names for name in self.names]
+        if all(kept):
+            return self
+        return Rows(
+            [*compress(self.masters, kept)],
+            [*compress(self.grads, kept)],
+            {kind: [*compress(found, kept)] for kind, found in self.states.items()},
+            [*compress(self.names, kept)],
+        )
+
+
+class UpdateRule(ABC):
+    """The update of master weights by gradients; keeps nothing but the numbers of `config`.
+
+    [Note: Whole matrices] A rule sees some rows of a parameter's shard, so it can only treat
+    elements, or rows, each by itself. One that needs whole matrices averages gradients into its
+    momentum by rows, `average`; what comes of that is brought together on a rank that has the
+    matrix for a home, made orthogonal there, and sent back as rows, by which `step` updates
+    (`isp.core.optim.matrices`).
+    """
+
+    by_matrix = False
+    """Whether it updates whole matrices: `average` comes before `step`."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Name of each state of master weights of `dtype`, and the dtype it is kept in.
+
+        All begin as zeros. A state has the shape of its weights. It is saved under its name: rules
+        whose states have the same names take up each other's. What `moment` gives may be narrower
+        than `dtype`: a state that an update only averages into, and whose rounding is one of what
+        the next update begins with.
+        """
+
+    def moment(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a moment of master weights of `dtype` is kept."""
+        return torch.bfloat16 if self.config.moment_dtype == "bfloat16" else dtype
+
+    @abstractmethod
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        """Change masters and states in place; it is update number `numbers` of each row, from 1 on.
+
+        All rows may be given at once or some at a time: no result depends on the others.
+        """
+
+    def average(self, rows: Rows) -> None:
+        """Change states, and put what a whole matrix is made of in the place of its gradient."""
+        raise NotImplementedError(f"{type(self).__name__} updates by elements")
+
+
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay, by torch's fused kernels.
+
+    Source: Loshchilov and Hutter 2019; the same bits as `torch.optim.AdamW(fused=True)`.
+    """
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {"exp_avg": self.moment(dtype), "exp_avg_sq": self.moment(dtype)}
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        size, device, latest = len(rows.masters), rows.masters[0].device, max(numbers)
+        before = torch.full((size,), latest - 1, dtype=torch.float32, device=device)
+        for place, number in enumerate(numbers):
+            if number < latest:  # of weights that some steps did not reach
+                before[place] = number - 1
+        adamw(
+            rows.masters,
+            rows.grads,
+            rows.states["exp_avg"],
+            rows.states["exp_avg_sq"],
+            max_exp_avg_sqs=[],
+            state_steps=list(before.unbind()),  # torch adds 1 to each
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.of_adamw("beta1"),
+            beta2=self.config.of_adamw("beta2"),
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.config.of_adamw("eps"),
+            maximize=False,
+        )
+
+
+class Lion(UpdateRule):
+    """The sign of an average of momentum and gradient, with decoupled weight decay; one state.
+
+    c = beta1 m + (1 - beta1) g;  w -= lr (sign(c) + weight_decay w);  m = beta2 m + (1 - beta2) g
+    Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms; google/automl, lion.
+    """
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {"exp_avg": self.moment(dtype)}
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        beta1, beta2 = self.config.beta1, self.config.beta2
+        masters, grads, moments = rows.masters, rows.grads, rows.states["exp_avg"]
+        torch._foreach_lerp_(grads, moments, beta1)  # c, in the place of g
+        # The new m lies between m and c at this fraction: g, which is gone, is not needed.
+        torch._foreach_lerp_(moments, grads, (1 - beta2) / (1 - beta1))
+        torch._foreach_sign_(grads)
+        torch._foreach_mul_(masters, 1 - lr * weight_decay)
+        torch._foreach_add_(masters, grads, alpha=-lr)
+
+
+class Muon(UpdateRule):
+    """Momentum, its singular values brought to about 1, with decoupled weight decay; one state.
+
+    m = lerp(g, m, momentum);  u = lerp(g, m, momentum) if nesterov else m
+    w -= lr (orthogonal(u) ratio(shape) + weight_decay w)
+    Source: Jordan et al. 2024, Muon; the numbers are those of `torch.optim.Muon`.
+    """
+
+    by_matrix = True
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {"momentum_buffer": self.moment(dtype)}
+
+    def average(self, rows: Rows) -> None:
+        keys, moments = self.config.muon, rows.states["momentum_buffer"]
+        torch._foreach_lerp_(moments, rows.grads, 1 - keys.momentum)
+        if keys.nesterov:
+            torch._foreach_lerp_(rows.grads, moments, keys.momentum)
+        else:
+            torch._foreach_copy_(rows.grads, moments)
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        torch._foreach_mul_(rows.masters, 1 - lr * weight_decay)
+        torch._foreach_add_(rows.masters, rows.grads, alpha=-lr)
+
+
+class NoRule(UpdateRule):
+    """Keeps no state: torch's optimizer has its own."""
+
+    def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {}
+
+    def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
+        raise NotImplementedError("torch's optimizer updates")
+
+
+_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+
+
+def update_rule(config: OptimizerConfig, name: str | None = None) -> UpdateRule:
+    """The rule of this name; None: the one that `config.name` names."""
+    return _RULES.get(name or config.name, NoRule)(config)
+
+
+def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedulerConfig) -> float:
+    """The rate of step number `step`, counted from 0, of a run of `total_steps`.
+
+    Rises in a straight line to `peak` within `warmup_steps`, stays there, and decays over the last
+    `config.num_decay_steps` to `min_lr_factor * peak`, which the last step of the run has; steps
+    after it keep that. The numbers are torchtitan's.
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    num_decay = config.num_decay_steps(total_steps)
+    done = step + 1 - (total_steps - num_decay)
+    if done <= 0:
+        return peak
+    progress = min(1.0, done / num_decay) if num_decay else 1.0
+    left = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+    }[config.decay_type]
+    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * left)
+
+
+class GroupValues(NamedTuple):
+    lr_scale: float
+    """Its learning rate, as a part of that of the step."""
+    weight_decay: float
+    rule: str = "adamw"
+    """The name of its update rule."""
+
+
+def group_values(
+    name: str, config: OptimizerConfig, *, decays: bool, matrices: Matrices | None = None
+) -> GroupValues:
+    """Return the values for the parameter called `name` in the whole model.
+
+    The first of `config.param_groups` whose pattern is found in the name has them. Where it says
+    nothing of weight decay, or none is found, only what `decays` is decayed. What has no `matrices`
+    takes another rule than muon, and so do tables, heads and routers for which no group asks for
+    it.
+    """
+    group = group_of(name, config)
+    asked = None if group is None else group.rule
+    rule = asked or config.name
+    if rule == "muon" and (matrices is None or not (asked or matrices.of_block)):
+        rule = "adamw" if config.name == "muon" else config.name
+    own = config.of_rule(rule, "lr")
+    decay = config.of_rule(rule, "weight_decay") if decays else 0.0
+    if group is None:
+        return GroupValues(own / config.lr, decay, rule)
+    scale = (group.lr or own) / config.lr * group.lr_scale
+    return GroupValues(scale, decay if group.weight_decay is None else group.weight_decay, rule)
+
+
+def values_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> GroupValues:
+    """Return the `group_values` for a parameter of this layout."""
+    return group_values(name, config, decays=layout.decays, matrices=layout.matrices)
+
+
+def group_of(name: str, config: OptimizerConfig) -> ParamGroupConfig | None:
+    """The first of `config.param_groups` whose pattern is found in the name."""
+    return next((g for g in config.param_groups if re.search(g.pattern, name)), None)
+
+
+def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConfig) -> str:
+    """Which parameters of the whole model take which rule, a line for each."""
+    found: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        found.setdefault(values_of(name, layout, config).rule, []).append(name)
+    lines = (f"{rule} updates {_shortened(names)}" for rule, names in sorted(found.items()))
+    return "\n".join(lines)
+
+
+def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
+    """Raise ValueError for a group that no parameter of the whole model is in."""
+    names = list(names)
+    unmatched = set(names)
+    for place, group in enumerate(config.param_groups):
+        found = {name for name in names if re.search(group.pattern, name)}
+        if not found & unmatched:
+            raise ValueError(
+                f"optimizer.param_groups.{place}.pattern={group.pattern!r} is"
+                f" {'found only in names that groups before it took' if found else 'in no name'};"
+                f" the parameters are {_shortened(names)}"
+            )
+        unmatched -= found
+
+
+def _shortened(names: Iterable[str]) -> str:
+    """The names, each once whatever the number of its layer."""
+    return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))

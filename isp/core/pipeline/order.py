@@ -1,0 +1,306 @@
+"""The order in which the ranks of a pipeline compute and send; needs no process group.
+
+A *stage* is a part of the model between two sends; a rank has one for each of its chunks. With
+P ranks, stage s is on rank s mod P (a loop), or, for a V, on rank s going down and up again.
+
+[Note: One order of sends] Every rank's program is its part of one order of everything that all
+ranks do, the one in which it would come about if computations took equally long and sends no time.
+A send stands in the programs of both its ranks. So whoever waits, for a send or for a receive, does
+so for ranks that are not as far yet: they never wait in a circle, even where the transfers of a
+rank pass one after the other, as on NCCL. A receive is posted before what is computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch.distributed.pipelining as torch_pipelining
+
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.mesh.config import PipelineConfig
+from isp.core.weights.uses import Action, ActionKind, sequential_actions
+
+__all__ = [
+    "Hop",
+    "PipelineOrder",
+    "one_forward_one_backward",
+    "program",
+    "split_layers",
+    "timeline",
+]
+
+_KINDS = {
+    "F": ActionKind.FORWARD,
+    "B": ActionKind.BACKWARD,
+    "I": ActionKind.BACKWARD,
+    "W": ActionKind.WEIGHT_GRADIENT,
+}
+"""By torch's letter of a computation."""
+
+
+@dataclass(frozen=True)
+class PipelineOrder:
+    """The stages of every rank of a pipeline, and its order of work."""
+
+    config: PipelineConfig
+
+    @property
+    def num_stages(self) -> int:
+        return self.config.size * self.config.num_chunks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stage of each chunk of the `rank`-th rank of the pipeline, in forward order."""
+        size = self.config.size
+        if self.config.schedule.is_v:
+            return rank, 2 * size - 1 - rank
+        return tuple(chunk * size + rank for chunk in range(self.config.num_chunks))
+
+    def rank_of(self, stage: int) -> int:
+        size = self.config.size
+        if self.config.schedule.is_v and stage >= size:
+            return 2 * size - 1 - stage
+        return stage % size
+
+    def actions(
+        self, rank: int, micro_batches: int, *, training: bool = True
+    ) -> tuple[Action, ...]:
+        """The `rank`-th rank's actions in a step: on one rank, one micro-batch at a time."""
+        return _orders(self, micro_batches, training)[rank]
+
+
+@lru_cache(maxsize=16)
+def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tuple[Action, ...]]:
+    """The actions of every rank: torch works out all of them at once, which takes a while."""
+    ranks = range(order.config.size)
+    if order.config.size == 1:
+        return [sequential_actions(micro_batches, training=training)]
+    schedule = _schedule_class(order.config, training=training)
+    if schedule is torch_pipelining.Schedule1F1B:
+        return [one_forward_one_backward(rank, len(ranks), micro_batches) for rank in ranks]
+    if schedule is torch_pipelining.ScheduleGPipe:
+        return [sequential_actions(micro_batches, training=False) for _ in ranks]
+    stages = [  # torch asks them for nothing but their numbers
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=order.num_stages,
+            group_rank=0,
+            group_size=len(ranks),
+            submod=None,
+        )
+        for stage in order.stages_of(0)
+    ]
+    found = schedule(stages, micro_batches).pipeline_order
+    return [
+        tuple(
+            action
+            for action in _actions(found[rank], order.stages_of(rank))
+            if training or action.kind is ActionKind.FORWARD
+        )
+        for rank in ranks
+    ]
+
+
+def _actions(found: Sequence[Any], stages: Sequence[int]) -> Iterator[Action]:
+    """The actions torch found for the rank with these stages."""
+    for a in found:
+        if a is not None:
+            chunk = stages.index(a.stage_index)
+            yield Action(_KINDS[a.computation_type.value], a.microbatch_index, chunk)
+
+
+def _schedule_class(config: PipelineConfig, *, training: bool) -> Any:
+    """torch's schedule for a step, or for an evaluation, which is forward alone."""
+    if training:
+        return torch_pipelining.schedules.get_schedule_class(config.schedule.value)
+    if config.schedule.is_v:
+        return torch_pipelining.ScheduleZBVZeroBubble
+    if config.num_chunks > 1:
+        return torch_pipelining.ScheduleLoopedBFS
+    return torch_pipelining.ScheduleGPipe
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
+    """1F1B on one stage: forwards to warm up, pairs, backwards to cool down.
+
+    Source: Narayanan et al. 2019, PipeDream-Flush.
+    """
+    warm_up = min(stages - stage - 1, micro_batches)
+    forward = [Action(ActionKind.FORWARD, m) for m in range(micro_batches)]
+    backward = [Action(ActionKind.BACKWARD, m) for m in range(micro_batches)]
+    steady = [a for pair in zip(forward[warm_up:], backward, strict=False) for a in pair]
+    return (*forward[:warm_up], *steady, *backward[micro_batches - warm_up :])
+
+
+class Timed(NamedTuple):
+    """An action and when it runs, in the unit of its cost."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Timeline(NamedTuple):
+    ranks: tuple[tuple[Timed, ...], ...]
+    """The actions of each rank, in order."""
+
+    @property
+    def end(self) -> float:
+        """The last rank's end."""
+        return max(timed[-1].end for timed in self.ranks)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of the busiest rank over its working time."""
+        busiest = max(sum(t.end - t.start for t in timed) for timed in self.ranks)
+        return self.end / busiest - 1
+
+
+def timeline(
+    order: PipelineOrder,
+    micro_batches: int,
+    cost: Callable[[int, ActionKind], float],
+    *,
+    send: float = 0.0,
+    training: bool = True,
+) -> Timeline:
+    """Each action as soon as its rank is free and what it needs is there.
+
+    `cost` is the time of an action on a stage; a backward that is not split is asked for both
+    halves. What another rank sends arrives `send` after it was made; sending keeps nobody busy.
+    """
+    ranks = range(order.config.size)
+    stages = [order.stages_of(rank) for rank in ranks]
+    todo = [list(order.actions(rank, micro_batches, training=training))[::-1] for rank in ranks]
+    split = {
+        (stages[rank][a.chunk], a.micro_batch)
+        for rank in ranks
+        for a in todo[rank]
+        if a.kind is ActionKind.WEIGHT_GRADIENT
+    }
+    done: dict[tuple[ActionKind, int, int], tuple[float, int]] = {}
+    found: list[list[Timed]] = [[] for _ in ranks]
+
+    def duration(stage: int, action: Action) -> float:
+        whole = action.kind is ActionKind.BACKWARD and (stage, action.micro_batch) not in split
+        rest = cost(stage, ActionKind.WEIGHT_GRADIENT) if whole else 0.0
+        return cost(stage, action.kind) + rest
+
+    def arrival(rank: int, needed: tuple[ActionKind, int, int]) -> float | None:
+        if needed not in done:
+            return None
+        end, maker = done[needed]
+        return end + (send if maker != rank else 0.0)
+
+    while any(todo):
+        progress = False
+        for rank in ranks:
+            while todo[rank]:
+                action = todo[rank][-1]
+                stage = stages[rank][action.chunk]
+                times = [arrival(rank, n) for n in _needs(action, stage, order.num_stages)]
+                if None in times:
+                    break
+                free = found[rank][-1].end if found[rank] else 0.0
+                start = max([free, *(t for t in times if t is not None)])
+                end = start + duration(stage, action)
+                found[rank].append(Timed(action, start, end))
+                done[action.kind, stage, action.micro_batch] = end, rank
+                todo[rank].pop()
+                progress = True
+        assert progress, f"the order of {order.config} waits for itself"
+    return Timeline(tuple(tuple(timed) for timed in found))
+
+
+def _needs(action: Action, stage: int, num_stages: int) -> list[tuple[ActionKind, int, int]]:
+    m = action.micro_batch
+    if action.kind is ActionKind.WEIGHT_GRADIENT:
+        return [(ActionKind.BACKWARD, stage, m)]
+    if action.kind is ActionKind.BACKWARD:
+        after = [(ActionKind.BACKWARD, stage + 1, m)] if stage + 1 < num_stages else []
+        return [(ActionKind.FORWARD, stage, m), *after]
+    return [(ActionKind.FORWARD, stage - 1, m)] if stage else []
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A stage's result for a micro-batch, on its way to a neighbour."""
+
+    made_in: ActionKind
+    """FORWARD: activations; BACKWARD: their gradient."""
+    micro_batch: int
+    source: int
+    """The stage that made it."""
+
+    @property
+    def target(self) -> int:
+        """The stage that needs it."""
+        return self.source + (1 if self.made_in is ActionKind.FORWARD else -1)
+
+    @property
+    def tag(self) -> Tag:
+        what = "activations" if self.made_in is ActionKind.FORWARD else "gradient"
+        text = f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
+        return Tag(Purpose.STAGE_ACTIVATION, tensor=text)
+
+
+Program = tuple[Action | Hop, ...]
+"""Of one rank: what it computes, sends and receives, in order."""
+
+
+def program(order: PipelineOrder, rank: int, micro_batches: int, *, training: bool) -> Program:
+    """A step of the `rank`-th rank of a pipeline [Note: One order of sends]."""
+    return _programs(order, micro_batches, training)[rank]
+
+
+@lru_cache(maxsize=16)
+def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[Program]:
+    # When, whether it is a computation, what, and on which ranks. At one time sends come first:
+    # what they bring may be used at once.
+    moments: list[tuple[float, bool, Action | Hop, tuple[int, ...]]] = []
+    found = timeline(order, micro_batches, lambda stage, kind: 1.0, training=training)
+    for rank, timed in enumerate(found.ranks):
+        for action, start, end in timed:
+            moments.append((start, True, action, (rank,)))
+            if action.kind is ActionKind.WEIGHT_GRADIENT:
+                continue
+            hop = Hop(action.kind, action.micro_batch, order.stages_of(rank)[action.chunk])
+            if 0 <= hop.target < order.num_stages and order.rank_of(hop.target) != rank:
+                moments.append((end, False, hop, (rank, order.rank_of(hop.target))))
+    moments.sort(key=lambda moment: moment[:2])
+    return [
+        tuple(item for _, _, item, ranks in moments if rank in ranks)
+        for rank in range(order.config.size)
+    ]
+
+
+def split_layers(
+    costs: Sequence[float], stages: int, *, after: float = 0.0
+) -> list[tuple[int, int]]:
+    """(first, stop) of the layers of each stage, so that the costliest stage costs least.
+
+    `costs` are those of the layers, `after` that of what the last stage does after its layers.
+    Raises ValueError if a stage would have no layer.
+    """
+    num_layers, ends = len(costs), [0.0, *accumulate(costs)]
+    if not 1 <= stages <= num_layers:
+        raise ValueError(
+            f"{num_layers} layers cannot be cut into {stages} stages: use at most {num_layers}"
+        )
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
+    for stage in range(stages):
+        extra = after * (stage == stages - 1)
+        reached: dict[int, tuple[float, float, list[int]]] = {}
+        for start, (worst, squares, cuts) in best.items():
+            for stop in range(start + 1, num_layers - (stages - stage - 1) + 1):
+                cost = ends[stop] - ends[start] + extra
+                candidate = (max(worst, cost), squares + cost * cost, [*cuts, stop])
+                if stop not in reached or candidate[:2] < reached[stop][:2]:
+                    reached[stop] = candidate
+        best = reached
+    cuts = best[num_layers][2]
+    return list(pairwise(cuts))

@@ -1,0 +1,230 @@
+"""Calls in a recomputed part whose results are kept: a recompute takes them, and calls nobody.
+
+[Note: Kept calls] What such a call saves for its own backward is kept, too, as if nothing were
+recomputed around it, except its input if that is said to be dropped: that is computed again with
+the part. Of the results only those are kept on whose values something depends that the recompute
+is for; in place of another it finds tensors of NaN.
+
+[Note: Watched] The operations of the first pass through a part show which results these are, and
+which of them the part writes into. Later passes make the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from isp.core.autograd import Function
+from isp.core.tensors import memory_of, tensors_in
+
+__all__ = ["KeptCalls", "Needs"]
+
+
+class Needs(NamedTuple):
+    """What is known of a part's kept calls [Note: Watched]; by their numbers."""
+
+    values: frozenset[int]
+    """Those whose results a recompute reads."""
+    written: frozenset[int]
+    """Those whose results the part writes into."""
+
+
+class _Result(NamedTuple):
+    """What a call gave."""
+
+    packed: Any
+    """As the hooks outside of the part keep it; None: its values are of no use."""
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+class KeptCalls:
+    """The kept calls of one part [Note: Kept calls]; made before `isp.core.recompute.recompute` takes the part."""
+
+    def __init__(self, kinds: Collection[str], known: dict[Hashable, Needs], key: Hashable) -> None:
+        """`kinds`: of the calls that are kept.
+
+        `known`: what is known of parts, by key; this one is added if it is not among them.
+        """
+        self._kinds = kinds
+        self._again = False
+        """Whether the part is computed again."""
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._pack: Callable[[Tensor], Any] = hooks[0] if hooks else _same
+        self._unpack: Callable[[Any], Tensor] = hooks[1] if hooks else _same
+        self._known, self._key = known, key
+        self._watch: _Watch | None = None
+        self._results: list[_Result] = []
+        self._next = 0
+
+    def _keeps(self, kind: str) -> bool:
+        """Whether calls of this kind are kept; none is where a part is run for what it gives."""
+        return kind in self._kinds and torch.is_grad_enabled()
+
+    def skips(self, kind: str) -> bool:
+        """Whether a call of this kind that comes now is one that is not made again."""
+        return self._again and self._keeps(kind)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A pass through the part: the first is forward, others compute it again."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self._next = 0
+        needs = self._known.get(self._key)
+        if self._again or needs is not None:
+            yield
+        else:
+            self._watch = _Watch()
+            with self._watch, self._watch.saved():
+                yield
+            needs, self._watch = self._watch.needs(), None
+            self._known[self._key] = needs
+            self._results = [
+                result if number in needs.values else result._replace(packed=None)
+                for number, result in enumerate(self._results)
+            ]
+        self._again = True
+
+    def __call__(
+        self, kind: str, call: Callable[[], Tensor], dropped: Tensor | None = None
+    ) -> Tensor:
+        """`call()`, or what it gave; `dropped`: its input, of which it saves no copy."""
+        if not self._keeps(kind):
+            return call()
+        number, self._next = self._next, self._next + 1
+        # Keep the output, not its node: before torch 2.13 what a node saved dies with the output.
+        holder = None if dropped is None else _Input.apply(dropped, _token())
+        if self._again:
+            return self._given(number)
+        with self._saved_outside(dropped, holder):
+            y = call()
+        needs = self._known.get(self._key)
+        kept = needs is None or number in needs.values or not y.is_floating_point()
+        copied = needs is None or number in needs.written
+        packed = self._pack(y.detach().clone() if copied else y.detach()) if kept else None
+        self._results.append(_Result(packed, y.shape, y.dtype, y.device, y.requires_grad))
+        if self._watch is not None:
+            self._watch.made(number, y)
+        return y
+
+    def _given(self, number: int) -> Tensor:
+        packed, shape, dtype, device, requires_grad = self._results[number]
+        if packed is None:
+            y = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        else:
+            y = self._unpack(packed).detach()
+            y = y.clone() if number in self._known[self._key].written else y
+        given: Tensor = _GivenAgain.apply(y, _token()) if requires_grad else y
+        return given
+
+    def _saved_outside(self, dropped: Tensor | None, holder: Any) -> saved_tensors_hooks:
+        """In this context tensors are saved as outside of the part, except `dropped`, once."""
+        left = [] if dropped is None else [memory_of(dropped)]
+        offset = 0 if dropped is None else int(dropped.storage_offset())
+
+        def pack(x: Tensor) -> Any:
+            if left and memory_of(x) == left[0] and x.dtype == dtype:
+                left.clear()
+                return _View(x.shape, x.stride(), int(x.storage_offset()) - offset)
+            return self._pack(x)
+
+        def unpack(saved: Any) -> Tensor:
+            if not isinstance(saved, _View):
+                own: Tensor = self._unpack(saved)
+                return own
+            (again,) = holder.grad_fn.saved_tensors
+            found: Tensor = again.as_strided(*saved[:2], again.storage_offset() + saved.offset)
+            return found
+
+        dtype = None if dropped is None else dropped.dtype
+        return saved_tensors_hooks(pack, unpack)
+
+
+class _View(NamedTuple):
+    """A tensor in the memory of another one."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Input(Function):
+    """Save the input of a call; reading it from the node of the output recomputes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return token.detach()
+
+
+class _GivenAgain(Function):
+    """A result that has a gradient, and that the part may write into."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, token: Tensor) -> Tensor:
+        return y.detach()
+
+
+def _token() -> Tensor:
+    """Given to a function that has no backward, so that there is a node of it."""
+    return torch.empty(0, requires_grad=True)
+
+
+class _Watch(TorchDispatchMode):
+    """Follows the results of kept calls through the operations of a part [Note: Watched]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made_of: dict[int, frozenset[int]] = {}
+        """The results on whose values memory depends, by storage."""
+        self._values: frozenset[int] = frozenset()
+        self._results: dict[int, tuple[Tensor, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = map(memory_of, tensors_in(args, kwargs))
+        of = frozenset[int]().union(*(self._made_of.get(memory, ()) for memory in given))
+        for x in tensors_in(out, *self._written(func, args, kwargs)):
+            self._made_of[memory_of(x)] = of
+        return out
+
+    @staticmethod
+    def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+        """The arguments that an operation writes into, and does not always give back."""
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield args[index] if index < len(args) else (kwargs or {}).get(argument.name)
+
+    def made(self, number: int, y: Tensor) -> None:
+        """A kept call gave y."""
+        self._made_of[memory_of(y)] = frozenset([number])
+        self._results[number] = y.detach(), y._version
+
+    def saved(self) -> saved_tensors_hooks:
+        """In this context it sees what is saved for backward."""
+        pack_other, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(x: Tensor) -> Any:
+            self._values |= self._made_of.get(memory_of(x), frozenset())
+            return pack_other(x)
+
+        return saved_tensors_hooks(pack, unpack)
+
+    def needs(self) -> Needs:
+        """What it saw."""
+        written = {n for n, (y, version) in self._results.items() if y._version > version}
+        return Needs(self._values, frozenset(written))
+
+
+def _same(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,131 @@
+"""A model's declaration to a communicator: its linears, in order.
+
+Nothing is found by matching names, so any model will do: it lists its blocks, and in each the
+places that a forward passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.phase import Phase
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.core.weights.uses import Block, Chunks, Site, Use
+
+__all__ = [
+    "DeclaredBlock",
+    "DeclaredUse",
+    "WeightHolder",
+    "as_chunks",
+    "declared_uses",
+    "parameters_of",
+    "weight_names",
+]
+
+
+class WeightHolder(Protocol):
+    """A layer with a sharded weight, as the communicator sees it."""
+
+    name: str
+    layouts: dict[str, ParameterLayout]
+    weight_name: str
+    """Of the weight in its module."""
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """This rank's shard."""
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """This rank's shard, if there is one."""
+
+
+def parameters_of(layer: WeightHolder) -> tuple[ShardedParameter, ...]:
+    """The weight of a layer, and its bias if it has one."""
+    found = {layer.weight_name: layer.weight, "bias": layer.bias}
+    return tuple(
+        ShardedParameter(f"{layer.name}.{name}", parameter, layer.layouts[name])
+        for name, parameter in found.items()
+        if parameter is not None
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class DeclaredUse:
+    """A place that a forward passes: a layer that reads its weight, or a bare launch point."""
+
+    use: Use
+    """What the plan is told of it, without the names of its weight and bias."""
+    layer: WeightHolder | None = None
+    """The layer whose weight is read here."""
+    at: nn.Module | None = None
+    """The module whose call marks the place, if that is not the layer itself; several uses of a
+    block may lie in one call."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeclaredBlock:
+    """A part of a model whose weights are gathered as one unit."""
+
+    name: str
+    module: nn.Module
+    """Given to the prerequisites of its prefetch."""
+    uses: tuple[DeclaredUse, ...]
+    recomputed: bool = False
+    """Whether its activations are recomputed in backward."""
+    input_kept: bool = True
+    """Whether its input is there for that; else it is computed again, from an earlier one."""
+
+
+DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
+"""The chunks of a model, each with its blocks in forward order."""
+
+
+def declared_uses(
+    declared: DeclaredChunks,
+) -> Iterator[tuple[Site, DeclaredBlock, DeclaredUse]]:
+    """All uses in forward order, each with its place and block."""
+    for c, chunk in enumerate(declared):
+        for b, block in enumerate(chunk):
+            for v, use in enumerate(block.uses):
+                yield Site(Phase.FORWARD, c, b, v), block, use
+
+
+def weight_names(declared: DeclaredChunks) -> dict[int, str]:
+    """The name of each weight, by the id of its shard; a shared one is named by its first layer.
+
+    Raises ValueError if two weights have the same name.
+    """
+    names: dict[int, str] = {}
+    for _, _, use in declared_uses(declared):
+        if use.layer is not None:
+            names.setdefault(id(use.layer.weight), f"{use.layer.name}.{use.layer.weight_name}")
+    for name, count in Counter(names.values()).items():
+        if count > 1:
+            raise ValueError(f"{count} weights are named {name}: call bind_names(model) first")
+    return names
+
+
+def as_chunks(declared: DeclaredChunks) -> Chunks:
+    """The declaration as the plan wants it."""
+    weights = weight_names(declared)
+
+    def planned(v: DeclaredUse) -> Use:
+        if v.layer is None:
+            return v.use
+        bias = None if v.layer.bias is None else f"{v.layer.name}.bias"
+        return v.use._replace(weight=weights[id(v.layer.weight)], bias=bias)
+
+    return tuple(
+        tuple(
+            Block(b.name, tuple(planned(v) for v in b.uses), b.recomputed, b.input_kept)
+            for b in chunk
+        )
+        for chunk in declared
+    )

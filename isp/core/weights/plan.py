@@ -1,0 +1,316 @@
+"""The prefetch schedule as data: which sharded weights to gather, wait for and free, and where.
+
+`plan` is a pure function of the model's declaration and the order of work; a communicator follows
+its result with a `PlanCursor`. `simulate` proves a plan right, `grid` prints it.
+
+[Note: Lifetimes]  A weight is live from a first to a last read: one gather, one wait, one free.
+  * Within a span every weight has one lifetime, from its first to its last read. So a weight
+    used twice in a block is gathered once for both uses, and a recomputed block keeps its
+    weights from recompute through backward.
+  * The lifetimes of a weight in two spans are joined where at most one other unit lies between, for
+    then the unit that waits and the one that runs are the two that the budget allows. This keeps
+    the last block for its backward behind the head, and the first block from its backward to the
+    next micro-batch's forward behind the embedding.
+  * Without `reshard_after_forward` a weight has one lifetime in the whole step.
+  * A unit is a block per layer, a weight per module. Weights that are read together (see `Use`)
+    are there until the last of their uses ends, and per module are one unit.
+
+[Note: Budget]  Where weights are resharded after forward, the gathered ones belong at any time to
+the unit that runs and to *one* other, the next in the trace, kept or gathered ahead. No count is
+kept to get this: a weight is launched only from the unit before it, and never past a unit that was
+kept, because a joined lifetime is not launched anew. Per module this holds but for weights that are
+read again in the same span: a recomputed block is then there as a whole, and one weight ahead of
+it. Nothing is left after the last action, since the optimizer is about to change every weight.
+
+[Note: Launches]  Gathers are launched after the wait for the site's own weight, so that they do not
+share the wire with what is needed now, and in the order in which they are read: the wire is first
+in, first out, and whoever waited for the second would have waited for the first as well.
+  * START, as soon as the optimizer has published the weights: the first two units.
+  * Per layer, going forward or recomputing: the whole next span, before the launch point.
+  * Per layer, in a backward without recompute: a rolling window, one weight of the next span at
+    each use, so that no more than one block and one weight are there for it.
+  * Per module: at each use the next weight, or those that are read together next.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from itertools import accumulate, chain, groupby, islice, repeat
+from typing import NamedTuple
+
+from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
+from isp.core.mesh.phase import Phase
+from isp.core.weights.uses import Action, Chunks, Site, Span, trace
+
+__all__ = ["Act", "ActKind", "Plan", "PlanCursor", "Step", "plan"]
+
+
+class ActKind(StrEnum):
+    """A kind of act on weights."""
+
+    GATHER = "gather"
+    WAIT = "wait"
+    FREE = "free"
+
+
+class Act(NamedTuple):
+    """One thing to do with one weight."""
+
+    kind: ActKind
+    weight: str
+    bias: str | None = None
+    """That of the first layer that reads the weight and has one, if a forward reads it before the
+    free."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The weight, and its bias."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+class Step(NamedTuple):
+    """One site of one micro-batch, with what to do before and after the use."""
+
+    site: Site
+    micro_batch: int
+    before: tuple[Act, ...]
+    after: tuple[Act, ...]
+
+
+class Plan(NamedTuple):
+    """All acts of one training step. A runtime need not come by steps that have none."""
+
+    start: tuple[Act, ...]
+    """To be done once the optimizer has published the weights, before data is read."""
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=8)
+def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Plan:
+    """The acts of a step in which this stage runs `actions` on `chunks`.
+
+    A block that does not have the launch point requests the next before its first use. Without
+    overlap a weight lives as long as with it, so the number of gathers is the same.
+    """
+    spans = trace(chunks, actions)
+    reads, units = _reads(spans, chunks)
+    lifetimes = _lifetimes(reads, units, prefetch)
+    if prefetch.overlap and prefetch.unit is OverlapUnit.LAYER:
+        _launch_per_layer(reads, units, lifetimes, chunks, prefetch.launch)
+    elif prefetch.overlap:
+        _launch_per_module(reads, units, lifetimes)
+    return _place(spans, lifetimes.values())
+
+
+class PlanCursor:
+    """A place in a plan. `keys` names the use at each (chunk, block, use), as `arrive` will."""
+
+    def __init__(self, plan: Plan, keys: Mapping[tuple[int, int, int], Hashable]) -> None:
+        self.plan, self.keys = plan, keys
+        self.position = 0
+        """The next step that has not been arrived at."""
+
+    def arrive(self, key: Hashable, phase: Phase) -> tuple[Step, tuple[Step, ...]] | None:
+        """The step of this use and those skipped on the way to it; None if it is not planned.
+
+        Looks through the rest of the current action, and through the first block of the next one:
+        further away lies another use of the same layer, which this one is not.
+        """
+        steps, keys, start = self.plan.steps, self.keys, self.position
+        if start < len(steps):
+            step = steps[start]
+            if step.site.phase is phase and keys[step.site[1:]] == key:  # nothing was skipped
+                self.position = start + 1
+                return step, ()
+        current = _action(steps[start - 1]) if start else None
+        action_ahead: tuple[int, int, bool] | None = None
+        for index in range(start, len(steps)):
+            step = steps[index]
+            if _action(step) != current:
+                if action_ahead is None:
+                    action_ahead, first_block = _action(step), step.site.block
+                if _action(step) != action_ahead or step.site.block != first_block:
+                    return None
+            if step.site.phase is phase and keys[step.site[1:]] == key:
+                self.position = index + 1
+                return step, steps[start:index]
+        return None
+
+
+def _action(step: Step) -> tuple[int, int, bool]:
+    return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD
+
+
+_START = -1  # the place before the first step
+
+
+class _Read(NamedTuple):
+    step: int
+    weight: str
+    bias: str | None
+    """Read there, too: by a layer that goes forward, the first with a bias to read the weight."""
+    together: int
+    """Index of the last of the reads that this one and those behind it are there for."""
+
+
+class _Unit(NamedTuple):
+    """A span that reads weights: `reads[begin:end]`, its first step, and what follows from them."""
+
+    span: Span
+    first_step: int
+    begin: int
+    end: int
+    extent: dict[str, tuple[int, int]]
+    """First and last read for which each weight is there, as indices into `reads`, in order of
+    first read."""
+
+
+@dataclass(slots=True)
+class _Lifetime:
+    """See [Note: Lifetimes]; `first` and `last` are steps, `launched` is None for "at `first`"."""
+
+    weight: str
+    first: int
+    last: int
+    launched: int | None = None
+    bias: str | None = None
+
+
+def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Unit]]:
+    """All reads of the trace, and the spans that have any."""
+    biases: dict[str, str] = {}
+    for use in (use for chunk in chunks for block in chunk for use in block.uses):
+        if use.weight is not None and use.bias is not None:
+            biases.setdefault(use.weight, use.bias)
+    reads: list[_Read] = []
+    units: list[_Unit] = []
+    step = 0
+    for span in spans:
+        begin = len(reads)
+        extent: dict[str, tuple[int, int]] = {}
+        counted = list(accumulate((w is not None for w in span.reads), initial=begin))
+        for offset, weight in enumerate(span.reads):
+            if weight is not None:
+                together = counted[span.until[offset] + 1] - 1
+                extent[weight] = (extent.get(weight, (len(reads),))[0], together)
+                site, bias = span.sites[offset], biases.get(weight)
+                use = chunks[site.chunk][site.block].uses[site.use]
+                forward = site.phase is not Phase.BACKWARD or not use.in_recompute
+                bias = bias if forward and use.bias == bias else None
+                reads.append(_Read(step + offset, weight, bias, together))
+        if extent:
+            units.append(_Unit(span, step, begin, len(reads), extent))
+        step += len(span.sites)
+    return reads, units
+
+
+def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> dict[int, _Lifetime]:
+    """The lifetimes in order of first read, by the index of that read; see [Note: Lifetimes]."""
+    per_layer, freed = prefetch.unit is OverlapUnit.LAYER, prefetch.reshard_after_forward
+    blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
+    runs = _runs(blocks if per_layer else modules)
+    lifetimes: dict[int, _Lifetime] = {}
+    latest: dict[str, tuple[_Lifetime, int]] = {}  # and the index in `runs` of what comes behind it
+    for number, u in enumerate(units):
+        for weight, (first, last) in u.extent.items():
+            here, behind = (number, number + 1) if per_layer else (first, last + 1)
+            lifetime, since = latest.get(weight, (None, 0))
+            several = since < here and runs[since] != runs[here - 1]  # units between
+            if lifetime is None or (freed and several):
+                lifetime = lifetimes[first] = _Lifetime(weight, reads[first].step, reads[last].step)
+            lifetime.last = reads[last].step
+            own = (read.bias for read in reads[first : last + 1] if read.weight == weight)
+            lifetime.bias = next(filter(None, own), lifetime.bias)
+            latest[weight] = lifetime, behind
+    return lifetimes
+
+
+def _runs(keys: Iterable[object]) -> list[int]:
+    """For each key the number of its run of equal neighbours."""
+    return [number for number, (_, run) in enumerate(groupby(keys)) for _ in run]
+
+
+def _launch_per_layer(
+    reads: list[_Read],
+    units: list[_Unit],
+    lifetimes: dict[int, _Lifetime],
+    chunks: Chunks,
+    launch: LaunchPoint,
+) -> None:
+    """Set where each lifetime is launched, per layer; see [Note: Launches]."""
+    fresh = [
+        [lifetimes[first] for first, _ in u.extent.values() if first in lifetimes] for u in units
+    ]
+    for lifetime in chain(*fresh[:2]):
+        lifetime.launched = _START
+    for u, ahead in zip(units[1:], fresh[2:], strict=False):
+        if u.span.sites[0].phase is Phase.BACKWARD:
+            steps = [read.step for read in reads[u.begin : u.end]]
+        else:
+            steps = [u.first_step + _launch_offset(u.span, chunks, launch)]
+        for lifetime, step in zip(ahead, chain(steps, repeat(steps[-1])), strict=False):
+            lifetime.launched = step
+
+
+def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
+    """The site of a forward or recompute that is the launch point, or stands in."""
+    uses = chunks[span.action.chunk][span.block].uses
+    point = next((v for v, use in enumerate(uses) if use.launch_point is launch), 0)
+    going_forward = [i for i, site in enumerate(span.sites) if site.phase is not Phase.BACKWARD]
+    passed = (i for i in going_forward if span.sites[i].use >= point)
+    return next(passed, going_forward[-1])
+
+
+def _launch_per_module(
+    reads: list[_Read], units: list[_Unit], lifetimes: dict[int, _Lifetime]
+) -> None:
+    """Set where each lifetime is launched, per module; see [Note: Launches]."""
+    for lifetime in islice(lifetimes.values(), 2):
+        lifetime.launched = _START
+    others = _next_others(reads)
+    for u in units:
+        first_reads = iter([first for first, _ in u.extent.values()] + [u.end])
+        ahead = next(first_reads)
+        for r in range(u.begin, u.end):
+            while ahead <= r:
+                ahead = next(first_reads)
+            if r == u.end - 1:
+                ahead = others[r]
+            elif ahead == u.end < len(reads) and reads[ahead].weight in u.extent:
+                continue  # this span may yet read it, or keep it: only its last read knows
+            together = range(ahead, reads[ahead].together + 1) if ahead < len(reads) else ()
+            for launched in filter(None, map(lifetimes.get, together)):
+                if launched.launched is None:
+                    launched.launched = reads[r].step
+
+
+def _next_others(reads: list[_Read]) -> list[int]:
+    """For each read the next one of another weight; past the end where there is none."""
+    others = [len(reads)] * len(reads)
+    for r in reversed(range(len(reads) - 1)):
+        others[r] = others[r + 1] if reads[r].weight == reads[r + 1].weight else r + 1
+    return others
+
+
+def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> Plan:
+    """Put the acts of every lifetime to their sites; waits come before launches."""
+    before: defaultdict[int, list[Act]] = defaultdict(list)
+    after: defaultdict[int, list[Act]] = defaultdict(list)
+    for life in lifetimes:
+        if life.launched is None:
+            before[life.first].append(Act(ActKind.GATHER, life.weight, life.bias))
+        before[life.first].append(Act(ActKind.WAIT, life.weight, life.bias))
+        after[life.last].append(Act(ActKind.FREE, life.weight, life.bias))
+    for life in lifetimes:
+        if life.launched is not None:
+            before[life.launched].append(Act(ActKind.GATHER, life.weight, life.bias))
+    sites = ((site, span.action.micro_batch) for span in spans for site in span.sites)
+    steps = (
+        Step(site, micro_batch, tuple(before.get(i, ())), tuple(after.get(i, ())))
+        for i, (site, micro_batch) in enumerate(sites)
+    )
+    return Plan(tuple(before.get(_START, ())), tuple(steps))

@@ -1,0 +1,133 @@
+"""`MemoryPool`: the buffers that weights are gathered into, and gradients reduced into."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.core.comm import streams
+from isp.core.comm.cuda import Allocate
+
+__all__ = ["Lease", "MemoryPool"]
+
+
+class Lease:
+    """The right to use a buffer until `release`; reading `tensor` afterwards raises."""
+
+    __slots__ = ("_kind", "_pool", "_released", "_tensor")
+
+    def __init__(self, tensor: Tensor, kind: _Kind, pool: MemoryPool) -> None:
+        self._tensor, self._kind, self._pool, self._released = tensor, kind, pool, False
+
+    @property
+    def tensor(self) -> Tensor:
+        """The buffer.  Raises RuntimeError once the lease has ended."""
+        if self._released:
+            raise RuntimeError("this buffer was released: another transfer may be writing to it")
+        return self._tensor
+
+    def release(self) -> None:
+        """Give the buffer back.  Raises RuntimeError if that was done already."""
+        if self._released:
+            raise RuntimeError("this buffer was released already: it may be leased to another now")
+        self._released = True
+        self._pool._take_back(self._tensor, self._kind)
+
+
+_Free = list[tuple[Tensor, tuple[int, ...], streams.Event | None]]
+"""Buffers nobody has, each with its shape and the end of its last use."""
+
+
+class _Kind(NamedTuple):
+    """What a pool knows of buffers of one shape, dtype and device."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    free: _Free
+    """Those of other shapes, too, of the same number of elements."""
+
+
+@dataclass(eq=False)
+class MemoryPool:
+    """Lends buffers by dtype, device and number of elements, and takes them back for reuse.
+
+    Blocks are alike, so the buffers of one that is freed serve those behind it. With `reuse` off
+    every lease is a new buffer, dropped at its end: the same program with the allocator instead.
+    `poison` fills what is given back with NaN, so that reading it late shows in the loss.
+    `allocate` makes buffers that are not torch's usual ones.
+
+    [Note: Reuse across streams] On CUDA a buffer that is given back may still be read by kernels
+    queued on the stream of whoever used it. An event marks that point, and a lease makes the stream
+    that is current at that moment wait for it: the gather waits for just this, not for all compute.
+    """
+
+    reuse: bool = True
+    poison: bool = False
+    allocate: Allocate | None = None
+    reserved_bytes: int = 0
+    """Held by the pool, leased or free."""
+    leased_bytes: int = 0
+    """Leased now."""
+    allocations: int = 0
+    """Leases for which a new buffer had to be made."""
+    reuses: int = 0
+    """Leases served by a buffer that was there."""
+    _kinds: dict[tuple[tuple[int, ...], torch.dtype, torch.device], _Kind] = field(
+        default_factory=dict
+    )
+    _free: defaultdict[tuple[torch.dtype, torch.device, int], _Free] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Lease:
+        """A buffer of this shape, its contents undefined."""
+        kind = self._kinds.get((shape, dtype, device)) or self._new_kind(shape, dtype, device)
+        _, num_bytes, free = kind
+        if free:
+            buffer, last_shape, last_use = free.pop()
+            if last_shape != shape:
+                buffer = buffer.view(shape)
+            if last_use is not None:
+                last_use.wait()
+            self.reuses += 1
+        else:
+            with torch.inference_mode(False):  # such a tensor could not be written in training
+                if self.allocate is not None:
+                    buffer = self.allocate(math.prod(shape), dtype).view(shape)
+                else:
+                    buffer = torch.empty(shape, dtype=dtype, device=device)
+            self.reserved_bytes += num_bytes
+            self.allocations += 1
+        self.leased_bytes += num_bytes
+        return Lease(buffer, kind, self)
+
+    def reset_lazy_pools(self) -> None:
+        """Drop the buffers that are not leased, e.g. before a phase with other shapes."""
+        for free in self._free.values():
+            for buffer, _, last_use in free:
+                if last_use is not None:
+                    last_use.synchronize()
+                self.reserved_bytes -= buffer.nbytes
+            free.clear()
+
+    def _new_kind(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Kind:
+        numel = math.prod(shape)
+        free = self._free[dtype, device, numel]
+        kind = self._kinds[shape, dtype, device] = _Kind(shape, numel * dtype.itemsize, free)
+        return kind
+
+    def _take_back(self, tensor: Tensor, kind: _Kind) -> None:
+        shape, num_bytes, free = kind
+        self.leased_bytes -= num_bytes
+        if self.poison and tensor.is_floating_point():
+            tensor.fill_(math.nan)
+        if self.reuse:
+            free.append((tensor, shape, streams.mark(tensor.device)))
+        else:
+            self.reserved_bytes -= num_bytes
+            streams.in_use(tensor)

@@ -1,1 +1,0 @@
-"""The layers a model is made of; the table of modes is in `isp.layers.linear`."""
