@@ -17,8 +17,8 @@ def read(file: str, name: str) -> str:
 
 def transformers() -> str:
     """Return the requirement for the versions of transformers that isp was run with."""
-    oldest = read("models/versions.py", "OLDEST_TRANSFORMERS")
-    major, minor = read("models/versions.py", "NEWEST_TRANSFORMERS").split(".")
+    oldest = read("models/huggingface/versions.py", "OLDEST_TRANSFORMERS")
+    major, minor = read("models/huggingface/versions.py", "NEWEST_TRANSFORMERS").split(".")
     return f"transformers>={oldest},<{major}.{int(minor) + 1}"
 
 
@@ -38,7 +38,7 @@ setup(
     packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
     package_data={
         "isp": ["py.typed"],
-        "isp.models": ["known_code.txt"],
+        "isp.models.huggingface.patches": ["known_code.txt"],
         "isp.planner": ["fabrics/*.yaml"],
         "model": ["py.typed"],
     },

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         ISPCommunicatorWrapper,
         WPCommunicator,
     )
-    from isp.models.adapters import register_mixer
+    from isp.models.huggingface.patches.calls import register_mixer
     from isp.train.check_model import check
     from isp.train.parallelize import parallelize
 
@@ -40,7 +40,7 @@ _HOMES = {
     "WPCommunicator": "isp.core.weights.wp",
     "causal_conv1d": "isp.core.mixers.api",
     "gated_delta_rule": "isp.core.mixers.api",
-    "register_mixer": "isp.models.adapters",
+    "register_mixer": "isp.models.huggingface.patches.calls",
     "attention": "isp.core.attention.api",
     "check": "isp.train.check_model",
     "parallelize": "isp.train.parallelize",

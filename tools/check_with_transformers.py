@@ -36,7 +36,7 @@ from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
 from isp.core.mesh.config import ExpertConfig, Mode, ParallelConfig, TensorConfig, WeightConfig
-from isp.models.tiny import kept_in_float64
+from isp.models.testing.tiny import kept_in_float64
 from isp.run.forked import RankError, run_ranks
 from isp.train.parallelize import ParallelRun, parallelize  # here, not in every forked rank
 from model.config import ModelConfig

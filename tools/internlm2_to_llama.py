@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from isp.checkpoint.folder import describe_contents
-from isp.models.folder import WeightFiles, WeightWriter, copy_tokenizer
+from isp.models.huggingface.weight_files import WeightFiles, WeightWriter, copy_tokenizer
 from isp.utils.json_file import read_json
 
 NAMES = {

@@ -31,8 +31,8 @@ from isp.core.weights.pool import MemoryPool
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import sequential_actions
 from isp.core.weights.wp import LocalWeights, WPCommunicator
-from isp.models.chunk import TracedChunk
-from isp.models.swap import SwappedTable
+from isp.models.runtime.sharded_modules import SwappedTable
+from isp.models.runtime.stage_module import TracedChunk
 from model.config import ModelConfig
 from model.decoder import Decoder
 

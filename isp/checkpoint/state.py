@@ -47,7 +47,7 @@ class TrainState:
     """None to save or load the weights alone."""
     topology: Topology
     earlier_names: Mapping[str, RowsOf] = field(default_factory=dict)
-    """See `isp.models.model.TracedModel`."""
+    """See `isp.models.traced_model.TracedModel`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,14 +33,19 @@ from isp.core.mesh.partition import any_of
 from isp.core.mesh.topology import Topology
 from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
 from isp.core.section import KeyRole, defaults_of, section
-from isp.models.model_folder import check_layout, check_model_folder, folder_sizes, with_sizes
+from isp.models.huggingface.config_json import (
+    check_layout,
+    check_model_folder,
+    folder_sizes,
+    with_sizes,
+)
 from isp.run.folder import RunFolder
 from isp.utils.safe_text import check_complete, redacted_values
 from model.config import ModelConfig
 from model.presets import with_preset
 
 if TYPE_CHECKING:
-    from isp.models.model import TracedModel
+    from isp.models.traced_model import TracedModel
 
 __all__ = [
     "ConfigError",

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from isp.config.models import language_model
-from isp.models.model_folder import check_model_folder
+from isp.models.huggingface.config_json import check_model_folder
 
 if TYPE_CHECKING:
     from isp.config.job import JobConfig
-    from isp.models.model import TracedModel
+    from isp.models.traced_model import TracedModel
 
 __all__ = ["check_logits", "check_objective", "second_model"]
 
@@ -77,7 +77,7 @@ def second_model(config: JobConfig) -> TracedModel | None:
 
 def check_logits(config: JobConfig, model: TracedModel) -> None:
     """Raise ValueError for a model whose logits are not those of `training.objective`."""
-    from isp.models.hosts import LogitsOf
+    from isp.models.huggingface.interface import LogitsOf
 
     rewards = model.host.logits_of(model.model) is LogitsOf.ROW_LABELS
     if (config.training.objective == "reward") != rewards or (rewards and model.vocab_size != 1):

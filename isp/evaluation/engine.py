@@ -23,7 +23,7 @@ from isp.core.section import section
 from isp.core.weights.uses import sequential_actions
 from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 
 __all__ = ["Engine", "EvaluationLayout", "choose_layout"]
 

@@ -23,9 +23,9 @@ from isp.core.pipeline.order import PipelineOrder
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.wp import LocalWeights
-from isp.models.chunk import TracedChunk
-from isp.models.expert_load import saved_buffers
-from isp.models.model import TracedModel
+from isp.models.moe.load_balance import saved_buffers
+from isp.models.runtime.stage_module import TracedChunk
+from isp.models.traced_model import TracedModel
 
 __all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only", "trained_layouts"]
 

@@ -17,7 +17,7 @@ from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.torch_optimizer import count_states, optimizer_of
 from isp.core.optim.update_rules import update_rule, values_of
 from isp.core.pipeline.order import PipelineOrder
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from model.config import ModelConfig
 
 __all__ = ["Coordinates", "PlanCase"]

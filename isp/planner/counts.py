@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from isp.core.comm.tag import Purpose, Transfer
 from isp.core.mesh import SequenceScan
-from isp.models.calls import Kind
+from isp.models.tracing.calls import Kind
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
 from isp.planner.fabric import DeviceSpec, Fabric, LinkSpec

@@ -38,9 +38,9 @@ from isp.core.mesh.sequence_split import Windows
 from isp.core.weights.declare import as_chunks
 from isp.core.weights.sharded_parameter import by_whole
 from isp.core.weights.uses import Block
-from isp.models.chunk import TracedChunk
-from isp.models.model import TracedModel
-from isp.models.stages import with_blocks
+from isp.models.runtime.stage_module import TracedChunk
+from isp.models.sharding.pipeline_split import with_blocks
+from isp.models.traced_model import TracedModel
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import BlockKind, bare, kind_of, kinds_of, whole_shape
 from isp.planner.dry import (

@@ -20,7 +20,7 @@ from isp.core.mesh.phase import Phase
 from isp.core.optim.matrices import in_turn
 from isp.core.weights.plan import Act, ActKind, plan
 from isp.core.weights.uses import Action, ActionKind, Block, Span, trace
-from isp.models.expert_load import experts_of
+from isp.models.moe.load_balance import experts_of
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
 from isp.planner.declared import shape_of

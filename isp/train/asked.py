@@ -20,9 +20,9 @@ from isp.core.layers.token_results import (
     TopLogits,
 )
 from isp.core.layers.vocab_loss import IGNORED
-from isp.models.chunk import TracedChunk
-from isp.models.hosts import LogitsOf
-from isp.models.model import TracedModel
+from isp.models.huggingface.interface import LogitsOf
+from isp.models.runtime.stage_module import TracedChunk
+from isp.models.traced_model import TracedModel
 from isp.train.callers_graphs import Asked
 from isp.train.rows import RowReader, check_tensors
 

@@ -22,7 +22,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.weights.uses import Action, ActionKind
 from isp.data.batch import MicroBatch
-from isp.models.chunk import TracedChunk
+from isp.models.runtime.stage_module import TracedChunk
 from isp.train.step import TrainStep
 from isp.train.step_work import StepOutcome, StepWork
 

@@ -20,7 +20,7 @@ from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.core.optim.newton_schulz import Matrix, matrices_of
 from isp.core.optim.update_rules import group_values
 from isp.data.batch import MicroBatch
-from isp.models.chunk import TracedChunk
+from isp.models.runtime.stage_module import TracedChunk
 from isp.train.check_subjects import Subject
 
 __all__ = [

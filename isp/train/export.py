@@ -24,8 +24,8 @@ from isp.config.models import language_model
 from isp.config.removed import REMOVED_KEYS
 from isp.config.sections import DTYPES
 from isp.models.build import parameter_shapes
-from isp.models.model import TracedModel
-from isp.models.model_folder import read_config
+from isp.models.huggingface.config_json import read_config
+from isp.models.traced_model import TracedModel
 from isp.utils.files import copy_regular
 from isp.utils.packages import require
 from model.config import ModelConfig
@@ -56,7 +56,7 @@ def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
     `path` is no checkpoint or does not say its model, CheckpointError if it is damaged.
     """
     require("isp checkpoint export", "safetensors")
-    from isp.models.folder import WeightWriter
+    from isp.models.huggingface.weight_files import WeightWriter
 
     if describe_contents(folder) not in ("is empty", "does not exist"):
         raise ValueError(f"--hf {folder}: it {describe_contents(folder)}: name an empty folder")
@@ -192,7 +192,7 @@ def as_saved(
     weights: WholeWeights, folder: str, dtype: str, overrides: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a run's weights as transformers saves those of the model in `folder`."""
-    from isp.models.pretrained import saved_again
+    from isp.models.huggingface.loading import saved_again
 
     return saved_again(
         folder, weights.shapes, lambda name: _in_dtype(weights.read(name), dtype), overrides
@@ -230,7 +230,7 @@ def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:
 
 def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> bool:
     """Copy tokenizer and model code. Returns whether there was a tokenizer."""
-    from isp.models.folder import copy_tokenizer
+    from isp.models.huggingface.weight_files import copy_tokenizer
 
     if source is not None:
         for code in source.glob("*.py"):  # of models that are not in transformers

@@ -19,9 +19,9 @@ from isp.core.comm.tag import Tag
 from isp.core.mesh import Axis
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.build import BuiltModel
-from isp.models.folder import WeightWriter
-from isp.models.model import TracedModel
-from isp.models.pretrained import kept_buffers
+from isp.models.huggingface.loading import kept_buffers
+from isp.models.huggingface.weight_files import WeightWriter
+from isp.models.traced_model import TracedModel
 from isp.train.peft_adapters import merged
 
 __all__ = ["GatheredWeights"]

@@ -18,7 +18,7 @@ from isp.core.optim.update_rules import update_rule
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.weights.uses import ActionKind
 from isp.models.build import shape_only
-from isp.models.chunk import TracedChunk
+from isp.models.runtime.stage_module import TracedChunk
 
 __all__ = ["check_host_memory", "check_memory_of_states", "input_bytes_on_host"]
 

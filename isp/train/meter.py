@@ -24,7 +24,7 @@ from isp.metrics import (
     watched_stream,
 )
 from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from isp.run.folder import RunFolder
 from isp.train.step_work import StepOutcome
 from isp.train.tracking import run_trackers

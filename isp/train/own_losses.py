@@ -15,7 +15,7 @@ from isp.config import JobConfig
 from isp.core.comm import Mesh
 from isp.core.comm.tag import Tag
 from isp.core.mesh import Axis
-from isp.models.hosts import LogitsOf
+from isp.models.huggingface.interface import LogitsOf
 from isp.train.asked import Asking, TokenScores, TopTokens
 from isp.train.callers_graphs import Asked, CallersGraphs
 from isp.train.step import TrainStep

@@ -26,7 +26,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.optim.torch_optimizer import MakeOptimizer
 from isp.models.build import parameter_shapes
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from isp.train.asked import Asking
 from isp.train.callers_graphs import CallersGraphs
 from isp.train.gathered_weights import GatheredWeights

@@ -20,11 +20,11 @@ from isp.core.mesh import Topology
 from isp.core.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
 from isp.core.section import KeyRole, defaults_of, section
 from isp.models.build import trained_layouts
-from isp.models.known_code import check_code
-from isp.models.make import limited_model
-from isp.models.model import TracedModel
-from isp.models.pretrained import begun_by_the_model, empty_model
-from isp.models.swap import InitialWeights
+from isp.models.huggingface.loading import begun_by_the_model, empty_model
+from isp.models.huggingface.make import limited_model
+from isp.models.huggingface.patches.known_code import check_code
+from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.traced_model import TracedModel
 from isp.train.host_memory import check_memory_of_states
 from isp.train.parallel_run import ParallelRun
 from isp.train.parameter_guard import refuse_data_parallel, refuse_optimizers

@@ -23,8 +23,8 @@ from isp.core.optim.update_rules import check_groups, values_of
 from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
 from isp.models.build import trained_layouts
-from isp.models.model import TracedModel
-from isp.models.model_folder import beyond_positions
+from isp.models.huggingface.config_json import beyond_positions
+from isp.models.traced_model import TracedModel
 from isp.run.environment import Environment, RankPlace
 from isp.run.folder import RunFolder
 from isp.run.log_files import run_logging

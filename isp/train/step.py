@@ -25,7 +25,7 @@ from isp.core.pipeline.stage import Pipeline
 from isp.data.batch import MicroBatch
 from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model, trained_layouts
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from isp.train.objective import TokenLoss
 from isp.train.same_rows import SameRows
 from isp.train.step_work import StepOutcome, StepWork

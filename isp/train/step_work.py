@@ -14,7 +14,7 @@ from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel
 from isp.core.mesh import Axis
 from isp.data.batch import MicroBatch
-from isp.models.router_losses import RouterLosses
+from isp.models.moe.router_losses import RouterLosses
 from isp.train.objective import Documents
 
 if TYPE_CHECKING:

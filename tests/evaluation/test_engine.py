@@ -14,7 +14,7 @@ from isp.core.mesh import ParallelConfig, Topology
 from isp.core.mesh.config import Mode, TensorConfig, WeightConfig
 from isp.evaluation.engine import Engine
 from isp.models.build import build_model
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.evaluation.models import FAMILIES, HYBRIDS, PROMPTS, made, read
 from tests.ranks import run_each
 

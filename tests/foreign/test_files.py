@@ -17,8 +17,8 @@ from isp.data.sources import open_datasets
 from isp.data.tokenizer import HFTokenizer
 from isp.metrics import MetricsFile, TrackedRun, Tracker, Trackers, read_metrics
 from isp.metrics.evaluation import Evaluation
-from isp.models.folder import WeightFiles, copy_tokenizer
 from isp.models.huggingface.adapter_config import with_adapter
+from isp.models.huggingface.weight_files import WeightFiles, copy_tokenizer
 from isp.profile import Profile
 from isp.profile.page import write_page
 from isp.profile.trace import write_trace

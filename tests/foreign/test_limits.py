@@ -20,7 +20,8 @@ from isp.config import load_config
 from isp.data import rendering, tokenizer_check
 from isp.data.rendering import TemplateFailure, render
 from isp.data.tokenizer import HFTokenizer
-from isp.models import lora, make
+from isp.models.huggingface import adapters as lora
+from isp.models.huggingface import make
 from isp.utils.limits import check_in_child, limited
 from tests.models.folders import write_folder, write_job
 

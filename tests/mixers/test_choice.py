@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isp.core.comm import Channel
-from isp.core.mixers import key_choice as choice
+from isp.core.mixers import key_choice
 from isp.core.mixers.placement import Placement
 from tests.mixers.test_mixers import PLANS
 from tests.ranks import run_ranks
@@ -47,7 +47,7 @@ def _on_rank(rank: int, size: int) -> dict[str, bool]:
             expected.append(torch.nn.functional.pad(found, (0, lacking), value=-1))
         placement = Placement(channel, plan)
         own = torch.from_numpy(plan.order).split(placement.sizes)[rank]
-        numbers = choice.choose(_Indexer(queries[own], keys[own]), placement, on_cpu=True)
+        numbers = key_choice.choose(_Indexer(queries[own], keys[own]), placement, on_cpu=True)
         same[name] = torch.equal(numbers.long(), torch.cat(expected)[own])
     return same
 
@@ -57,6 +57,6 @@ def test_every_token_chooses_as_in_its_document_alone(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches keys of another document or order, a tile at a wrong place, ties broken otherwise."""
-    monkeypatch.setattr(choice, "_MOST_SCORES", 2 * 23 * 4)  # tiles of 4 queries, or of 1
+    monkeypatch.setattr(key_choice, "_MOST_SCORES", 2 * 23 * 4)  # tiles of 4 queries, or of 1
     for same in run_ranks(size, _on_rank, size):
         assert all(same.values()), same

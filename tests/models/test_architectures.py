@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.models.tiny import tiny_config
+from isp.models.testing.tiny import tiny_config
 from isp.train.check import CASES, Check, CheckCase, Differences, worst_of
 from isp.train.check_layouts import Layout
 from isp.train.check_subjects import Subject

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
-from isp.models.dequantised import DequantisedFiles
-from isp.models.pretrained import saved_again
+from isp.models.huggingface.dequantization import DequantisedFiles
+from isp.models.huggingface.loading import saved_again
 from tests.models.folders import write_folder
 from tests.models.test_pretrained import parts_of, state, whole
 from tests.ranks import run_ranks

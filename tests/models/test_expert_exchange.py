@@ -20,7 +20,7 @@ from isp.core.comm import Purpose
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode, ParallelConfig, Topology
 from isp.core.mesh.config import ExpertConfig, ExpertWeightConfig, TensorConfig, WeightConfig
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.models.models import (
     Rows,
     Trained,

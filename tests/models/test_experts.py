@@ -18,7 +18,7 @@ import isp
 from isp.config import JobConfig
 from isp.core.mesh import ParallelConfig
 from isp.core.weights.pool import Lease
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_subjects import Subject

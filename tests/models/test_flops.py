@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from isp.config.models import language_model
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from model.config import ModelConfig
 from tests.models.folders import small_config
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
-from isp.models.make import folder_config, made
+from isp.models.huggingface.make import folder_config, made
 from isp.train.data import check_data
 from tests.config.test_job import faults_of
 from tests.models.folders import write_folder, write_job

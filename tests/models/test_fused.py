@@ -16,8 +16,8 @@ from isp.config.sections import CheckpointConfig
 from isp.core.comm.tag import Purpose
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
-from isp.models.fused import groups_of
-from isp.models.model import TracedModel
+from isp.models.runtime.fused_linears import groups_of
+from isp.models.traced_model import TracedModel
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own
@@ -100,7 +100,7 @@ def _compared(rank: int, name: str, tensor: int, weight: int) -> list[_Found]:
     for groups in (groups_of, _apart):
         config = job(tensor, weight, recompute=0.5)
         model = Own().double() if name == "own" else tiny(name)
-        with mock.patch("isp.models.holders.groups_of", groups):
+        with mock.patch("isp.models.runtime.weight_holders.groups_of", groups):
             run = isp.parallelize(model, config)
         found.append(_train(run))
     return found
@@ -128,7 +128,7 @@ def _resumed(rank: int, folder: Path) -> tuple[list[float], list[float]]:
     """Two further steps, after a checkpoint of the other way, and without one."""
     runs = []
     for groups in (_apart, groups_of):
-        with mock.patch("isp.models.holders.groups_of", groups):
+        with mock.patch("isp.models.runtime.weight_holders.groups_of", groups):
             runs.append(isp.parallelize(tiny("qwen2"), job(1, 2)))
     old, new = runs
     _train(old)

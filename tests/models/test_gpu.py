@@ -7,7 +7,7 @@ import torch
 
 from isp.core.mesh import Topology
 from isp.core.recompute.config import Recomputation
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from isp.train.parallel_run import ParallelRun
 from tests.mirror import MirrorMesh, one_rank
 from tests.models.models import job, packed_rows, tiny

@@ -12,7 +12,7 @@ from torch import Tensor
 import isp
 from isp.core.mesh import ParallelConfig
 from isp.core.mesh.config import TensorConfig
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.models.models import job
 from tests.models.test_probe import NEAR, PLACE, Mix, chunks_of, followed_by
 

@@ -15,7 +15,7 @@ import isp
 from isp.config import JobConfig
 from isp.core.mesh import Mode
 from isp.core.optim.config import ParamGroupConfig
-from isp.models.make import parameters_on_meta
+from isp.models.huggingface.make import parameters_on_meta
 from isp.train import host_memory
 from isp.train.asked import TokenScores
 from isp.train.host_memory import check_memory_of_states

@@ -20,7 +20,7 @@ from isp.config import JobConfig
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.rng import generator_states
-from isp.models import swap
+from isp.models.runtime import sharded_modules
 from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     TOLERANCE,
@@ -337,11 +337,11 @@ def test_whole_weights_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model, alive = Own(), []
     wholes = [weakref.ref(parameter) for parameter in model.parameters()]
 
-    def own_part(*args: Any, real: Callable[..., Tensor] = swap._own_part) -> Tensor:
+    def own_part(*args: Any, real: Callable[..., Tensor] = sharded_modules._own_part) -> Tensor:
         alive.append(sum(whole() is not None for whole in wholes))
         return real(*args)
 
-    monkeypatch.setattr(swap, "_own_part", own_part)
+    monkeypatch.setattr(sharded_modules, "_own_part", own_part)
     isp.parallelize(model, job())
     assert alive == list(range(len(wholes), 0, -1))
 

@@ -13,7 +13,7 @@ import torch
 import isp
 from isp.config import JobConfig
 from isp.core.mesh import Mode, WeightConfig
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.models.models import Rows, job, packed_rows, plain_loss, tiny
 from tests.models.own import Own
 from tests.ranks import run_ranks

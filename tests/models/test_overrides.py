@@ -15,8 +15,8 @@ from isp.checkpoint.choice import newest_at
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.models import language_model
-from isp.models.model_folder import beyond_positions
-from isp.models.overrides import OverrideError, overridden_config, overridden_json
+from isp.models.huggingface.config_json import beyond_positions
+from isp.models.huggingface.overrides import OverrideError, overridden_config, overridden_json
 from isp.train.export import saved_model
 from isp.train.resume import check_changes
 from model.config import ModelConfig

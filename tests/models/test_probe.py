@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.models.own import Own
 
 Mix = Callable[[Tensor], Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 import isp
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.models.models import job, tiny
 from tests.models.own import Own, OwnBlock
 

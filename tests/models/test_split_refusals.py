@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import isp
 from isp.core.mesh import Mode, ParallelConfig, PipelineConfig
 from isp.core.recompute.config import Recomputation
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.models.models import job, tiny
 from tests.models.own import Own
 from tests.models.test_stages import Plain, UsesFirst

@@ -13,8 +13,8 @@ from isp.core.attention.api import Relative
 from isp.core.attention.backends.cpu import CpuAttention
 from isp.core.attention.kinds import AttentionKind
 from isp.core.mesh import ParallelConfig, PipelineConfig
-from isp.models.known_code import local_layers
-from isp.models.model import TracedModel
+from isp.models.huggingface.patches.known_code import local_layers
+from isp.models.traced_model import TracedModel
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import layouts_of
 from isp.train.check_subjects import Subject
@@ -184,7 +184,7 @@ def test_every_stage_chooses_attention_of_all_when_it_is_built(
         made.append(kind.scale)
         return CpuAttention(scale=kind.scale)
 
-    monkeypatch.setattr("isp.models.mixers.make_attention", make)
+    monkeypatch.setattr("isp.models.runtime.sequence_ops.make_attention", make)
     layers = local_layers()
     traced = TracedModel(model, in_place=False)
     for stage in (0, 1):

@@ -13,7 +13,7 @@ import isp
 from isp.config import JobConfig
 from isp.core.comm.tag import Purpose
 from isp.core.mesh import Mode
-from isp.models.model import TracedModel
+from isp.models.traced_model import TracedModel
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own
 from tests.planner.live import LiveBytes

@@ -18,11 +18,16 @@ import setuptools
 from torch import nn
 
 import isp
-from isp.models import adapters, known_code
-from isp.models.known_code import check_code, source_hash
-from isp.models.model import TracedModel
-from isp.models.tiny import tiny_model
-from isp.models.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS, warn_of_version
+from isp.models.huggingface.patches import calls as adapters
+from isp.models.huggingface.patches import known_code
+from isp.models.huggingface.patches.known_code import check_code, source_hash
+from isp.models.huggingface.versions import (
+    NEWEST_TRANSFORMERS,
+    OLDEST_TRANSFORMERS,
+    warn_of_version,
+)
+from isp.models.testing.tiny import tiny_model
+from isp.models.traced_model import TracedModel
 from isp.train.check import Check, CheckCase
 from isp.train.check_layouts import Layout
 from isp.train.check_subjects import Subject

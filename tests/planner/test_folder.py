@@ -15,9 +15,9 @@ import transformers
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh
-from isp.core.mixers import key_choice as choice
+from isp.core.mixers import key_choice
 from isp.data.batch import MicroBatch
-from isp.models.expert_exchange import ExpertExchange
+from isp.models.moe.dispatch import ExpertExchange
 from isp.planner import rehearsal
 from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
@@ -209,8 +209,8 @@ def test_the_first_tile_of_a_choice_stands_for_all(
     job = write_job(tmp_path, write_folder(tmp_path / "m", "deepseek_v32", weights=False))
     case = PlanCase.of(load_config(job, LAYOUTS[0]), WORLD, on_cpu=True)
     found = []
-    for most in (choice._MOST_SCORES, 3 * 32 * 5):  # a tile of 16 queries, or of 5 and 1
-        monkeypatch.setattr(choice, "_MOST_SCORES", most)
+    for most in (key_choice._MOST_SCORES, 3 * 32 * 5):  # a tile of 16 queries, or of 5 and 1
+        monkeypatch.setattr(key_choice, "_MOST_SCORES", most)
         rehearsal._rehearsed.cache_clear()
         records = rehearsal.rehearsal(case, case.place(0)).records.values()
         events = [event for record in records for event in (*record.forward, *record.backward)]

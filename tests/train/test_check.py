@@ -22,9 +22,11 @@ from isp.core.mesh import Mode, ParallelConfig
 from isp.core.optim.buckets import BucketManager
 from isp.core.recompute.config import Recomputation
 from isp.core.weights.plan import PlanCursor
-from isp.models import forward_pass, swap, tiny
-from isp.models.tiles import TiledModule
-from isp.models.tiny import tiny_config
+from isp.models.runtime import forward_pass
+from isp.models.runtime import sharded_modules
+from isp.models.runtime.tiles import TiledModule
+from isp.models.testing import tiny
+from isp.models.testing.tiny import tiny_config
 from isp.run.forked import RankError, run_ranks
 from isp.train.check import CASES, TOLERANCE, Check
 from isp.train.check_layouts import Layout, layouts_of
@@ -155,7 +157,7 @@ def test_norms_that_are_decayed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.CohereConfig(use_qk_norm=True)
     check = Check(Subject.of_config(config), [Layout(1, 1)], cases=CASES[1:2])
     assert check.run(Layout(1, 1)).agrees
-    monkeypatch.setattr(swap, "is_decayed", lambda model, name: model.get_parameter(name).dim() > 1)
+    monkeypatch.setattr(sharded_modules, "is_decayed", lambda model, name: model.get_parameter(name).dim() > 1)
     (found,) = check.run(Layout(1, 1)).cases.values()
     wrong = {name.split(".")[-2] for name, away in found.weights.items() if away > TOLERANCE}
     assert wrong == {"q_norm", "k_norm"}

@@ -20,7 +20,7 @@ from isp.config import JobConfig, load_config
 from isp.config.sections import CheckpointConfig
 from isp.core.layers.module import MasterStream
 from isp.core.mesh import Axis, Mode
-from isp.models import folder as model_folder
+from isp.models.huggingface import weight_files as model_folder
 from isp.run.forked import RankError
 from isp.train.export import export
 from isp.train.resume import saved_values

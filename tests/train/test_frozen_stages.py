@@ -12,8 +12,8 @@ import torch
 
 from isp.core.mesh import Mode, PipelineSchedule
 from isp.core.optim.config import OptimizerConfig
-from isp.models.model import TracedModel
-from isp.models.pretrained import begun_by_the_model
+from isp.models.huggingface.loading import begun_by_the_model
+from isp.models.traced_model import TracedModel
 from model.decoder import Decoder
 from tests.ranks import run_ranks
 from tests.train.runs import OPTIMIZER, Layout, Meshes, Numbers, Task, largest_difference, make_run

@@ -17,7 +17,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
 from isp.data.batch import MicroBatch
 from isp.metrics import read_metrics
-from isp.models.chunk import TracedChunk
+from isp.models.runtime.stage_module import TracedChunk
 from isp.train.data import StepData
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isp.core.mesh import Axis, Mode
-from isp.models.chunk import TracedChunk
+from isp.models.runtime.stage_module import TracedChunk
 from isp.train.out_of_memory import (
     MemoryGuard,
     OutOfMemory,

@@ -19,7 +19,7 @@ from isp.core.comm.tag import UNNAMED
 from isp.core.mesh import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.core.mesh.config import Mode
 from isp.metrics.phases import PhaseClock, PhaseTimes
-from isp.models.chunk import TracedChunk
+from isp.models.runtime.stage_module import TracedChunk
 from isp.train import main
 from isp.train.meter import StepMeter
 from isp.train.step_work import StepOutcome

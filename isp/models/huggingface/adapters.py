@@ -1,0 +1,197 @@
+"""Adapters of PEFT on a folder's model: its frozen weights, and small ones that are trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.core.layers.module import MasterStream, RowsOf
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.models.huggingface.adapter_config import AdapterConfig
+from isp.models.huggingface.initial_weights import Drawing, drawings
+from isp.models.huggingface.make import parameters_on_meta
+from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.tracing.roles import is_linear
+from isp.utils.files import check_regular
+from isp.utils.limits import limited
+
+__all__ = ["AdapterWeights", "adapted", "with_trained_adapters"]
+
+_WEIGHTS = "adapter_model.safetensors"
+_MOST_SECONDS = 120.0
+"""Limit of matching the adapter's patterns, and of making its modules."""
+_MOST_BYTES = 2**33
+
+
+def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
+    """Return a copy of a model without memory, with adapters; `base` is the model's folder.
+
+    Raises ValueError for keys that do not fit the model.
+    """
+    with parameters_on_meta():
+        found = _with_adapters(copy.deepcopy(model), adapter)
+    found.peft_config["default"].base_model_name_or_path = str(Path(base).absolute())
+    return found
+
+
+def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
+    """Put adapters of PEFT into a model, in place, and return what PEFT makes of it.
+
+    Raises ValueError for keys that do not fit the model.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    given = asdict(adapter)
+    del given["folder"]
+    lists: dict[str, Any] = {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
+    keys = LoraConfig(**lists, task_type=TaskType.CAUSAL_LM)
+    linears = {n.rpartition(".")[2] for n, m in model.named_modules() if is_linear(m)}
+    pattern = f"model.adapter.target_modules={json.dumps(adapter.target_modules)}"
+    limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
+    try:
+        with limits, warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
+            # Of another dtype than the base model's they would be converted at every call.
+            return get_peft_model(model, keys, autocast_adapter_dtype=False)
+    except ValueError as error:
+        if str(error).startswith(pattern):  # beyond the limits
+            raise
+        raise ValueError(
+            f"{pattern}:"
+            f" {str(error).splitlines()[0]}{_as_meant(adapter.target_modules, linears)} The model's"
+            f" linear layers: {', '.join(sorted(linears))}"
+        ) from None
+
+
+@torch.no_grad()
+def with_trained_adapters(
+    model: Any, adapter: AdapterConfig, state: Mapping[str, Tensor] | None = None
+) -> Any:
+    """Put trained adapters into a model with weights, in place, and return what PEFT makes of it.
+
+    `state`: their weights by name; None: those in the adapter's folder. Raises ValueError for the
+    weights of another adapter.
+    """
+    found = _with_adapters(model, adapter)
+    trained = {_saved_name(n): p for n, p in found.named_parameters() if p.requires_grad}
+    where = "the checkpoint"
+    if state is None:
+        assert adapter.folder is not None
+        where = f"model.adapter.folder: {Path(adapter.folder) / _WEIGHTS}"
+        with _opened(Path(adapter.folder) / _WEIGHTS) as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    weights = {_saved_name(name): weight for name, weight in state.items()}
+    _check_same_adapter(where, {n: tuple(w.shape) for n, w in weights.items()}, trained)
+    for name, parameter in trained.items():
+        parameter.copy_(weights[name])
+    return found.eval()
+
+
+def _check_same_adapter(
+    where: str, there: Mapping[str, tuple[int, ...]], trained: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError if saved weights do not fit the `trained` ones, by their saved names."""
+    own = {name: tuple(parameter.shape) for name, parameter in trained.items()}
+    odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
+    if odd:
+        raise ValueError(
+            f"{where} belongs to another model: {odd[0]} is {there.get(odd[0], 'missing')} there"
+            f" and {own.get(odd[0], 'missing')} here"
+        )
+
+
+def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
+    """How names of linear layers are written that were not in a list, or a word that was in one."""
+    if isinstance(targets, str) and (names := re.split(r"[\s,]+", targets)) and {*names} <= linears:
+        return (
+            f" A text is a regular expression for whole names, or all-linear: use a list,"
+            f" [{', '.join(names)}], for their last parts."
+        )
+    if targets is not None and [*targets] == ["all-linear"]:
+        return " Use all-linear, without a list."
+    return ""
+
+
+class AdapterWeights:
+    """The weights of a model with adapters: those of the base model, and the adapters' own.
+
+    The latter are those of the adapter's folder, else as PEFT begins them: a function of the seed
+    and of names. Raises ValueError for a folder with the weights of another adapter.
+    """
+
+    def __init__(self, model: Any, base: InitialWeights, folder: str | None) -> None:
+        self._base, self._model = base, model
+        self._file = None if folder is None else Path(folder) / _WEIGHTS
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if self._file is None:
+            return
+        with _opened(self._file) as file:
+            there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        own = {_saved_name(name): parameter for name, parameter in self._trained.items()}
+        _check_same_adapter(f"model.adapter.folder: {self._file}", there, own)
+
+    @torch.no_grad()
+    def fill(self, model: Any, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """As `InitialWeights`."""
+        own = [s for s in shards if self._is_own(s)]
+        rest = [replace(s, name=_base_name(s.name)) for s in shards if not self._is_own(s)]
+        self._base.fill(model.get_base_model(), rest, seed)
+        if self._file is not None and own:
+            with _opened(self._file) as file:
+                for item in own:
+                    whole = file.get_tensor(_saved_name(item.name))
+                    item.parameter.copy_(item.layout.shard(whole))
+            return
+        begun = _begun(self._model) if own else {}
+        for item in own:
+            stream = MasterStream(seed, *RowsOf(item.name))
+            item.parameter.copy_(begun[item.name].shard(item.layout, stream))
+
+    def _is_own(self, item: ShardedParameter) -> bool:
+        """Whether it is of the adapter, also where that is frozen, as of a reference."""
+        of_file = self._file is not None and item.name in self._trained
+        return of_file or ".lora_" in item.name
+
+
+def _begun(model: nn.Module) -> dict[str, Drawing]:
+    """What PEFT does to begin each parameter of the adapters, by name."""
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[str, Drawing] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layer: Any = module
+            named = layer.named_parameters(prefix=name)
+            own = {n: p for n, p in named if n.startswith(f"{name}.lora_")}
+            found |= drawings(own, partial(layer.reset_lora_parameters, "default", True))
+    return found
+
+
+def _base_name(name: str) -> str:
+    """The name of a parameter in the base model."""
+    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix("base_model.model."))
+
+
+def _saved_name(name: str) -> str:
+    """The name of a parameter in an adapter's folder."""
+    return name.replace(".default.", ".").removesuffix(".default")
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        check_regular(file)
+        return safe_open(file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model.adapter.folder: {file} cannot be read: {error}") from None

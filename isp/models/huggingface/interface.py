@@ -1,0 +1,330 @@
+"""The ways in which a model is called and in which it calls attention.
+
+B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor, nn
+
+from isp.core.attention.api import AttentionOptions
+from isp.core.mixers.api import current_mixers
+from isp.models.huggingface.patches.attention import check_dropout
+from isp.models.huggingface.patches.calls import use_registered_mixers, wrap_free_functions
+from isp.models.huggingface.patches.indexers import chosen_by
+from isp.models.huggingface.versions import warn_of_version
+from isp.models.moe.lora import hand_on_factors
+from isp.models.moe.router_losses import RouterCoefficients
+from isp.models.runtime.positions import at_positions, give_positions
+
+__all__ = ["Host", "HuggingFace", "LogitsOf", "check_row", "host_of"]
+
+_COUNTS = "create_position_ids_from_input_ids"
+_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+class LogitsOf(Enum):
+    """What a model's logits are of."""
+
+    VOCABULARY = auto()
+    """The next token of each token."""
+    TOKEN_LABELS = auto()
+    """The labels of each token: a head for the classification of tokens."""
+    ROW_LABELS = auto()
+    """The labels of each row, by its last token: a head for the classification of sequences."""
+
+
+class Host:
+    """How a module of any kind is called with tokens and positions, and what is known of it.
+
+    The module may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers. A
+    host has no state: attention goes where `mix_by` says.
+    """
+
+    def connect(self, model: nn.Module) -> None:
+        """Let the model's calls of attention go where `isp.attention` goes, in place."""
+        use_registered_mixers(model)
+
+    def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+        """The logits [B, S', V] of tokens at positions [B, S']."""
+        with at_positions(positions):
+            logits: Tensor = model(ids, positions)
+        return logits
+
+    def logits_of(self, model: nn.Module) -> LogitsOf:
+        """What they are of, as `forward` gives them: of all tokens, whatever the model picks."""
+        return LogitsOf.VOCABULARY
+
+    def first_position(self, model: nn.Module) -> int:
+        """The number of the first token of a document, in the model's own count."""
+        return 0
+
+    def without_values(self, model: nn.Module) -> nn.Module:
+        """`model`, on the meta device, changed in place so that its code reads no values."""
+        return model
+
+    def config(self, model: nn.Module) -> dict[str, Any]:
+        """The model's `config.json`, or what it says of it; empty if it has none."""
+        found: dict[str, Any] = getattr(model, "config_json", None) or {}
+        return found
+
+    def tensor_styles(self, model: nn.Module) -> dict[str, str]:
+        """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""
+        plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
+        return plan
+
+    def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
+        """Modules, called with x and positions, that treat rows of more tokens differently."""
+        return {}
+
+    def most_tokens(self, model: nn.Module) -> int | None:
+        """The length from which a row is wrong, as the model counts tokens itself; None: none."""
+        return None
+
+    def router_coefficients(self, model: nn.Module) -> RouterCoefficients:
+        """Those of the losses that the model's own configuration asks for."""
+        return RouterCoefficients()
+
+    def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights of a block under the names and in the pieces in which they are saved."""
+        return weights
+
+
+class _Scored(Exception):
+    """The logits of all tokens are there."""
+
+
+class HuggingFace(Host):
+    """A causal language model of transformers, by its attention interface.
+
+    All have one name in its registry, of which the masks' registry does not know, so that no mask
+    of S x S is ever made.
+    """
+
+    def connect(self, model: Any) -> None:
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+            raise ValueError(
+                "gradient checkpointing is on: call model.gradient_checkpointing_disable() and"
+                " set model.checkpoint, the fraction of blocks to recompute"
+            )
+        from transformers import __version__
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        warn_of_version(__version__)
+        ALL_ATTENTION_FUNCTIONS.register("isp", _attention_function)
+        if hasattr(model, "peft_config"):
+            hand_on_factors(model)
+        text = model.config.get_text_config(decoder=True)
+        registered = use_registered_mixers(model)
+        if registered and not model._can_set_attn_implementation():
+            text._attn_implementation = "isp"  # for what makes masks: its modules do not ask
+        else:
+            parts = (n for n in model.config.sub_configs if getattr(model.config, n) is text)
+            model.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
+        if text._attn_implementation != "isp":
+            raise ValueError(
+                f"{type(model).__name__} computes attention in its own code, not through"
+                f" transformers' attention interface, so isp cannot shard its sequence"
+            )
+        wrap_free_functions(model)
+        give_positions(model)
+        for part in model.modules():  # would read the tokens to warn of padding: there is none
+            if hasattr(part, _WARNING):
+                setattr(part, _WARNING, lambda *_: None)
+
+    def forward(self, model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+        first = self.first_position(model)
+        with at_positions(positions):
+            own = positions + first if first else positions
+            with self._ended_by_score(model) as logits:
+                more = {}
+                if _adds_router_losses(model):  # of a rank's tokens alone
+                    more = {"output_router_logits": False}
+                output = model(input_ids=ids, position_ids=own, use_cache=False, **more)
+                logits.append(output.logits)
+        return logits[0]
+
+    def logits_of(self, model: Any) -> LogitsOf:
+        # transformers goes by the names of classes, too
+        kinds = {"ForSequenceClassification": LogitsOf.ROW_LABELS}
+        kinds["ForTokenClassification"] = LogitsOf.TOKEN_LABELS
+        return kinds.get(model.loss_type, LogitsOf.VOCABULARY)
+
+    @contextmanager
+    def _ended_by_score(self, model: Any) -> Iterator[list[Tensor]]:
+        """A forward that ends with the logits of all tokens, where the model takes one of each row.
+
+        Raises ValueError for a model that classifies sequences in another way.
+        """
+        logits: list[Tensor] = []
+        if self.logits_of(model) is not LogitsOf.ROW_LABELS:
+            yield logits
+            return
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        if not hasattr(base, "score"):
+            raise ValueError(
+                f"{type(base).__name__} classifies sequences with more than a linear layer"
+                f" (`score`) at the last token, which is not supported"
+            )
+
+        def end(_: nn.Module, __: Any, found: Tensor) -> None:
+            logits.append(found)
+            raise _Scored
+
+        hook = base.score.register_forward_hook(end)
+        try:
+            with suppress(_Scored):
+                yield logits
+        finally:
+            hook.remove()
+
+    def router_coefficients(self, model: Any) -> RouterCoefficients:
+        config = model.config.get_text_config(decoder=True)
+        if not _adds_router_losses(model):
+            return RouterCoefficients()
+        return RouterCoefficients(float(getattr(config, "router_aux_loss_coef", 0.0)))
+
+    def first_position(self, model: Any) -> int:
+        for module in model.modules():  # RoBERTa and its kind count from behind that of padding
+            if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
+                return int(module.padding_idx) + 1
+        return 0
+
+    def without_values(self, model: Any) -> Any:
+        for part in model.modules():  # some kinds of rotary positions look at the largest one
+            if isinstance(getattr(part, "rope_type", None), str):
+                part.rope_type = "default"
+                rope = getattr(model.config, "rope_parameters", None) or {}
+                rope |= {"rope_type": "default"} if "rope_type" in rope else {}
+        with suppress(ValueError, RuntimeError):  # of models without experts, or with one way alone
+            model.set_experts_implementation("grouped_mm")
+        return model
+
+    def config(self, model: Any) -> dict[str, Any]:
+        found: dict[str, Any] = model.config.get_text_config(decoder=True).to_dict()
+        return found
+
+    def tensor_styles(self, model: Any) -> dict[str, str]:
+        more = _ATTENTION_PLAN if model.config.model_type in _PLANLESS else {}
+        return {**more, **(model.tp_plan or {})}
+
+    def length_limits(self, model: Any) -> dict[nn.Module, int]:
+        found: dict[nn.Module, int] = {}
+        for part in model.modules():
+            if getattr(part, "rope_type", None) == "longrope":
+                found[part] = part.config.rope_parameters["original_max_position_embeddings"]
+        return found
+
+    def most_tokens(self, model: Any) -> int | None:
+        config = self.config(model)
+        tuned = config.get("attn_temperature_tuning") and 0 in config.get("no_rope_layers", ())
+        return int(config["floor_scale"]) if tuned else None
+
+    def published(self, model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found: dict[str, Tensor] = revert_weight_conversion(model, weights)
+        return found
+
+
+def host_of(model: nn.Module) -> Host:
+    """How this model is called."""
+    return HuggingFace() if hasattr(model, "set_attn_implementation") else Host()
+
+
+_PLANLESS = frozenset(
+    ["afmoe", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"]
+)
+"""Types whose plan in transformers leaves out their attention, which is as that of others."""
+
+_ATTENTION_PLAN = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.gate_proj": "colwise",
+    "model.layers.*.self_attn.sinks": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+
+
+def check_row(most: int | None, tokens: int) -> None:
+    """Raise ValueError for rows of as many `tokens` as `Host.most_tokens` or more."""
+    if most is not None and tokens >= most:
+        raise ValueError(
+            f"attn_temperature_tuning in the model's configuration counts only the tokens of one"
+            f" rank, which changes the result for sequences of {tokens} tokens: use fewer than"
+            f" {most}, or set it to false"
+        )
+
+
+def _adds_router_losses(model: Any) -> bool:
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
+_BIASES = ("position_bias", "indices", "block_indices")
+"""Further arguments by which a few models say what is attended."""
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
+    chosen = chosen_by(module, others)
+    foreign = [name for name in _BIASES if others.get(name) is not None]
+    foreign += ["a mask of its own"] * (attention_mask is not None)
+    if foreign and chosen is None:
+        raise ValueError(
+            f"{type(module).__name__} passes {foreign[0]} to attention, which is not supported"
+        )
+    check_dropout(module, dropout)
+    mixers = current_mixers()
+    if mixers is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called outside of a forward that isp runs: call a"
+            f" parallelised model through the run's `loss` only"
+        )
+    causal = is_causal
+    if causal is None:  # BigBird-Pegasus' is a decoder's, and says that it is not causal
+        causal = getattr(module, "is_causal", True) or getattr(module, "is_decoder", False)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    chunk, window = _chunk(module), sliding_window or _window(module)
+    options = AttentionOptions(causal, window, scaling, softcap, s_aux, chunk, chosen)
+    return mixers.attend(q, k, v, options), None
+
+
+def _chunk(module: Any) -> int | None:
+    """Tokens of the chunks in which a layer attends: only transformers' masks know them."""
+    return module.config.attention_chunk_size if _is_of(module, "chunked_attention") else None
+
+
+def _window(module: Any) -> int | None:
+    """Return the window of a layer that passes none, though its kind has one.
+
+    In transformers these are the layers of Qwen2-MoE, which leave it to the mask.
+    """
+    return module.config.sliding_window if _is_of(module, "sliding_attention") else None
+
+
+def _is_of(module: Any, kind: str) -> bool:
+    """Return whether a configuration that has the kind of each layer has `kind` for a module's."""
+    kinds = getattr(module.config, "layer_types", None) or ()
+    index = getattr(module, "layer_idx", None)  # attention outside of the layers has none
+    return index is not None and list(kinds[index : index + 1]) == [kind]

@@ -1,0 +1,480 @@
+"""A folder of Hugging Face as a traced model: made without memory, each rank reads its rows."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from isp.core.layers.module import MasterStream, RowsOf
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.models.huggingface.adapter_config import AdapterConfig
+from isp.models.huggingface.adapters import AdapterWeights, adapted
+from isp.models.huggingface.dequantization import check_readable
+from isp.models.huggingface.initial_weights import Drawing, drawings
+from isp.models.huggingface.make import limited_model, made, parameters_on_meta, take_out_tower
+from isp.models.huggingface.overrides import OverrideError, check_overrides, overridden_config
+from isp.models.huggingface.patches.known_code import check_code
+from isp.models.huggingface.renaming import ConvertedFiles
+from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.testing.tiny import kept_in_float64
+from isp.models.traced_model import TracedModel
+from isp.utils.safe_text import first_line
+
+__all__ = [
+    "begun_by_the_model",
+    "empty_model",
+    "folder_model",
+    "kept_buffers",
+    "meta_model",
+    "parameters_on_meta",
+    "plain_model",
+    "saved_again",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=64)
+def folder_model(
+    folder: str,
+    dtype: str,
+    *,
+    trains: bool = True,
+    overrides: str | None = None,
+    adapter: AdapterConfig | None = None,
+    allow_unchecked: bool = False,
+    **keys: Any,
+) -> TracedModel:
+    """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
+
+    `overrides`: `model.hf_overrides` as JSON, which can be hashed.
+    `keys`: as of `TracedModel.computed`; the folder is read and traced once for all of them. A
+    model that does not train may have dropout. Of one with an `adapter`, only that is trained.
+
+    In float64 all of it is computed in float64. Raises ValueError if the folder does not hold such
+    a model, or one that is not supported.
+    """
+    read = _read_and_traced(
+        folder, dtype, overrides, adapter, trains=trains, allow_unchecked=allow_unchecked
+    )
+    return read.computed(**keys)
+
+
+@lru_cache(maxsize=8)
+def _read_and_traced(
+    folder: str,
+    dtype: str,
+    overrides: str | None,
+    adapter: AdapterConfig | None,
+    *,
+    trains: bool,
+    allow_unchecked: bool,
+) -> TracedModel:
+    try:
+        with limited_model(folder):
+            given = json.loads(overrides) if overrides else None
+            model, weights = empty_model(folder, getattr(torch, dtype), given)
+            if trains:
+                _check_dropout(model)
+            if adapter is not None:
+                model = adapted(model, adapter, folder)
+                weights = AdapterWeights(model, weights, adapter.folder)
+            if not trains:
+                model.eval()
+            check_code(model, allow_unchecked=allow_unchecked)
+            return TracedModel(
+                model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
+            )
+    except OverrideError:  # says its key
+        raise
+    except ValueError as error:
+        raise ValueError(f"model.hf={folder}: {error}") from None
+    except (NotImplementedError, RuntimeError) as error:  # of a forward on the meta device
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"model.hf={folder}: the model's control flow depends on tensor values, so it cannot"
+            f" be traced: {first}"
+        ) from error
+
+
+def empty_model(
+    folder: str, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, InitialWeights]:
+    """Return the model in `folder` without memory, in training mode, and its weights' source.
+
+    `overrides`: `model.hf_overrides`. Raises ValueError as `folder_model` does.
+    """
+    model = meta_model(folder, dtype, overrides)
+    if overrides:
+        check_overrides(folder, overrides)
+    return model, _weights_of(model, Path(folder))
+
+
+def saved_again(
+    folder: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    overrides: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """A trained folder's tensors, by the names and in the pieces that `save_pretrained` gives them.
+
+    These are those of the folder's files. `read` gives a parameter, whole, of those with `shapes`;
+    those of one block are in memory at a time. What no step changes is as in the folder: buffers,
+    a tower of vision, and what transformers does not load. Raises ValueError as `folder_model`
+    does, and for other parameters.
+    """
+    model = meta_model(folder, torch.float32, overrides)
+    weights = _weights_of(model, Path(folder))
+    kept = {name: buffer for name, buffer in kept_buffers(model) if name not in shapes}
+    own = {n: tuple(attrgetter(n)(model).shape) for n in _names(model) if n not in kept}
+    if odd := [name for name in {**own, **shapes} if own.get(name) != shapes.get(name)]:
+        raise ValueError(
+            f"the weights do not fit the model in {folder}: {odd[0]} is"
+            f" {shapes.get(odd[0], 'missing')} instead of {own.get(odd[0], 'absent')}"
+        )
+    if kept:
+        weights.fill(model, (), 0)
+    return chain(_by_block(model, {**dict.fromkeys(own), **kept}, read), weights.untrained())
+
+
+def _by_block(
+    model: Any, kept: Mapping[str, Tensor | None], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What `save_pretrained` writes, block by block; `read` gives what is None."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    blocks: dict[str, list[str]] = {}
+    for name in kept:
+        block = re.match(r".*?\.\d+\.", name)
+        blocks.setdefault(block[0] if block else name, []).append(name)
+    for names in blocks.values():
+        whole = {name: read(name) if (x := kept[name]) is None else x for name in names}
+        yield from revert_weight_conversion(model, whole).items()
+
+
+def plain_model(
+    folder: str,
+    dtype: torch.dtype,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    state: dict[str, Tensor] | None = None,
+    device_map: str | None = None,
+) -> Any:
+    """Load a folder's model by `from_pretrained` of transformers, ready to generate.
+
+    `overrides`: `model.hf_overrides`. `state`: weights to use instead of the folder's, as
+    `saved_again` gives them. `device_map`: as of transformers; None: in CPU memory. Raises
+    ValueError where transformers cannot load it.
+    """
+    import transformers
+
+    empty: Any = meta_model(folder, dtype, overrides)
+    kind: Any = type(empty)
+    if not kind.can_generate():
+        raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
+    if state is None:
+        _weights_of(empty, Path(folder))  # transformers loads files of another model in part
+    config = overridden_config(folder, overrides)
+    if state is not None and hasattr(config, "quantization_config"):
+        del config.quantization_config  # `state` is not quantized
+    try:
+        model, info = kind.from_pretrained(
+            folder if state is None else None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            device_map=device_map,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}"
+        ) from None
+    if missing := sorted(info["missing_keys"]):  # transformers would draw them
+        raise ValueError(
+            f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}"
+        )
+    return model.eval()
+
+
+def meta_model(
+    folder: str, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """A folder's model without memory for its parameters; one that sees is whole."""
+    import transformers
+
+    try:
+        config = overridden_config(folder, overrides)
+        with parameters_on_meta():
+            model: Any = made(config, dtype)
+    except OverrideError:
+        raise
+    except Exception as error:  # somebody else's code on somebody's file: anything may come
+        first = next(iter(str(error).strip().splitlines()), "")
+        if "custom code" in first:
+            first += " isp runs no code that a folder brings: give isp.parallelize the model"
+        raise ValueError(
+            f"transformers {transformers.__version__} cannot build a causal language model from"
+            f" it: {type(error).__name__}: {first}"
+        ) from None
+    if dtype is torch.float64:
+        model = kept_in_float64(model)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def _check_dropout(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"{name} applies dropout {module.p:g}, which isp does not support: set that"
+                f" dropout to 0 in config.json"
+            )
+
+
+# -- where weights come from -----------------------------------------------------------------
+
+
+def _weights_of(model: Any, folder: Path) -> _Files | _Random:
+    """The source of a model's weights; raises ValueError for files of another model."""
+    if not any(folder.glob("*.safetensors*")):
+        if others := sorted(path.name for path in folder.glob("*.bin")):
+            raise ValueError(
+                f"the weights are in {others[0]}, but isp reads only safetensors: load the model"
+                f" and save it again with transformers' save_pretrained"
+            )
+        take_out_tower(model)
+        return _Random(model)
+    check_readable(getattr(model.config, "quantization_config", None))
+    files = ConvertedFiles(folder, model)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # what is saved is whole
+    tower = tuple(f"{name}." for name in take_out_tower(model))
+    names = _names(model)
+    untrained = {name for name in files.names if name.startswith(tower)}
+    untrained |= {*_ignored(model, files.names)}
+    tensors, aliases = {}, {*untrained}
+    for of_one in names.values():
+        there = next((name for name in of_one if name in files.names), of_one[0])
+        tensors[there] = attrgetter(there)(model)
+        aliases.update(of_one)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    integers = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}
+    files.check(shapes, aliases=aliases, integers=integers)
+    files.close()
+    return _Files(files, names, untrained)
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Of each parameter and kept buffer, by its first name, all names."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return {of_one[0]: of_one for of_one in found.values()} | {
+        name: [name] for name, _ in kept_buffers(model)
+    }
+
+
+def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a model's weights."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return (item for item in model.named_buffers() if item[0] in kept)
+
+
+def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
+    """Those that transformers ignores, too, and angles that models once kept by layer."""
+    own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = (r"rotary_emb\.inv_freq$", *own)
+    return (name for name in names if any(re.search(pattern, name) for pattern in patterns))
+
+
+class _Files:
+    """Weights in files, read by slices."""
+
+    def __init__(
+        self, files: ConvertedFiles, names: Mapping[str, list[str]], untrained: Iterable[str]
+    ) -> None:
+        self._files = files
+        self._names = names
+        self._untrained = untrained
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a vision tower, and those that transformers ignores, as in the files.
+
+        Such as DeepSeek-V3's heads for further tokens. One is in memory at a time.
+        """
+        there = dict.fromkeys(n for name in self._untrained for n in self._files.made_of(name))
+        return ((name, self._files.read_block(name, ())) for name in there)
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """As `InitialWeights`; one shard at a time is in memory."""
+        if shards:
+            logger.info("weights     from %s", self._files.folder)
+        for item in shards:
+            item.parameter.copy_(self._read(item.name, item.layout))
+        for name, buffer in kept_buffers(model):
+            buffer.copy_(self._read(name))
+        self._files.close()
+
+    def _read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
+        there = next(alias for alias in self._names[name] if alias in self._files.names)
+        return self._files.read(there, layout)
+
+
+class _Random:
+    """Weights as the model itself begins them; a function of the seed and of modules' names."""
+
+    def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
+        """`drawn_as`: the parameters of other names whose random numbers some are drawn from."""
+        self._shape = model
+        """On the meta device, but for its buffers; never changed."""
+        self._drawn_as = drawn_as or {}
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """None: there are no files."""
+        return iter(())
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise ValueError for a parameter that the model's `_init_weights` leaves as it is.
+
+        Weights are made only where their values depend on others, those of one module at a time.
+        """
+        shape: Any = copy.deepcopy(self._shape)
+        for owner, module in shape.named_modules():
+            own = [local for local, _ in module.named_parameters(recurse=False)]
+            drawn = _drawn(shape, owner) if own else {}
+            unknown = [local for local in own if not drawn[local].known]
+            values = _begun(shape, owner, 0) if unknown else {}
+            for local in own:
+                left = values[local].isnan().any() if local in unknown else not drawn[local].calls
+                if left:
+                    raise ValueError(
+                        f"{type(shape).__name__} does not say how to initialize"
+                        f" {f'{owner}.' * bool(owner)}{local}: pass the model with weights"
+                    )
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """As `InitialWeights`; one module's weights at a time are in memory.
+
+        Raises ValueError as `check` does.
+        """
+        if not shards:
+            return
+        shape: Any = copy.deepcopy(self._shape)
+        if hasattr(shape, "_init_weights"):
+            logger.info("weights     random, as the model initializes them")
+        else:
+            logger.warning(
+                "weights     random, as torch initializes each module: the model is on the meta"
+                " device, so its own initialization code does not run"
+            )
+        drawn: dict[str, Drawing] = {}
+        values: dict[str, Tensor] = {}
+        owner_before: str | None = None
+        for item in shards:
+            name, layout = item.name, item.layout
+            owner, _, local = name.rpartition(".")
+            if owner != owner_before:
+                drawn, values, owner_before = _drawn(shape, owner), {}, owner
+            if drawn[local].known:
+                source = self._drawn_as.get(name, RowsOf(name))
+                own = drawn[local].shard(layout, MasterStream(seed, *source))
+            else:
+                values = values or _begun(shape, owner, seed)
+                own = layout.shard(values[local])
+            if own.isnan().any():
+                self.check()
+            item.parameter.copy_(own)
+
+
+def begun_by_the_model(
+    model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None
+) -> _Random | None:
+    """The source of the weights of a model on the meta device; None for one that has weights.
+
+    Its buffers get their values, in place. Raises ValueError for a model with only some weights,
+    and for one whose buffers nobody can make.
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if not empty:
+        return None
+    if len(empty) < sum(1 for _ in model.parameters()):
+        raise ValueError(
+            f"{empty[0]} is on the meta device, but other parameters are not: load it, too"
+        )
+    twin, kind = model, type(model)
+    if any(buffer.is_meta for buffer in model.buffers()):
+        config = getattr(model, "config", None)
+        if config is None or hasattr(model, "peft_config"):
+            raise ValueError(
+                f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
+                f" it inside isp.models.huggingface.loading.parameters_on_meta(), which keeps buffers"
+            )
+        with parameters_on_meta():
+            twin = kind(config)
+        for name, buffer in twin.named_buffers():
+            owner, _, local = name.rpartition(".")
+            setattr(model.get_submodule(owner), local, buffer.clone())
+    return _Random(copy.deepcopy(twin), drawn_as)
+
+
+@contextmanager
+def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor]]:
+    """In this context the module has other parameters of its own, of NaN in float32; by name."""
+    options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    own: dict[str, Tensor] = {
+        local: nn.Parameter(torch.full(parameter.shape, torch.nan, **options))
+        for local, parameter in module.named_parameters(recurse=False)
+    }
+    with _reparametrize_module(module, own):
+        yield own
+
+
+def _begin(shape: Any, owner: str) -> None:
+    """Let the model, or torch, begin the own parameters of a module.
+
+    Modules around it have a say, too: GPT-2 scales some of their linears.
+    """
+    module = shape.get_submodule(owner)
+    if not hasattr(shape, "_init_weights"):
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        return
+    shape._init_weights(module)
+    while owner:
+        owner = owner.rpartition(".")[0]
+        shape._init_weights(shape.get_submodule(owner))
+
+
+def _drawn(shape: Any, owner: str) -> dict[str, Drawing]:
+    """What is done to begin the own parameters of a module, by local name."""
+    with _own_parameters(shape.get_submodule(owner), "meta") as own, torch.random.fork_rng([]):
+        return drawings(own, lambda: _begin(shape, owner))
+
+
+def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
+    """The own parameters of a module as the model begins them, in float32, by local name."""
+    with _own_parameters(shape.get_submodule(owner), "cpu") as own, torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(MasterStream(seed, owner).generator_seed)
+        _begin(shape, owner)
+        return {local: getattr(shape.get_submodule(owner), local).detach() for local in own}

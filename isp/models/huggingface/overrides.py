@@ -1,0 +1,271 @@
+"""`model.hf_overrides`: keys of a folder's config.json with other values.
+
+The folder stays as it is: its config.json is read with the overrides merged in, here alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Mapping, Set
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from isp.models.huggingface.make import (
+    folder_config,
+    made,
+    parameters_on_meta,
+    without_implementations,
+)
+from isp.utils.json_file import read_json
+from isp.utils.safe_text import first_line
+from isp.utils.suggestion import nearest
+
+__all__ = ["OverrideError", "check_overrides", "overridden_config", "overridden_json"]
+
+_ROPE, _EARLIER_ROPE = "rope_parameters", "rope_scaling"
+_ORIGINAL = "original_max_position_embeddings"
+_FIXED = {"architectures", "auto_map", "dtype", "model_type", "quantization_config"}
+_FIXED |= {"torch_dtype", "transformers_version"}
+"""Keys of config.json that describe the files."""
+_OF_ALL_TYPES = {"rope_theta", "partial_rotary_factor", "mrope_section", _ORIGINAL}
+"""Keys of rotary positions that stay where their type changes."""
+_WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+"""Keys that decide which layers have a window."""
+
+
+class OverrideError(ValueError):
+    """`model.hf_overrides` does not fit the folder; says key, value and way out."""
+
+
+def overridden_config(folder: str | Path, overrides: Mapping[str, Any] | None) -> Any:
+    """Return the configuration of a folder for transformers, with `model.hf_overrides` if any.
+
+    Raises OverrideError for overrides that do not fit it, and else as `folder_config` does.
+    """
+    return _overridden(folder, overrides)[0] if overrides else folder_config(folder)
+
+
+def overridden_json(folder: str | Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a folder with `model.hf_overrides` merged in.
+
+    Raises OverrideError for overrides that do not fit it, and ValueError for a folder that
+    transformers does not read.
+    """
+    try:
+        return _overridden(folder, overrides)[1]
+    except OverrideError:
+        raise
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"model.hf={folder}: transformers {version('transformers')} cannot read its"
+            f" config.json: {first_line(error)}"
+        ) from None
+
+
+def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
+    """Raise OverrideError for `model.hf_overrides` that change names or shapes of weights."""
+    before = _shapes(folder_config(folder))
+    if _shapes(overridden_config(folder, overrides)) == before:
+        return
+    for key, value in overrides.items():  # one of them may be the cause
+        after = _shapes(overridden_config(folder, {key: value}))
+        for name in {**before, **after}:
+            there, here = before.get(name, "absent"), after.get(name, "absent")
+            if there != here:
+                raise OverrideError(
+                    f"model.hf_overrides.{key}={json.dumps(value)}: {name} is {there} in {folder},"
+                    f" and would be {here}: leave it out, since the weights decide"
+                )
+    raise OverrideError(
+        f"model.hf_overrides={json.dumps(overrides)} changes shapes of the weights in {folder}:"
+        f" leave it out"
+    )
+
+
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters; those of tied ones by the first name."""
+    with parameters_on_meta():
+        model = made(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a folder's configuration and its config.json, both with `overrides`."""
+    config, found = folder_config(folder), read_json(Path(folder) / "config.json")
+    shown = f"model.hf_overrides={json.dumps(overrides)}"
+    text, section = config.get_text_config(decoder=True), found
+    if text is not config:
+        named = [name for name in config.sub_configs if getattr(config, name, None) is text]
+        if not named:
+            raise OverrideError(
+                f"{shown} is not supported for {type(config).__name__}: change {folder}/config.json"
+            )
+        # A file may have the keys of its text model at the top: they are in no section there.
+        section = found[named[0]] = found.get(named[0]) or text.to_dict()
+    names = {key: _known_name(text, key, value) for key, value in overrides.items()}
+    # The head is tied where the outer configuration says so: the text model's key has no effect.
+    if text is not config and "tie_word_embeddings" in names:
+        raise OverrideError(
+            f"{shown}: tie_word_embeddings is of the whole model, not of its text model: change"
+            f" {folder}/config.json"
+        )
+    for key, value in overrides.items():
+        if (name := names[key]) != _ROPE:
+            # The file may name the key by an alias: one of the two values would be lost.
+            for alias, of_class in text.attribute_map.items():
+                if of_class == name:
+                    section.pop(alias, None)
+            section[name] = _merged(section.get(name), value)
+    # A longer context alone would change positions, too: some are scaled from it.
+    if _ROPE in names.values() or "max_position_embeddings" in names.values():
+        section[_ROPE] = _with_rope(text, overrides)
+        section.pop(_EARLIER_ROPE, None)  # which transformers prefers
+        section.pop("rope_theta", None)  # is in rope_parameters
+    values = copy.deepcopy(found)
+    # transformers reads some folders as a type of another name.
+    values |= {"model_type": config.model_type, "name_or_path": str(folder)}
+    try:
+        changed: Any = type(config).from_dict(values)  # validates values and types
+    except Exception as error:  # from the validation of any class
+        raise OverrideError(
+            f"{shown}: {type(text).__name__} of transformers {version('transformers')} refuses it:"
+            f" {' '.join(str(error).split())}"
+        ) from None
+    own = changed.get_text_config(decoder=True)
+    for key, value in overrides.items():
+        _check_effect(f"model.hf_overrides.{key}", value, getattr(own, names[key]), folder)
+    _check_windows(own, {*names.values()}, shown, folder)
+    return without_implementations(changed), found
+
+
+def _check_effect(path: str, given: Any, found: Any, folder: str | Path) -> None:
+    """Raise OverrideError if a value of `given`, by the key `path`, is not in `found`."""
+    if isinstance(given, dict) and isinstance(found, dict):
+        for name, value in given.items():
+            own = "rope_type" if name == "type" else name
+            _check_effect(f"{path}.{name}", value, found.get(own), folder)
+    elif given is not None and found != (tuple(given) if isinstance(found, tuple) else given):
+        raise OverrideError(
+            f"{path}={json.dumps(given)} has no effect: other keys of {folder}/config.json give"
+            f" {found}"
+        )
+
+
+def _check_windows(text: Any, overridden: Set[str], shown: str, folder: str | Path) -> None:
+    """Raise OverrideError if windows that are overridden contradict the kinds of the layers."""
+    kinds = getattr(text, "layer_types", None)
+    if not kinds or overridden.isdisjoint(_WINDOWS):
+        return
+    slides, window = "sliding_attention" in kinds, getattr(text, "sliding_window", None)
+    if slides != (window is not None):
+        raise OverrideError(
+            f"{shown}: sliding_window would be {json.dumps(window)}, and layer_types of"
+            f" {folder}/config.json has {'some' if slides else 'no'} layers with a window: override"
+            f" layer_types, too"
+        )
+
+
+def _known_name(text: Any, key: str, value: Any) -> str:
+    """Return the name that the class of the configuration `text` has for `key`.
+
+    Raises OverrideError if it has none.
+    """
+    from transformers.modeling_rope_utils import RopeParameters
+
+    names = {field.name for field in fields(text)} - _FIXED
+    known = {name: name for name in names}
+    known |= {alias: name for alias, name in text.attribute_map.items() if name in names}
+    if _ROPE in names:
+        known[_EARLIER_ROPE] = _ROPE
+    if key in known:
+        return known[key]
+    given, near = f"model.hf_overrides.{key}={json.dumps(value)}", nearest(key, sorted(known), 0.6)
+    if key in _FIXED:
+        raise OverrideError(f"{given} describes the files of the folder: leave it out")
+    if _ROPE in names and key in RopeParameters.__annotations__:
+        raise OverrideError(f"{given} belongs in {_ROPE}: use model.hf_overrides.{_ROPE}.{key}")
+    raise OverrideError(
+        f"{given}: {type(text).__name__} of transformers has no such key:"
+        f" {f'did you mean {near[0]}?' if near else 'leave it out'}"
+    )
+
+
+def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the rotary positions of the configuration `text` with those of `overrides`.
+
+    `text` has the newest form of rope_parameters whatever the file has: one mapping with the base,
+    or one for each kind of layers. Raises OverrideError for a key that would have no effect.
+    """
+    key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
+    path, value = f"model.hf_overrides.{key}", overrides.get(key, {})
+    if others:
+        raise OverrideError(f"{path}={json.dumps(value)} is given as {_EARLIER_ROPE}, too: use one")
+    if not isinstance(value, dict):
+        raise OverrideError(f"{path}={json.dumps(value)} must be a mapping, as {{rope_theta: 1e6}}")
+    found: dict[str, Any] = copy.deepcopy(getattr(text, _ROPE, None) or {})
+    if not (found or value):  # a model without rotary positions
+        return None
+    kinds = [name for name, of_one in found.items() if isinstance(of_one, dict)]
+    if not kinds:
+        return _with_rope_of_one(text, found, value, path, overrides)
+    for kind, of_one in value.items():
+        if kind not in kinds or not isinstance(of_one, dict):
+            raise OverrideError(
+                f"{path}.{kind}={json.dumps(of_one)}: the model has rotary positions for each kind"
+                f" of layers: give a mapping for {' or '.join(kinds)}"
+            )
+    for kind in kinds:
+        given = value.get(kind, {})
+        found[kind] = _with_rope_of_one(text, found[kind], given, f"{path}.{kind}", overrides)
+    return found
+
+
+def _with_rope_of_one(
+    text: Any,
+    found: Mapping[str, Any],
+    given: Mapping[str, Any],
+    path: str,
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the rotary positions `found` with those that are `given` by the key `path`."""
+    from transformers.modeling_rope_utils import RopeParameters
+
+    known = sorted({*RopeParameters.__annotations__, *found, "type"})
+    for name, value in given.items():
+        if name not in known:
+            near = nearest(name, known, 0.6)
+            raise OverrideError(
+                f"{path}.{name}={json.dumps(value)}: rotary positions of transformers have no such"
+                f" key: {f'did you mean {near[0]}?' if near else 'leave it out'}"
+            )
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            raise OverrideError(f"{path}.{name}={json.dumps(value)} has no value: leave it out")
+    changed = {name: value for name, value in found.items() if name != "type"}
+    new = {"rope_type" if name == "type" else name: value for name, value in given.items()}
+    kind = new.get("rope_type", changed.get("rope_type"))
+    if kind != changed.get("rope_type"):  # the factors of one type mean nothing to another
+        changed = {name: value for name, value in changed.items() if name in _OF_ALL_TYPES}
+    changed |= new
+    longer = overrides.get("max_position_embeddings")
+    if kind == "dynamic" and longer is not None:
+        raise OverrideError(
+            f"model.hf_overrides.max_position_embeddings={longer}: positions of type dynamic are"
+            f" scaled from the {text.max_position_embeddings} on that the folder has: leave it out,"
+            f" or change {path}.rope_type"
+        )
+    # Else transformers would take the longer context for that of the training.
+    scales = kind in ("llama3", "longrope", "yarn")
+    if scales and changed.get(_ORIGINAL) is None and not hasattr(text, _ORIGINAL):
+        changed[_ORIGINAL] = text.max_position_embeddings
+    return changed
+
+
+def _merged(below: Any, value: Any) -> Any:
+    """Return `value` merged into `below`, key by key where both are mappings."""
+    if not (isinstance(below, dict) and isinstance(value, dict)):
+        return copy.deepcopy(value)
+    return below | {key: _merged(below.get(key), of_key) for key, of_key in value.items()}

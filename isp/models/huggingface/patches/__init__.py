@@ -1,0 +1,1 @@
+"""Code of transformers that is replaced, so that it computes on sharded sequences."""

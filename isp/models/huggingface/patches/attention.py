@@ -1,0 +1,343 @@
+"""Modules of transformers that attend by code of their own, by `isp.attention`.
+
+What takes the place of a forward, or of the method that is given queries, keys and values.
+
+B batch, S' the tokens of this rank, D hidden size, H heads, K KV heads, d their size
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.core.attention.api import Relative, attention
+from isp.models.huggingface.patches.mixers import windows_of
+from isp.models.runtime.positions import current_positions
+
+__all__ = ["ALIBI_FEATURES", "OWN_FORWARDS", "OWN_METHODS", "check_dropout"]
+
+_Attended = tuple[Tensor, None]
+
+ALIBI_FEATURES = 8
+"""By which heads grow for ALiBi: fused kernels want multiples of eight."""
+
+
+def check_dropout(module: nn.Module, dropout: float) -> None:
+    """Raise ValueError for attention with dropout."""
+    if dropout and module.training:
+        raise ValueError(
+            f"{type(module).__name__} uses attention dropout {dropout}, which isp does not"
+            f" support: build the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+        )
+
+
+def _split_heads(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+) -> _Attended:
+    """q, k and v [B, H, S', d] -> [B, H, S', d]; `options`: of `isp.attention`."""
+    _check_own_dropout(module)
+    q, k = query.to(value.dtype), key.to(value.dtype)  # GPT-J's angles are in float32
+    out = attention(*(x.transpose(1, 2) for x in (q, k, value)), **options)
+    return out.transpose(1, 2), None
+
+
+def _check_own_dropout(module: Any) -> None:
+    """As `check_dropout`, by the names that such modules have for it."""
+    names = ("attn_dropout", "attention_dropout", "attn_dropout_p", "dropout")
+    found = next(getattr(module, name) for name in names if hasattr(module, name))
+    check_dropout(module, float(found.p if isinstance(found, nn.Dropout) else found))
+
+
+def _gpt_neo(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Attended:
+    window = module.config.window_size if module.attention_type == "local" else None
+    return _split_heads(module, query, key, value, window=window, scale=1.0)
+
+
+def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
+    """Keys [B, H, d, S']."""
+    scale = None if module.scale else 1.0
+    return [_split_heads(module, query, key.mT, value, scale=scale)[0]]
+
+
+def _bart(
+    module: Any, hidden_states: Tensor, *_: Any, attn_prompt: Any = None, **__: Any
+) -> _Attended:
+    _check_own_dropout(module)
+    if attn_prompt is not None:
+        raise ValueError(
+            f"{type(module).__name__} attends to a prompt of its own, which is not supported"
+        )
+    linears = module.q_proj, module.k_proj, module.v_proj
+    q, k, v = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in linears)
+    return module.out_proj(attention(q, k, v, causal=module.is_decoder).flatten(2)), None
+
+
+def _bert(
+    module: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    sinusoidal_pos: Any = None,
+    *_: Any,
+    **__: Any,
+) -> _Attended:
+    """With RoFormer's angles [1, 1, B, S', d]: the third argument, which for others is a state."""
+    _check_own_dropout(module)
+    split = (-1, module.attention_head_size)
+    linears = module.query, module.key, module.value
+    heads = [x(hidden_states).unflatten(-1, split).transpose(1, 2) for x in linears]
+    if sinusoidal_pos is not None:
+        count = 3 if module.rotary_value else 2
+        angles = sinusoidal_pos[0, 0].unsqueeze(1)
+        heads[:count] = module.apply_rotary_position_embeddings(angles, *heads[:count])
+    q, k, v = (x.transpose(1, 2) for x in heads)
+    return attention(q, k, v, causal=module.is_decoder).flatten(2), None
+
+
+def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention with `bias` [B, S', H] of a head's keys added to its logits: [B, S', H, d].
+
+    A bias by distance is one by the key's position, but for what is the same for all keys of a
+    query. It is a product of two further features, and of two more, by which a bias of 16 bits is
+    exact to 16.
+    """
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    wide = bias.to(torch.promote_types(k.dtype, torch.float32)) / scale
+    high = wide.to(k.dtype)
+    low = (wide - high).to(k.dtype)
+    zeros = k.new_zeros(*bias.shape, ALIBI_FEATURES - 2)
+    ones = q.new_ones(*bias.shape, ALIBI_FEATURES)
+    k = torch.cat([k, high.unsqueeze(-1), low.unsqueeze(-1), zeros], -1)
+    return attention(torch.cat([q, ones], -1), k, v, scale=scale)
+
+
+def _slopes(build: Callable[..., Tensor], heads: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The slope of ALiBi for each head, [H]: the bias at position 1, of transformers' `build`."""
+    two = torch.ones(1, 2, dtype=torch.int64, device=like.device)
+    return build(two, heads, dtype)[:, 0, 1]
+
+
+def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> _Attended:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
+
+    _check_own_dropout(module)
+    fused = module.query_key_value(hidden_states)
+    q, k, v = fused.unflatten(-1, (module.num_heads, 3, module.head_dim)).unbind(3)
+    slopes = _slopes(build_alibi_tensor, module.num_heads, q, torch.float32)
+    bias = current_positions().unsqueeze(-1) * slopes
+    out = module.dense(_with_alibi(q, k, v, bias, module.inv_norm_factor).flatten(2))
+    return dropout_add(out, residual, module.hidden_dropout, module.training), None
+
+
+def _mpt(
+    module: Any, hidden_states: Tensor, position_bias: Tensor, *_: Any, **__: Any
+) -> _Attended:
+    """`position_bias` [H, 1, N]: slope x (1 - N), .., 0."""
+    _check_own_dropout(module)
+    qkv = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(2)
+    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]
+    return module.out_proj(_with_alibi(q, k, v, bias, module.softmax_scale).flatten(2)), None
+
+
+def _mpt_model(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Without a mask of S' x S', which its code reads before anybody attends."""
+    unread = torch.zeros(1, 1, 1, 1, device=current_positions().device)
+    return type(module).forward(module, *args, **{**kwargs, "attention_mask": unread})
+
+
+def _falcon(
+    module: Any,
+    hidden_states: Tensor,
+    alibi: Tensor | None,
+    *_: Any,
+    position_embeddings: tuple[Tensor, Tensor],
+    **__: Any,
+) -> _Attended:
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
+
+    _check_own_dropout(module)
+    fused = module.query_key_value(hidden_states)
+    heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))  # [B, S', K, G + 2, d]
+    q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
+    if alibi is None:
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+        out = attention(q, k, v)
+    else:
+        slopes = _slopes(build_alibi_tensor, module.num_heads, q, torch.bfloat16)
+        bias = (current_positions().unsqueeze(-1) * slopes).float() * module.inv_norm_factor
+        out = _with_alibi(q, k, v, bias, module.inv_norm_factor)
+    return module.dense(out.flatten(2)), None
+
+
+def _inkling(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> _Attended:
+    """Whose logits have a bias by distance."""
+    linears = module.q_proj, module.k_proj, module.v_proj, module.r_proj
+    q, k, v, states = (linear(hidden_states) for linear in linears)
+    split = (-1, module.head_dim)
+    q = module.q_norm(q.unflatten(-1, split))
+    k = module.k_norm(module.k_sconv(k).unflatten(-1, split))
+    v, states = module.v_sconv(v).unflatten(-1, split), states.unflatten(-1, (module.num_heads, -1))
+    if not module.is_sliding:
+        q, states = _scaled_by_place(module.config, q, states)
+    relative = Relative(states, module.rel_logits_proj.proj)
+    return module.o_proj(_attend_relative(module, q, k, v, relative).flatten(2)), None
+
+
+def _inkling2(
+    module: Any,
+    hidden_states: Tensor,
+    key_hidden_states: Tensor | None = None,
+    value_hidden_states: Tensor | None = None,
+    **_: Any,
+) -> _Attended:
+    """The same with a sink of each query; a full layer's keys and values are of other states."""
+    of_keys = hidden_states if key_hidden_states is None else key_hidden_states
+    of_values = hidden_states if value_hidden_states is None else value_hidden_states
+    if not hasattr(module, "relative_position_bias"):
+        return _inkling2_before_5_24(module, hidden_states, of_keys, of_values)
+    bias, positions = module.relative_position_bias, current_positions()
+    q = module.q_proj(hidden_states, positions).transpose(1, 2)
+    k, v = (f(x).transpose(1, 2) for f, x in ((module.k_proj, of_keys), (module.v_proj, of_values)))
+    states = bias.linear(hidden_states).unflatten(-1, (module.num_heads, -1))
+    relative = Relative(bias.norm(states, positions), bias.proj, module.sink_proj(hidden_states))
+    out = _attend_relative(module, q, k, v, relative).flatten(2)
+    return module.o_proj(out, hidden_states), None
+
+
+def _inkling2_before_5_24(
+    module: Any, hidden_states: Tensor, of_keys: Tensor, of_values: Tensor
+) -> _Attended:
+    """The same in older versions of transformers, whose projections are linears alone."""
+    linears = module.q_proj, module.r_proj, module.gate_proj, module.sink_proj
+    q, states, gate, sinks = (linear(hidden_states) for linear in linears)
+    k, v = module.k_proj(of_keys), module.v_proj(of_values)
+    if module.is_sliding:  # its taps are the same for all tokens
+        k, v = module.k_sconv(k), module.v_sconv(v)
+    else:
+        k, v = module.k_sconv(k, of_keys), module.v_sconv(v, of_values)
+    split = (-1, module.head_dim)
+    q, k = module.q_l2_clip(q.unflatten(-1, split)), module.k_l2_clip(k.unflatten(-1, split))
+    v = module.v_norm(v.unflatten(-1, split).float()).to(v.dtype)
+    states = module.rel_l2_clip(states.unflatten(-1, (module.num_heads, -1)))
+    if not module.is_sliding:
+        q, states = _scaled_by_place(module.config, q, states)
+    relative = Relative(states, module.rel_logits_proj.proj, sinks)
+    out = _attend_relative(module, q, k, v, relative).flatten(2)
+    return module.o_proj((out.float() * gate.float().sigmoid()).to(out.dtype)), None
+
+
+def _inkling2_residual(
+    module: Any, block_states: Tensor, partial_block_states: Tensor
+) -> tuple[Tensor, ...]:
+    """Attention of a token to its own states in earlier blocks.
+
+    Since transformers 5.24 it goes through the attention interface, which here mixes tokens.
+    """
+    states = torch.cat([block_states, partial_block_states.unsqueeze(-2)], -2).float()
+    states = module.norm(states)  # [B, S', N, D], of N states
+    size = states.shape[-1]
+    query = module.query.float().view(-1, size).expand(*states.shape[:-2], -1, -1)
+    out = F.scaled_dot_product_attention(query, states, states, scale=size**-0.5)
+    return out.unbind(-2)
+
+
+def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Relative) -> Tensor:
+    check_dropout(module, module.attention_dropout)
+    return attention(q, k, v, window=module.sliding_window, scale=module.scaling, relative=relative)
+
+
+def _scaled_by_place(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, [B, S', H, ..], times a factor that grows with a token's position."""
+    if config.log_scaling_n_floor is None:
+        return q, states
+    places = (current_positions() + 1).float() / config.log_scaling_n_floor
+    tau = 1.0 + config.log_scaling_alpha * places.clamp(min=1.0).log()[..., None, None]
+    return (q.float() * tau).to(q.dtype), (states.float() * tau).to(states.dtype)
+
+
+def _dynamic_convolution(
+    module: Any, hidden_states: Tensor, dynamic_input: Tensor, *_: Any, **__: Any
+) -> Tensor:
+    """Of Inkling 2, with taps of each token; tap i is of the token i before."""
+    num_taps, x = module.conv_kernel_size, hidden_states.float()
+    heads = (module.num_heads, -1)
+    taps = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, num_taps))
+    static = module.static_weight.float().T.unflatten(0, heads)  # [H, d, K]
+    windows = windows_of(x, num_taps).unflatten(2, heads)
+    mixed = (windows * (static + taps.unsqueeze(3))).sum(-1).flatten(2)
+    out: Tensor = (mixed + x) / math.sqrt(2 * num_taps + 1)
+    return out.to(hidden_states.dtype)
+
+
+class _InFloat32:
+    """A module whose weights are read in float32, in which transformers keeps them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return found.float() if isinstance(found, nn.Parameter) else found
+
+
+def _in_float32(module: Any, *args: Any) -> Any:
+    return type(module).forward(_InFloat32(module), *args)
+
+
+def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+    """Of text alone: its own forward reads a row of the table for what stands for pictures."""
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4ModelOutputWithPast
+
+    text, config = module.language_model, module.config.get_text_config()
+    image, video, sound = module.get_placeholder_mask(input_ids)
+    ids = torch.where(image | video | sound, config.pad_token_id, input_ids)
+    embedded, of_layers = text.embed_tokens(ids), None
+    if config.hidden_size_per_layer_input:
+        of_layers = text.get_per_layer_inputs(ids, embedded)
+    keys = {"position_ids": position_ids, "use_cache": False}
+    output = text(inputs_embeds=embedded, per_layer_inputs=of_layers, **keys)
+    return Gemma4ModelOutputWithPast(last_hidden_state=output.last_hidden_state)
+
+
+def _linear(module: Any, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight, module.bias)
+
+
+OWN_FORWARDS: dict[str, Callable[..., Any]] = {
+    "bloom.modeling_bloom.BloomAttention": _bloom,
+    "falcon.modeling_falcon.FalconAttention": _falcon,
+    "falcon.modeling_falcon.FalconLinear": _linear,
+    "gemma4.modeling_gemma4.Gemma4Model": _gemma4,
+    "inkling.modeling_inkling.InklingAttention": _inkling,
+    "inkling2.modeling_inkling2.Inkling2BlockAttentionResidual": _inkling2_residual,
+    "inkling2.modeling_inkling2.Inkling2DynamicShortConvolution": _dynamic_convolution,
+    "inkling2.modeling_inkling2.Inkling2FullAttention": _inkling2,
+    "inkling2.modeling_inkling2.Inkling2SlidingAttention": _inkling2,
+    "inkling2.modeling_inkling2.Inkling2TopKRouter": _in_float32,
+    "megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention": _bert,
+    "mpt.modeling_mpt.MptAttention": _mpt,
+    "mpt.modeling_mpt.MptModel": _mpt_model,
+    "mvp.modeling_mvp.MvpAttention": _bart,
+    "rembert.modeling_rembert.RemBertSelfAttention": _bert,
+    "roformer.modeling_roformer.RoFormerSelfAttention": _bert,
+    "trocr.modeling_trocr.TrOCRAttention": _bart,
+    "xglm.modeling_xglm.XGLMAttention": _bart,
+}
+"""By the name of the class, in transformers.models."""
+
+OWN_METHODS: dict[str, Callable[..., Any]] = {
+    "codegen.modeling_codegen.CodeGenAttention": _split_heads,
+    "gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
+    "gpt_neox_japanese.modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _split_heads,
+    "gptj.modeling_gptj.GPTJAttention": _split_heads,
+    "openai.modeling_openai.Attention": _openai_gpt,
+}
+"""Likewise, in the place of the method `_attn`."""

@@ -1,0 +1,242 @@
+"""What takes the place of forwards and functions by which models mix tokens: calls of isp.
+
+Modules whose own forward mixes tokens by code of its own get another, by their class.
+
+A modeling module calls functions of its own namespace: `causal_conv1d_fn`, a scan, and a fused form
+of both, which gives None where no kernel is installed. They are wrapped there once. In a
+parallelised model's forward a wrapper calls `isp.core.mixers`; outside of one, as in every other model
+of the process, the function that it wraps.
+
+B batch, S' the tokens of this rank, T tokens, C channels, K taps, N numbers of a state
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.core.mixers.api import causal_conv1d, current_mixers, gated_delta_rule, state_space_scan
+from isp.models.huggingface.patches.attention import OWN_FORWARDS, OWN_METHODS
+from isp.models.huggingface.patches.indexers import (
+    COMPRESSORS,
+    INDEXERS,
+    PLACE,
+    causal_mask,
+    class_names,
+    has_indexers,
+)
+from isp.models.huggingface.patches.mixers import OWN_MIXERS
+from isp.models.runtime.ahead import SHARED_BEHIND
+from isp.models.testing.tiny import as_wide
+
+__all__ = [
+    "FREE_FUNCTIONS",
+    "REPLACED",
+    "register_mixer",
+    "replaced_code",
+    "use_registered_mixers",
+    "wrap_free_functions",
+]
+
+REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_BEHIND
+"""Code of ISP that must compute what the class of transformers by this name computes."""
+
+_forwards: dict[str, Callable[..., Any]] = {
+    PLACE + name: forward
+    for name, forward in (REPLACED | COMPRESSORS).items()
+    if name not in OWN_METHODS
+}
+"""By the name of the class: its modules need not be imported."""
+
+_methods = {PLACE + name: instead for name, instead in OWN_METHODS.items()}
+
+
+def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -> None:
+    """Let `forward(module, ...)` take the place of a class's forward in parallelised models.
+
+    It takes what the class's own forward takes, of this rank's tokens [B, S', ..], and mixes them
+    by `isp.attention`, `isp.causal_conv1d`, `isp.gated_delta_rule` and `isp.state_space_scan`
+    alone. For subclasses, too. Other models of the process keep their own forward.
+    """
+    _forwards[f"{module_class.__module__}.{module_class.__qualname__}"] = forward
+
+
+def use_registered_mixers(model: nn.Module) -> bool:
+    """Give modules of registered classes what was registered, in place; whether there are any."""
+    found = False
+    for module in model.modules():
+        for method, name in _registered(module):
+            instead = (_forwards if method == "forward" else _methods)[name]
+            setattr(module, method, as_wide(module, partial(instead, module)))
+            found = True
+    return found
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the methods of a module that are replaced, with the class they are registered for."""
+    for method, registered in (("forward", _forwards), ("_attn", _methods)):
+        names = [name for name in class_names(module) if name in registered]
+        yield from ((method, name) for name in names[:1])
+
+
+def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield classes and functions of transformers that ISP's own code replaces in a model.
+
+    Each as the module of Python and the name in it; of a subclass that overrides something, itself.
+    Forwards that the user registered are left out.
+    """
+    for module in model.modules():
+        bases = dict(zip(class_names(module), type(module).__mro__, strict=True))
+        for method, name in _registered(module):
+            of_isp = REPLACED.get(name.removeprefix(PLACE))
+            if of_isp is (_forwards if method == "forward" else _methods)[name]:
+                own = next(b for b in bases.values() if _overrides(b, bases[name]))
+                yield own.__module__, own.__qualname__
+    for space, names in _spaces(model):
+        yield from ((space, name) for name in sorted(FREE_FUNCTIONS & names.keys()))
+
+
+def _overrides(kind: type, base: type) -> bool:
+    """Return whether a class is `base`, or overrides methods of it other than its constructor."""
+    own = (b for b in base.__mro__ if b not in nn.Module.__mro__)
+    names = (name for b in own for name in vars(b) if name != "__init__")
+    return kind is base or any(inspect.isfunction(vars(kind).get(name)) for name in names)
+
+
+def _spaces(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the modules of transformers that a model's classes are in, with what they contain."""
+    spaces = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    yield from (
+        (space, vars(sys.modules[space])) for space in sorted(spaces) if space.startswith(PLACE)
+    )
+
+
+_STATES = (
+    "initial_state",
+    "initial_states",
+    "conv_states",
+    "output_final_state",
+    "return_final_states",
+    "return_last_state",
+    "cu_seqlens",
+    "seq_idx",
+)
+"""Arguments with which a scan begins or ends elsewhere than its documents do."""
+
+
+def wrap_free_functions(model: nn.Module) -> None:
+    """Let the model's convolutions and scans go where `mix_by` says, while it says so."""
+    for space, names in _spaces(model):
+        masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
+        for name, ours in (_OURS | masks).items():
+            function = names.get(name)
+            if function is not None and not isinstance(function, _Wrapped):
+                names[name] = _Wrapped(name, function, ours)
+
+
+class _Wrapped:
+    """A free function, and what takes its place in a parallelised model."""
+
+    def __init__(self, name: str, function: Callable[..., Any], ours: Callable[..., Any]) -> None:
+        self._name = name
+        self._function = function
+        self._ours = ours
+        wraps(function)(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_mixers() is None:
+            return self._function(*args, **kwargs)
+        for given in _STATES:
+            if kwargs.pop(given, None) not in (None, False):
+                raise ValueError(
+                    f"{self._name} is called with {given}, which isp sets itself from the documents"
+                )
+        return self._ours(*args, **kwargs)
+
+
+def _convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """hidden_states [B, C, T], weight [C, K] -> [B, C, T]."""
+    x = hidden_states.transpose(1, 2)
+    return causal_conv1d(x, weight, bias, activation=activation).transpose(1, 2)
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    normalise = use_qk_l2norm_in_kernel
+    return gated_delta_rule(query, key, value, g, beta, normalise=normalise), None
+
+
+def _mamba2(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    if z is not None:
+        raise ValueError("mamba2_chunk_scan with a gate (z) is not supported")
+    options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    return state_space_scan(hidden_states, dt, A, B, C, D=D, **options)
+
+
+def _selective(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,
+) -> Tensor:
+    """hidden_states, dt and z [B, C, T], B and C [B, N, T] -> [B, C, T]."""
+    x, dt, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
+    out = state_space_scan(x, dt, A, B, C, D=D, dt_bias=delta_bias, dt_softplus=delta_softplus)
+    out = out.transpose(1, 2)
+    return out if z is None else out * F.silu(z)
+
+
+def _fused(*_: Any, **__: Any) -> None:
+    """No kernel for all at once: the model takes its other way."""
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _selective,
+    "mamba2_split_conv1d_scan_combined": _fused,
+    "mamba_inner_fn": _fused,
+}
+
+FREE_FUNCTIONS = frozenset(_OURS)

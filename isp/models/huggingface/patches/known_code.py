@@ -1,0 +1,273 @@
+"""Checks that the code of transformers that ISP replaces is code that ISP was compared with.
+
+[Note: Known code] ISP replaces forwards, methods and functions of transformers by name
+(`isp.models.huggingface.patches.calls`). Under the same name a release may compute something else, which ISP's own
+code would not follow. So known_code.txt has hashes of the code in the versions with which all tests
+and tools/check_architectures.py were run: 5.17.0, 5.23.0 and 5.24.0. Other code, of a version
+between them, too, is compared in a small copy of the model before a run starts; the run is refused
+if the copy gives something else or cannot be made.
+
+A hash is of a class or function and of all that it names in its file, such as bases and the class
+of a submodule: ISP's own code may stand for that, too. Code in other files does not count. The
+first class of a module's bases that overrides something is looked up, so a subclass with a forward
+of its own is other code.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import hashlib
+import inspect
+import logging
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isp.core.comm import Channel
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh import Mode
+from isp.core.weights.sharded_parameter import by_whole
+from isp.core.weights.wp import LocalWeights
+from isp.models.huggingface.interface import HuggingFace, host_of
+from isp.models.huggingface.patches.calls import FREE_FUNCTIONS, replaced_code
+from isp.models.huggingface.patches.indexers import PLACE
+from isp.models.huggingface.versions import NEWEST_TRANSFORMERS, is_first_rank
+from isp.models.testing.tiny import tiny_model
+from isp.models.traced_model import TracedModel
+
+__all__ = ["KNOWN", "check_code", "known_code", "local_layers", "source_hash", "unknown_code"]
+
+logger = logging.getLogger(__name__)
+
+KNOWN = Path(__file__).with_name("known_code.txt")
+"""Written by tools/check_architectures.py --sources."""
+
+_LENGTHS = 29, 19
+"""Tokens of the documents of a comparison: more than the windows and chunks of a small model."""
+
+_TOLERANCE = 1e-9
+"""Largest difference that is none, as a part of the largest element, of float64 sums."""
+
+_LEAST_SCALE = 1e-6
+"""Smaller gradients are compared with this part of the largest: they are its rounding errors."""
+
+
+@cache
+def known_code() -> dict[str, list[str]]:
+    """Return the hashes in `KNOWN`, by class in `transformers.models` or by function."""
+    lines = (line.split() for line in KNOWN.read_text().splitlines() if line[:1] not in ("", "#"))
+    return {name: hashes for name, *hashes in lines}
+
+
+def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
+    """Raise ValueError if ISP's own code may differ from code of the model that it replaces.
+
+    Code that is not known is compared in a small copy of the model, in some seconds, once per
+    process. If no copy can be made, `allow_unchecked` makes that a warning. See [Note: Known code].
+    """
+    unknown = unknown_code(model)
+    if not unknown:
+        return
+    from transformers import __version__
+
+    about = f"{', '.join(unknown)} (transformers {__version__}) is not code that isp knows"
+    way_out = (
+        "register a forward of your own for the class with isp.register_mixer; isp check shows what"
+        " differs"
+    )
+    if not __version__.startswith(NEWEST_TRANSFORMERS):
+        way_out = f"use transformers {NEWEST_TRANSFORMERS}, or {way_out}"
+    try:
+        if not isinstance(host_of(model), HuggingFace):
+            raise ValueError(
+                f"{type(model).__name__} has no configuration of transformers to make a small copy"
+                f" of, in which to compare isp's"
+            )
+        config: Any = model.config
+        _compare(_Case(unknown, str(config.to_json_string(use_diff=False)), config, about))
+    except _DiffersError as error:
+        raise ValueError(f"{about}, and {error}: {way_out}") from error
+    except Exception as error:  # of code that is not known: anything may come
+        reason = " ".join(str(error).split())
+        if not allow_unchecked:
+            raise ValueError(
+                f"{about}, and {reason}: {way_out}; or set model.allow_unchecked: true"
+            ) from error
+        logger.warning("%s, and was not compared: %s", about, reason)
+
+
+class _DiffersError(ValueError):
+    """ISP's own code gives other results."""
+
+
+# -- sources -----------------------------------------------------------------------------------
+
+
+def unknown_code(model: nn.Module) -> tuple[str, ...]:
+    """Return the full names of classes and functions that are replaced and not known."""
+    replaced = dict.fromkeys(replaced_code(model))
+    return tuple(f"{space}.{name}" for space, name in replaced if not _is_known(space, name))
+
+
+@cache
+def _is_known(space: str, name: str) -> bool:
+    """Return whether the code of this class or function in a module of Python is known."""
+    try:
+        text = inspect.getsource(sys.modules[space])
+    except (KeyError, OSError, TypeError):  # there is no file, or the module is not registered
+        return False
+    found = source_hash(text, name)
+    if name in FREE_FUNCTIONS:  # copied from file to file; None: imported there
+        return found in (None, *known_code()[name])
+    return found in known_code().get(f"{space}.{name}".removeprefix(PLACE), ())
+
+
+def source_hash(text: str, name: str) -> str | None:
+    """Return a hash of a class or function in the `text` of a module; None if it is not there.
+
+    With all that it names in the module. Comments, docstrings, texts of f-strings and formatting do
+    not count. It is the same in all versions of Python.
+    """
+    definitions, found, left = _definitions(text), dict[str, Any](), [name]
+    if name not in definitions:
+        return None
+    while left:
+        if (one := left.pop()) in definitions and one not in found:
+            found[one] = [_plain(node) for node in definitions[one]]
+            nodes = (node for part in definitions[one] for node in ast.walk(part))
+            left += [node.id for node in nodes if isinstance(node, ast.Name)]
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=2)  # several classes of one file come in a row
+def _definitions(text: str) -> dict[str, list[ast.stmt]]:
+    """Return what a module assigns to each name at its top level."""
+    found = defaultdict[str, list[ast.stmt]](list)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name].append(node)
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    found[target.id].append(node)
+    return dict(found)
+
+
+def _plain(node: Any) -> Any:
+    """Return a tree of code as lists, without fields that are empty: Python adds some of those."""
+    if isinstance(node, ast.JoinedStr):  # parsed differently by versions of Python
+        return "f-string"
+    if isinstance(node, ast.AST):
+        fields = ((n, _plain(x)) for n, x in ast.iter_fields(node) if x is not None and x != [])
+        return [type(node).__name__, *fields]
+    if isinstance(node, list):
+        return [_plain(x) for x in node if not _is_text(x)]
+    return repr(node)
+
+
+def _is_text(node: Any) -> bool:
+    """Return whether a statement is a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+# -- a comparison ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A comparison; those of the same code and configuration are equal."""
+
+    names: tuple[str, ...]
+    settings: str
+    config: Any = field(compare=False)
+    about: str = field(compare=False)
+
+
+@cache  # once per process
+def _compare(case: _Case) -> None:
+    """Compare a small model alone and as ISP runs it on one rank; log that they are the same.
+
+    Raises ValueError if they differ, and what the code of the model raises.
+    """
+    began = time.monotonic()
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of the small model: a run logs the same of the real one
+    try:
+        cpu = torch.device("cpu")  # also where the caller has another default
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), cpu:
+            torch.default_generator.manual_seed(0)
+            small = tiny_model(case.config)
+            if missing := [name for name in case.names if name not in unknown_code(small)]:
+                raise ValueError(f"a small copy of the model has no {missing[0]}")
+            if differs := _difference(small):
+                raise _DiffersError(f"a small copy of the model has other {differs} with isp's")
+    finally:
+        logging.disable(level)
+    if is_first_rank():
+        logger.info(
+            "%s, but a small copy of the model gives the same logits and gradients with isp's"
+            " (%.1f s)",
+            case.about,
+            time.monotonic() - began,
+        )
+
+
+def local_layers() -> RankLayers:
+    """Return the layers of one rank without a process group, in float64 on the CPU."""
+    return RankLayers(
+        mode=Mode.ISP,
+        tensor=Channel.solo("tensor"),
+        weight=Channel.solo("weight"),
+        communicator=LocalWeights(),
+        device=torch.device("cpu"),
+        dtype=torch.float64,
+    )
+
+
+def _difference(small: Any) -> str:
+    """Return what differs if ISP runs a model, in words; empty: nothing. Changes the model."""
+    plain = copy.deepcopy(small)
+    plain.set_attn_implementation("eager")
+    plain.set_experts_implementation("eager")
+    host = host_of(plain)
+    (chunk,) = TracedModel(small, allow_unchecked=True).build(local_layers())
+    ids = torch.randint(3, min(chunk.vocab_size, 150), (1, sum(_LENGTHS)))
+    positions = [torch.arange(n)[None] for n in _LENGTHS]
+    parts = zip(ids.split(_LENGTHS, 1), positions, strict=True)
+    expected = torch.cat([host.forward(plain, *part) for part in parts], 1)
+    ends = torch.tensor([0, *_LENGTHS]).cumsum(0).to(torch.int32)
+    logits = chunk.logits(chunk(ids, torch.cat(positions, 1), ends))
+    if _apart(logits, expected):
+        return "logits"
+    weights = torch.randn_like(expected)
+    for found in (logits, expected):
+        (found * weights).sum().backward()
+    of_plain = {name: _gradient(p) for name, p in plain.named_parameters()}
+    least = _LEAST_SCALE * max(_largest(x) for x in of_plain.values())
+    for whole, members in by_whole(chunk.shards()).items():  # q, k and v have one gradient
+        gradient = torch.cat([of_plain[item.name] for item in members])
+        if _apart(_gradient(whole.parameter), gradient, least):
+            return f"gradients ({whole.name})"
+    return ""
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _largest(x: Tensor) -> float:
+    return x.detach().abs().max().item() if x.numel() else 0.0
+
+
+def _apart(found: Tensor, expected: Tensor, least: float = 0.0) -> bool:
+    """Return whether tensors differ; also if one is no number."""
+    largest = max(_largest(expected), least)
+    return not _largest(found - expected) <= _TOLERANCE * largest

@@ -1,0 +1,135 @@
+"""Modules of transformers that mix tokens by code of their own, by `isp.core.mixers`.
+
+B batch, S' the tokens of this rank, D hidden size, C channels, H heads, d their size, K taps
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.core.mixers.api import causal_conv1d, state_space_scan
+from isp.models.tracing.roles import is_linear
+
+__all__ = ["OWN_MIXERS", "windows_of"]
+
+_LEAST_TIME = 1e-12
+"""Least dt of a scan whose x is divided by it."""
+
+
+def windows_of(x: Tensor, num_taps: int) -> Tensor:
+    """Each token with those before it in its document, or zeros: [B, S', C] -> [B, S', C, K]."""
+    taps = torch.eye(num_taps, device=x.device, dtype=x.dtype).flip(1)[1:]  # [K - 1, K]
+    before = causal_conv1d(x.repeat(1, 1, num_taps - 1), taps.repeat_interleave(x.shape[-1], 0))
+    return torch.stack([x, *before.chunk(num_taps - 1, -1)], -1)
+
+
+def _minimax(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Linear attention, there a loop over blocks of tokens: [B, S', D].
+
+    S_t = exp(-slope) S_(t-1) + k_t v_t^T, o_t = S_t^T q_t: Mamba2's scan with dt = 1.
+    """
+    heads = module.num_attention_heads
+    qkv = module.act_fn(module.qkv_proj(hidden_states)).unflatten(-1, (heads, -1))
+    q, k, v = qkv.split(module.head_dim, dim=-1)  # [B, S', H, d]
+    slope = module.slope_rate.flatten().to(qkv.dtype)
+    out = state_space_scan(v, torch.ones_like(v[..., 0]), -slope, k, q)
+    gate = module.output_gate(hidden_states).sigmoid()
+    return module.out_proj(gate * module.norm(out.flatten(2))), None
+
+
+def _recurrent_gemma(
+    module: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """A convolution and the RG-LRU, there a loop over tokens: [B, S', D].
+
+    h_t = a_t h_(t-1) + x_t of each channel: a selective scan of one number, a_t = exp(-dt_t).
+    """
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import SqrtBoundDerivative
+
+    y = module.act_fn(module.linear_y(input_states))
+    convolution, unit = module.conv_1d, module.rg_lru
+    taps = convolution.weight.squeeze(1)
+    x = causal_conv1d(module.linear_x(input_states), taps, convolution.bias)
+    heads = x.unflatten(-1, (unit.num_attention_heads, -1))
+    input_gate, gate = (
+        (torch.einsum("bshi,hio->bsho", heads, weight) + bias).flatten(2).sigmoid()
+        for weight, bias in (
+            (unit.input_gate_weight, unit.input_gate_bias),
+            (unit.recurrent_gate_weight, unit.recurrent_gate_bias),
+        )
+    )
+    dt = 8.0 * gate * F.softplus(unit.recurrent_param)
+    kept = SqrtBoundDerivative.apply(1 - torch.exp(-2 * dt))
+    kept = kept.where(position_ids.unsqueeze(-1) != 0, 1)  # a document's first token is not scaled
+    dt = dt.float().clamp(min=_LEAST_TIME)
+    written = (x * input_gate * kept.to(x.dtype)).float() / dt
+    one = torch.ones_like(dt[..., :1])
+    scanned = state_space_scan(written, dt, -torch.ones_like(dt[0, :1].T), one, one)
+    return module.linear_out(scanned.to(x.dtype) * y), None
+
+
+def _zaya(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [B, S', H, d] of two convolutions and of the token before."""
+    split = (-1, module.head_dim)
+    q, k = module.q_proj(hidden_states), module.k_proj(hidden_states)
+    first, second = module.conv_qk_depthwise, module.conv_qk_grouped
+    x = causal_conv1d(torch.cat([q, k], -1), first.weight.squeeze(1))
+    # before a document there are tokens of zeros, to the second as the first's bias
+    windows = windows_of(x, module.grouped_kernel_size) + first.bias.unsqueeze(-1)
+    heads = (second.groups, -1)
+    taps = second.weight.unflatten(0, heads).flip(-1)  # [G, o, i, K]
+    mixed = torch.einsum("bsgik,goik->bsgo", windows.unflatten(2, heads), taps)
+    mixed = mixed + second.bias.unflatten(0, heads)
+
+    groups = module.num_key_value_groups
+    own = (q.unflatten(-1, split) + k.unflatten(-1, split).repeat_interleave(groups, 2)) * 0.5
+    query = mixed[:, :, : own.shape[2]] + own
+    key = mixed[:, :, own.shape[2] :] + own.unflatten(2, (-1, groups)).mean(3)
+
+    now = module.v_proj_current(hidden_states)
+    delayed = module.v_proj_delayed(windows_of(hidden_states, 2)[..., 1])
+    return query, key, torch.cat([now, delayed], -1).unflatten(-1, split)
+
+
+class _Factor:
+    """In place of a linear of which code reads `weight @ x`: a call of it, without its bias."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        self._linear, self.weight, self.bias = linear, self, linear.bias
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """x [B, I, S'] -> W x [B, O, S']."""
+        linear: Any = self._linear
+        linear.bias = None
+        try:
+            out: Tensor = linear(x.transpose(1, 2)).transpose(1, 2)
+        finally:
+            linear.bias = self.bias
+        return out
+
+
+def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its own forward, where the weight of dt_proj is gathered where it is read."""
+    if not is_linear(module.dt_proj):  # an adapter's
+        return type(module).forward(module, *args, **kwargs)
+    vars(module)["dt_proj"] = _Factor(module.dt_proj)
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        del vars(module)["dt_proj"]
+
+
+OWN_MIXERS: dict[str, Callable[..., Any]] = {
+    "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": _selective,
+    "jamba.modeling_jamba.JambaMambaMixer": _selective,
+    "mamba.modeling_mamba.MambaMixer": _selective,
+    "minimax.modeling_minimax.MiniMaxLightningAttention": _minimax,
+    "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": _recurrent_gemma,
+    "zaya.modeling_zaya.ZayaCCAProjection": _zaya,
+}
+"""By the name of the class, in transformers.models."""

@@ -1,0 +1,1 @@
+"""Experts: gathered as weights or sent their tokens; their load, losses and adapters."""

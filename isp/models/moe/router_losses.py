@@ -1,0 +1,260 @@
+"""The losses that balance experts: load balancing and z-loss, of the routers of a model.
+
+[Note: Gradients of router losses] The load-balancing loss is num_experts * sum(f * p), of experts'
+shares of the tokens f, which have no gradient, and mean probabilities p, both over all layers and
+all tokens of a sequence. f is known when the forward is over, before any backward. So a router's
+outputs pass through a node that adds to the gradient of its logits, in backward, what the losses
+would bring; no graph leads from the routers to a loss.
+
+N tokens that a router is called with, E experts, k of them a token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Channel
+from isp.core.comm.tag import Purpose, Tag
+from isp.core.layers.compiled import widened
+from isp.models.moe.load_balance import check_bias_update
+
+__all__ = ["RouterCoefficients", "RouterLosses", "check_router_losses", "make_router_losses"]
+
+
+class RouterCoefficients(NamedTuple):
+    """The weights of the router losses, and the rate of updates of biases; 0: without."""
+
+    aux: float = 0.0
+    """Of load balancing, num_experts * sum(f * p)."""
+    z: float = 0.0
+    """Of the mean square of the logits' log-sum-exp over layers and tokens."""
+    bias_rate: float = 0.0
+    """How much a step moves the biases by which routers choose: see `isp.models.moe.load_balance`."""
+
+    @property
+    def of_losses(self) -> bool:
+        """Whether there are losses."""
+        return bool(self.aux or self.z)
+
+
+def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
+    """The routers of a model of transformers, as it names them for its own losses.
+
+    Each with the place of the logits [N, E] among what it gives. Raises ValueError for a model
+    without any.
+    """
+    kinds = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
+    found: list[tuple[nn.Module, int]] = []
+    recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
+    for recorder in recorders.values():
+        if isinstance(recorder, list) or not hasattr(recorder, "target_class"):
+            break
+        found += [
+            (part, recorder.index)
+            for name, part in model.named_modules()
+            if isinstance(part, recorder.target_class)
+            and (recorder.layer_name is None or recorder.layer_name in name)
+        ]
+    if not found:
+        raise ValueError(
+            f"transformers does not record router logits of {type(model).__name__}: leave out"
+            f" model.router_aux_loss_coef, model.router_z_loss_coef and output_router_logits"
+        )
+    return found
+
+
+class _Routing:
+    """Sums over the tokens of one forward, for its losses and their gradients."""
+
+    def __init__(self, mask: Tensor, own: Tensor, weight: float, scale: Tensor) -> None:
+        self.mask, self.own = mask, own
+        self.weight, self.scale = weight, scale
+        zero = mask.new_zeros((), dtype=torch.float64)
+        self.counts = self.probabilities = zero
+        """[E] once there are some: tokens sent to each expert, and probabilities, in all layers."""
+        self.z = zero
+        self.num_rows = zero
+        """Tokens that count, of all layers."""
+        self.whole = False
+        """Whether routers are called with all tokens of the sequence."""
+        self.is_over = False
+
+    def tokens(self, count: int) -> Tensor:
+        """Which of the `count` tokens of a router count, [N]."""
+        self.whole = count == self.mask.numel()
+        found = self.mask if self.whole else self.own
+        assert found.numel() == count, (found.shape, count)
+        return found.flatten()
+
+    def add(self, logits: Tensor, top_k: int) -> None:
+        """Count the tokens of a router."""
+        seen = self.tokens(len(logits)).unsqueeze(-1)
+        probabilities = logits.softmax(-1)
+        chosen = probabilities.topk(top_k, dim=-1).indices
+        counts = torch.zeros_like(probabilities).scatter_(-1, chosen, 1)
+        self.counts = counts.mul_(seen).sum(0) + self.counts
+        self.probabilities = probabilities.mul_(seen).sum(0) + self.probabilities
+        self.z = self.z + (logits.logsumexp(-1) ** 2 * seen[:, 0]).sum()
+        self.num_rows = self.num_rows + seen.sum()
+
+    def gradient(self, logits: Tensor, coefficients: RouterCoefficients) -> Tensor:
+        """That of the logits of a router, [N, E]."""
+        seen = self.tokens(len(logits)).unsqueeze(-1)
+        softmax = logits.softmax(-1)
+        of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
+        of_logits = softmax * (of_p - (softmax * of_p).sum(-1, keepdim=True))
+        if coefficients.z:
+            lse = logits.logsumexp(-1, keepdim=True)
+            of_logits += softmax * (lse * 2 * coefficients.z / self.num_rows)
+        return of_logits * seen * (self.scale * self.weight)
+
+
+def _experts_of_a_token(config: dict[str, Any]) -> int:
+    """The number of experts that a token is sent to.  Raises ValueError if the config has none."""
+    for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"):
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    raise ValueError("router losses need num_experts_per_tok in the model's configuration")
+
+
+class RouterLosses:
+    """The losses of the routers of a model, over the tokens of all ranks of a sequence.
+
+    Source: Switch Transformer (arXiv 2101.03961), equations 4 to 6, and ST-MoE for the z-loss; as
+    `load_balancing_loss_func` of transformers, over all layers together.
+    """
+
+    def __init__(
+        self,
+        routers: list[tuple[nn.Module, int]],
+        top_k: int,
+        of: RouterCoefficients,
+        channel: Channel,
+    ) -> None:
+        self._top_k, self.coefficients, self._channel = top_k, of, channel
+        self._routing: _Routing | None = None
+        for router, place in routers:
+            router.register_forward_hook(partial(self._routed, place))
+
+    def begin(self, mask: Tensor, own: Tensor, *, weight: float, scale: Tensor) -> None:
+        """A forward in training begins, whose losses have this `weight` in that of the step.
+
+        `mask` tells which tokens of the sequence count, [B, S], `own` those of this rank, [B, S'].
+        Gradients are multiplied by `scale` [].
+        """
+        self._routing = _Routing(mask, own, weight, scale)
+
+    def leave_out(self) -> None:
+        """A forward without these losses begins."""
+        self._routing = None
+
+    def scaling(self) -> Callable[[Tensor], None]:
+        """Return a function that multiplies the gradients of the last forward's losses."""
+        routing = self._routing
+        assert routing is not None
+
+        def scale(factor: Tensor) -> None:
+            routing.scale = routing.scale * factor
+
+        return scale
+
+    def end(self) -> Tensor:
+        """The forward is over: the weighted sum of the losses, the same on all ranks; []."""
+        routing = self._routing
+        assert routing is not None
+        routing.is_over = True
+        rest = torch.stack((routing.z, routing.num_rows)).to(routing.counts.dtype)
+        totals = torch.cat((routing.counts, routing.probabilities, rest))
+        if not routing.whole:
+            tag = Tag(Purpose.LOSS, tensor="routers")
+            totals = self._channel.all_reduce(totals, tag=tag).wait()
+        num_rows = totals[-1].clamp(min=1)
+        counts, probabilities = (totals[:-2] / num_rows).chunk(2)
+        routing.counts, routing.num_rows = counts, num_rows
+        z = totals[-2] / num_rows
+        aux = (counts * probabilities).sum() * len(counts)
+        return (self.coefficients.aux * aux + self.coefficients.z * z) * routing.weight
+
+    def _routed(self, index: int, _: nn.Module, __: object, given: Any) -> Any:
+        """A router has given logits, at `index`, and more."""
+        routing = self._routing
+        if routing is None:
+            return given
+        leaves, spec = tree_flatten(given)
+        logits = given[index]
+        if not routing.is_over:
+            routing.add(widened(logits.detach().flatten(0, -2)), self._top_k)
+        if not (torch.is_grad_enabled() and logits.requires_grad):
+            return given
+        places = [i for i, x in enumerate(leaves) if x.requires_grad]
+        tied = _Tied.apply(logits, routing, self.coefficients, *(leaves[i] for i in places))
+        for place, x in zip(places, tied, strict=True):
+            leaves[place] = x
+        return tree_unflatten(leaves, spec)
+
+
+class _Tied(Function):
+    """forward   what a router gives, as it is
+    backward  the same, and the gradient of the losses to the logits
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, routing: _Routing, of: RouterCoefficients, *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(logits)
+        ctx.routing, ctx.coefficients = routing, of
+        return tuple(x.view_as(x) for x in given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        gradient = ctx.routing.gradient(widened(logits.flatten(0, -2)), ctx.coefficients)
+        return gradient.view_as(logits).to(logits.dtype), None, None, *dy
+
+
+def make_router_losses(
+    model: Any, config: dict[str, Any], of: RouterCoefficients, channel: Channel
+) -> RouterLosses | None:
+    """The losses of a model's routers; None where their weights are 0."""
+    if not of.of_losses:
+        return None
+    return RouterLosses(_find_routers(model), _experts_of_a_token(config), of, channel)
+
+
+def check_router_losses(
+    model: Any,
+    config: dict[str, Any],
+    of: RouterCoefficients,
+    experts: Mapping[str, int],
+    *,
+    num_stages: int,
+    tiles: int,
+) -> None:
+    """Raise ValueError if this model, or this layout, cannot have the losses that `of` asks for.
+
+    `experts`: see `isp.models.moe.load_balance.experts_of`.
+    """
+    check_bias_update(model, experts, of.bias_rate, tiles=tiles)
+    if not of.of_losses:
+        return
+    _find_routers(model)
+    _experts_of_a_token(config)
+    if num_stages > 1:
+        raise ValueError(
+            "router losses are computed over all layers together, which pipelines do not support:"
+            " use parallel.pipeline.size=1, or model.router_aux_loss_coef=0 and"
+            " output_router_logits=false in the model's configuration"
+        )
+    if tiles:
+        raise ValueError(
+            f"model.mlp_tile_tokens={tiles} cannot be combined with router losses: use 0"
+        )

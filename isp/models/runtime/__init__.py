@@ -1,0 +1,1 @@
+"""A traced model on one rank: its modules, its weights, its calls."""

@@ -1,0 +1,217 @@
+"""Linears that are called one behind another with the same tensor, gathered and reduced as one.
+
+Their weights lie one behind the other, [sum of Oi, I], and a rank has contiguous rows of that: some
+of one linear, all of another, none of a third. Each parameter is a view of its own rows, so
+optimizers, checkpoints and adapters need not know. One transfer gathers all rows for the call of
+the first linear, which computes the outputs of all; the calls of the others return theirs.
+
+B batch, S sequence, N tokens, I in features, Oi out features of each linear
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.core.autograd import Function, once_differentiable, writable
+from isp.core.layers.linear import (
+    Moves,
+    NeedsGrad,
+    WeightGradientRoute,
+    delivered_gradient,
+    in_dtype,
+    needs_grad,
+)
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.phase import Phase
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.core.weights.wp import FullWeights, WPCommunicator
+from isp.models.tracing.calls import Call, Kind
+from isp.models.tracing.roles import ParameterRole
+from isp.models.tracing.trace import ModelTrace
+
+__all__ = ["FusedLinears", "FusedRows", "groups_of", "rows_of"]
+
+
+class FusedRows(NamedTuple):
+    """The place of a linear's weight or bias among those that travel with it."""
+
+    whole: str
+    """Name of what travels."""
+    ahead: int
+    """Rows of others that come before."""
+    behind: int
+
+
+def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...]:
+    """The linears that are computed as one, by their modules, in order of the calls.
+
+    Plain linears of a block, each called once, whose weights and biases nobody shares, and which
+    are alike in dtype and in what is trained.
+    """
+    calls = Counter(call.module for call in trace.calls)
+    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
+
+    def kind(numbered: tuple[int, Call]) -> Hashable:
+        number, call = numbered
+        module = model.get_submodule(call.module)
+        if call.kind is not Kind.LINEAR or call.block is None or type(module) is not nn.Linear:
+            return number
+        own = dict(module.named_parameters(recurse=False))
+        names = {f"{call.module}.{local}" for local in own}
+        cut = all(trace.roles.get(name) is ParameterRole.SHARDED for name in names)
+        if not cut or calls[call.module] > 1 or any(uses[p] > 1 for p in own.values()):
+            return number
+        alike = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
+        return call.block, call.given, alike, names.isdisjoint(trace.unused)
+
+    runs = (list(run) for _, run in groupby(enumerate(trace.calls), key=kind))
+    return tuple(tuple(call.module for _, call in run) for run in runs if len(run) > 1)
+
+
+def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, FusedRows]:
+    """The place of each parameter that travels with others, by name."""
+    found = {}
+    for linears in groups:
+        modules = [model.get_submodule(name) for name in linears]
+        for local, _ in modules[0].named_parameters(recurse=False):
+            sizes = [len(module.get_parameter(local)) for module in modules]
+            for i, linear in enumerate(linears):
+                rows = FusedRows(f"{_name(linears)}.{local}", sum(sizes[:i]), sum(sizes[i + 1 :]))
+                found[f"{linear}.{local}"] = rows
+    return found
+
+
+def _name(linears: Sequence[str]) -> str:
+    """The name of several linears: `self_attn.q_proj+k_proj+v_proj`."""
+    first, *others = linears
+    parent = first.rpartition(".")[0]
+    return "+".join([first, *(name.removeprefix(f"{parent}.") for name in others)])
+
+
+class FusedLinears:
+    """Linears [Oi, I] that are called one behind another with the same tensor, as one holder."""
+
+    weight_name = "weight"
+    transposed = False
+
+    def __init__(
+        self,
+        linears: Mapping[str, nn.Module],
+        communicator: WPCommunicator,
+        called: Callable[[str], object],
+        weight: ShardedParameter,
+        bias: ShardedParameter | None,
+    ) -> None:
+        """`called` is given the name of each that is called; `weight` and `bias`: those of all."""
+        self._names = [*linears]
+        self.name = _name(self._names)
+        self.communicator, self.moves = communicator, Moves()
+        self.weight_gradients: WeightGradientRoute | None = None
+        self.weight = weight.parameter
+        self.bias = None if bias is None else bias.parameter
+        self.layouts: dict[str, ParameterLayout] = {"weight": weight.layout}
+        if bias is not None:
+            self.layouts["bias"] = bias.layout
+        self.sizes = [cast(nn.Linear, linear).out_features for linear in linears.values()]
+        self.weights = (self,)
+        self._called = called
+        self.first = self._names[0]
+        """The one whose call brings the weights."""
+        self._x: Tensor | None = None
+        """What the first was called with, as long as not all have been."""
+        self._outputs: list[Tensor] = []
+        """Those that have not been called for, the last first."""
+        for number, linear in enumerate(linears.values()):
+            linear.forward = partial(self._forward, number, linear.forward)
+
+    def _forward(self, number: int, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        self._called(self._names[number])
+        if not (self.communicator.gathers_weights or torch.is_grad_enabled()):
+            return original(x)
+        if number == 0:
+            self._x, self._outputs = x, list(self._multiply(x))[::-1]
+        elif x is not self._x:
+            raise RuntimeError(
+                f"{self._names[number]} was called with a different tensor than {self._names[0]},"
+                f" but with the same one when the model was traced, so isp computed them together"
+            )
+        y = self._outputs.pop()
+        if not self._outputs:
+            self._x = None
+        return y
+
+    def _multiply(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of all: x [B, S, I] -> [B, S, Oi]."""
+        if torch.is_grad_enabled():
+            ys: tuple[Tensor, ...] = _Fused.apply(x, self.weight, self.bias, self)
+            return ys
+        with self.communicator.unshard(self, Phase.FORWARD, self.weight, self.bias) as full:
+            return _products(x, full, self.sizes)
+
+
+class _Fused(Function):
+    """forward   yi = x Wi^T + bi
+    dgrad     dx = sum of dyi Wi
+    wgrad     dWi = dyi^T x, one behind the other, to the communicator; db likewise
+
+    The outputs are tensors of their own: a model may write into one of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: FusedLinears
+    ) -> tuple[Tensor, ...]:
+        with layer.communicator.unshard(layer, Phase.FORWARD, weight, bias) as full:
+            ys = _products(x, full, layer.sizes)
+        ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
+        need_x, need_w, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_w else None, weight if need_x else None)
+        return ys
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+        layer: FusedLinears = ctx.layer
+        needs_x, needs_w, needs_b = needs_grad(ctx, 3)
+        x, weight = ctx.saved_tensors
+        communicator = layer.communicator
+        use = communicator.unshard(layer, Phase.BACKWARD, weight) if needs_x else nullcontext()
+        dys = tuple([dy.flatten(0, -2) for dy in given])  # [N, Oi]
+        dx = dw = db = None
+        with use as full:
+            if needs_w:
+                flat_x = in_dtype(x.flatten(0, -2), dys[0].dtype)
+                dw = delivered_gradient(dys, flat_x, layer, ctx.parameter, needs_w)
+            if needs_b:
+                db = torch.cat([dy.sum(0) for dy in dys])
+                returned = needs_b is NeedsGrad.VALUE
+                db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
+            if full is not None:
+                dx = _input_gradient(dys, full.weight, layer.sizes)
+                dx = dx.view(*given[0].shape[:-1], dx.shape[-1])
+        return dx, dw, db, None
+
+
+def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    weights, bias = full.weight.split(sizes), full.bias
+    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    return tuple([writable(F.linear(x, w, b)) for w, b in zip(weights, biases, strict=True)])
+
+
+def _input_gradient(dys: Sequence[Tensor], weight: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The sum of dyi Wi, [N, I], the last first, as autograd would add them up."""
+    pairs = zip(reversed(dys), reversed(weight.split(sizes)), strict=True)
+    (dy, rows), *others = pairs
+    dx = dy @ in_dtype(rows, dy.dtype)
+    for dy, rows in others:
+        dx.addmm_(dy, in_dtype(rows, dy.dtype))
+    return dx

@@ -1,0 +1,292 @@
+"""Shards in the place of a model's weights, and linears and tables that read them whole.
+
+The model keeps its modules and names: `module.weight` is this rank's shard, and the instance's
+`forward` multiplies by the whole weight. O out features, I in features
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from isp.core.layers.embedding import look_up
+from isp.core.layers.linear import Moves, Role, WeightGradientRoute, multiply
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.models.moe.load_balance import router_dtype
+from isp.models.runtime.fused_linears import FusedRows
+from isp.models.sharding.matrices import matrices_in
+from isp.models.sharding.region import Entrance
+from isp.models.sharding.tensor_plan import TensorPlan
+from isp.models.tracing.roles import (
+    ParameterRole,
+    holds_experts,
+    is_decayed,
+    is_transposed,
+)
+from isp.models.tracing.trace import ModelTrace
+from isp.models.tracing.weight_reads import looked_up
+
+__all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
+
+
+class InitialWeights(Protocol):
+    """A source of the weights that a model begins from."""
+
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
+
+
+Called = Callable[[], Callable[[Tensor], Tensor] | None]
+"""Called first in each call; gives what is called in its place, None: nothing."""
+
+
+class _Swapped:
+    """A module of the model as the runtime sees it: a holder of a sharded weight."""
+
+    weight_name = "weight"
+
+    def __init__(self, module: nn.Module, name: str, layers: RankLayers, moves: Moves) -> None:
+        self.module = module
+        self.name = name
+        self.communicator = layers.communicator
+        self.moves = moves
+        self._sends_nothing = moves == Moves() and not self.communicator.gathers_weights
+        """Whether nothing travels; without gradients the module's own forward is called then."""
+        self.layouts: dict[str, ParameterLayout] = {}
+
+    @property
+    def weights(self) -> tuple[Self]:
+        """The weights that one call reads."""
+        return (self,)
+
+    @property
+    def width(self) -> int:
+        """Features that it gives for a token, over all ranks."""
+        of: Any = self.module
+        if isinstance(of, nn.Embedding):
+            return of.embedding_dim
+        return int(of.nf if is_transposed(of) else of.out_features)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+
+class SwappedLinear(_Swapped):
+    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O].
+
+    A column of a region reads at its `entrance`. A row's output is a sum over ranks, and its bias
+    is added to that; so is a bias that is whole, as others read it, too.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        layers: RankLayers,
+        called: Called,
+        plan: TensorPlan | None,
+        entrance: Entrance | None,
+        bias_is_whole: bool,
+    ) -> None:
+        moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
+        super().__init__(module, name, layers, moves)
+        self.transposed = is_transposed(module)
+        self.weight_gradients: WeightGradientRoute | None = None
+        original, is_local = module.forward, self._sends_nothing and entrance is None
+        self._bias_after_move = bias_is_whole or (plan is not None and plan.is_row(name))
+
+        def forward(x: Tensor) -> Tensor:
+            instead = called()
+            if instead is not None:
+                return instead(x)
+            if is_local and not torch.is_grad_enabled():
+                own: Tensor = original(x)
+                return own
+            with nullcontext() if entrance is None else entrance.column(x):
+                y = multiply(x, self.weight, self.bias, self)
+            behind = module.bias if self._bias_after_move else None
+            return y + behind.to(y.dtype) if isinstance(behind, Tensor) else y
+
+        module.forward = forward
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """What is added where the product is made."""
+        bias = None if self._bias_after_move else self.module.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        return bias
+
+
+class SwappedTable(_Swapped):
+    """An `nn.Embedding`, or a class made of it, whose own lookup is replaced and nothing else."""
+
+    bias: nn.Parameter | None = None
+    deterministic = False
+
+    def __init__(
+        self, module: nn.Module, name: str, layers: RankLayers, called: Called, moves: Moves
+    ) -> None:
+        super().__init__(module, name, layers, moves)
+        original = module.forward
+
+        def look_up_own(ids: Tensor) -> Tensor:
+            return look_up(ids, self.weight, self)
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
+            instead = called()
+            is_local = self._sends_nothing and instead is None and not torch.is_grad_enabled()
+            with nullcontext() if is_local else _Lookup(module, instead or look_up_own):
+                y: Tensor = original(*args, **kwargs)
+            return y
+
+        module.forward = forward
+
+    @property
+    def padding_idx(self) -> int:
+        """The row that takes no gradient, of those that backward adds up; -1: none."""
+        row = self.module.padding_idx
+        if not isinstance(row, int):
+            return -1
+        if self.communicator.gathers_weights:
+            return row
+        ((start, stop),) = self.layouts["weight"].intervals()
+        return row - start if start <= row < stop else -1
+
+
+class _Lookup(TorchFunctionMode):
+    """Calls `instead` with the ids that are looked up in one table."""
+
+    def __init__(self, table: nn.Module, instead: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._table, self._instead = table, instead
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        ids = looked_up(self._table, func, args, kwargs)
+        return func(*args, **(kwargs or {})) if ids is None else self._instead(ids)
+
+
+def shard_parameters(
+    model: nn.Module,
+    trace: ModelTrace,
+    layers: RankLayers,
+    plan: TensorPlan | None,
+    own: frozenset[str],
+    rows: Mapping[str, FusedRows],
+) -> Iterator[ShardedParameter]:
+    """Put this rank's shard in the place of every parameter, wherever it is used.
+
+    `rows`: of those that travel with others. `own`: names of those that the rank has. The others
+    become NaN, with the memory of one element: what lies before the blocks runs on every stage.
+    """
+    uses: dict[int, list[tuple[nn.Module, str]]] = {}
+    wholes: dict[str, ShardedParameter] = {}
+    for module in model.modules():
+        for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses.setdefault(id(parameter), []).append((module, local))
+    matrices = {
+        name: matrices_in(model, trace, name, len(uses[id(p)]))
+        for name, p in model.named_parameters()
+    }
+    decayed = {name for name in matrices if is_decayed(model, name)}
+    for name in matrices:
+        parameter = model.get_parameter(name)
+        if name not in own:
+            nan = torch.full((), torch.nan, device=layers.device, dtype=layers.dtype)
+            nothing = nn.Parameter(nan.expand(parameter.shape), requires_grad=False)
+            for module, local in uses.pop(id(parameter)):
+                setattr(module, local, nothing)
+            del parameter
+            continue
+        layout, whole = _layout(model, name, parameter, trace, layers, plan), None
+        if (among := rows.get(name)) is not None:
+            whole = wholes.get(among.whole) or _whole(among, parameter, layers)
+            wholes[whole.name] = whole
+            layout = replace(layout, ahead=among.ahead, behind=among.behind)
+        layout = replace(layout, matrices=matrices[name], decays=name in decayed)
+        dtype = router_dtype(model, trace, name, layers.dtype)
+        part = _own_part(parameter, layout, layers, whole, dtype)
+        shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        for module, local in uses.pop(id(parameter)):
+            setattr(module, local, shard)
+        del parameter  # nobody else holds it: whole weights go one by one
+        yield ShardedParameter(name, shard, layout, whole)
+    for prefix, module in model.named_modules():
+        for local, buffer in module.named_buffers(recurse=False):
+            if layers.device.type != "meta":
+                dtype = router_dtype(model, trace, f"{prefix}.{local}", buffer.dtype)
+                setattr(module, local, buffer.to(layers.device, dtype))
+
+
+def _layout(
+    model: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+    trace: ModelTrace,
+    layers: RankLayers,
+    plan: TensorPlan | None,
+) -> ParameterLayout:
+    """The cut of a parameter: by rows over the weight group, or as the plan has it.
+
+    Tables may be asked to be cut by hidden features.
+    """
+    shape = tuple(parameter.shape)
+    owner, _, local = name.rpartition(".")
+    module, role = model.get_submodule(owner), trace.roles[name]
+    if role is ParameterRole.EXPERT and (plan is None or layers.experts_stay):
+        return layers.expert_layout(shape)
+    if plan is None:
+        if not role.is_cut:
+            return layers.replicated_layout(shape)
+        is_table = any(parameter is model.get_submodule(name).weight for name in trace.tables)
+        return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
+    if layers.experts_stay and holds_experts(module):
+        return layers.replicated_layout(shape, sees_part=True)
+    if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
+        return layers.sharded_layout(shape, dim=0)
+    cut = plan.cuts.get(owner)
+    if cut is None or (cut.role is Role.ROW and local == "bias"):
+        return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
+    turned = local == "weight" and is_transposed(module)
+    return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
+
+
+def _whole(among: FusedRows, parameter: nn.Parameter, layers: RankLayers) -> ShardedParameter:
+    """What `parameter` travels in, with this rank's rows of it and of others."""
+    shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
+    layout = layers.sharded_layout(shape, dim=0)
+    shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
+    return ShardedParameter(
+        among.whole, nn.Parameter(shard, requires_grad=parameter.requires_grad), layout
+    )
+
+
+def _own_part(
+    parameter: nn.Parameter,
+    layout: ParameterLayout,
+    layers: RankLayers,
+    whole: ShardedParameter | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """This rank's shard, in the memory of the `whole` that it travels in."""
+    if whole is None:
+        part = torch.empty(layout.local_shape, device=layers.device, dtype=dtype)
+    else:
+        ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
+        begin = max(layout.ahead + start - first, 0)
+        part = whole.parameter.detach()[begin : begin + stop - start]
+    if not (parameter.is_meta or part.is_meta):
+        part.copy_(layout.shard(parameter.detach()))
+    return part

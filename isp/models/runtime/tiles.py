@@ -1,0 +1,264 @@
+"""`TiledModule`: a module of a block whose tokens are independent, in tiles of them.
+
+B batch, S' the tokens of this rank, T those of a tile, D and E features
+
+    x [B, S', D] -> y [B, S', E]; what lies inside exists for the [B, T, D] of one tile at a time
+
+The weights are there for all tiles (in isp gathered once in forward and once in backward), and
+their gradients are sums over the tiles, delivered once. Only x is kept; backward computes each tile
+again. Where features are split, a tile of the rank's tokens is gathered from all tensor ranks;
+ranks have as many tokens each, hence as many tiles. Ranks that share experts exchange tokens in
+every tile, so those with fewer cut theirs smaller.
+
+[Note: Kept input] x is kept by a node of its own ahead of the module's, which itself saves nothing.
+Inside what is recomputed (`isp.core.recompute.recompute`) the recompute then ends at that node, before the module:
+its tiles are computed once forward and once in backward.
+
+Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from isp.core.autograd import Function, once_differentiable
+from isp.core.comm import Purpose, Tag
+from isp.core.layers.compiled import widened
+from isp.core.layers.linear import NeedsGrad, needs_grad
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.partition import chunk_range
+from isp.core.mesh.phase import Phase
+from isp.core.rng import RngStatesTracker
+from isp.core.weights.wp import FullWeights, WPCommunicator
+from isp.models.moe.gather import SwappedExperts
+from isp.models.runtime.fused_linears import FusedLinears
+from isp.models.runtime.sharded_modules import SwappedLinear, SwappedTable
+from isp.models.tracing.calls import TokenOutput
+
+__all__ = ["Holder", "TiledModule"]
+
+Holder = SwappedLinear | SwappedTable | SwappedExperts | FusedLinears
+
+
+class TiledModule:
+    """A module's forward, in tiles of `tokens`; `holders`: of weights in it, in order."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        output: TokenOutput,
+        holders: Sequence[Holder],
+        tokens: int,
+        layers: RankLayers,
+    ) -> None:
+        """`tokens`: of all rows of the batch together; a tile has one of each row at least.
+
+        `output`: the form of what the module gives; several tensors are one [B, S', E] here.
+        """
+        self._forward, self._output = module.forward, output
+        self._dtypes: tuple[torch.dtype, ...] = ()
+        """Of what the module gives: one packed tensor has the widest."""
+        self.tokens, self.layers = tokens, layers
+        of_batches = layers.expert.size > 1 and layers.weight.size > layers.tensor.size
+        self._shares_experts = of_batches and any(isinstance(h, SwappedExperts) for h in holders)
+        """With ranks that may have another number of tokens."""
+        self._holders = holders if layers.communicator.gathers_weights else ()
+        self.weights = [weight for holder in self._holders for weight in holder.weights]
+        own = dict.fromkeys(module.parameters())
+        fused = (holder for holder in holders if isinstance(holder, FusedLinears))
+        own |= dict.fromkeys(p for f in fused for p in (f.weight, f.bias) if p is not None)
+        self.parameters = tuple(own)
+        self.tracker = RngStatesTracker(layers.device)
+
+    def __call__(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """x [B, S', D] -> [B, S', E]; each tile is computed in the context `inside`."""
+        if not torch.is_grad_enabled():
+            with self.unsharded(Phase.FORWARD):
+                return self.computed(x, self.tiles(x), inside)
+        # [Note: Kept input] The others only say that there is a backward to come.
+        x = _Keep.apply(x, *(() if x.requires_grad else self.parameters))
+        out: Tensor = _InTiles.apply(x, *self.parameters, self, inside, x.grad_fn)
+        return out
+
+    def tiles(self, x: Tensor) -> list[slice]:
+        """The tiles of x, as slices of S'; ranks that share experts ask each other how many."""
+        length = max(1, self.tokens // x.shape[0])
+        tiles = [slice(i, i + length) for i in range(0, x.shape[1], length)]
+        if self._shares_experts:
+            count = torch.tensor([len(tiles)], device=x.device)
+            tag = Tag(Purpose.EXPERTS, tensor="tiles")
+            most = self.layers.expert.all_reduce_(count, op="max", tag=tag).wait()
+            if not most.is_meta and (parts := int(most)) > len(tiles):
+                ranges = (chunk_range(x.shape[1], parts, i) for i in range(parts))
+                tiles = [slice(part.start, part.stop) for part in ranges]
+        return tiles
+
+    def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
+        """Of one tile: [B, T, D] -> [B, T, E]."""
+        with inside():
+            given = self._forward(x)
+        self._dtypes = tuple(leaf.dtype for leaf in tree_leaves(given))
+        return self._output.packed(given, len(x))
+
+    def unpacked(self, y: Tensor) -> Any:
+        """Return what the module gives, of [B, S', E]."""
+        return self._output.unpacked(y, self._dtypes)
+
+    def computed(
+        self, x: Tensor, tiles: list[slice], inside: Callable[[], AbstractContextManager[None]]
+    ) -> Tensor:
+        """All tiles, without a graph."""
+        out: Tensor | None = None
+        for tile in self.layers.each_tile(tiles):
+            y = self.tile(x[:, tile].contiguous(), inside)
+            if out is None:
+                out = y.new_empty(*x.shape[:2], y.shape[-1])
+            out[:, tile] = y
+        assert out is not None
+        return out
+
+    @contextmanager
+    def unsharded(self, phase: Phase) -> Iterator[_Sums]:
+        """In this context the weights are there, and their gradients are summed."""
+        turn = slice(None, None, 1 if phase is Phase.FORWARD else -1)
+        communicator = self.layers.communicator
+        with ExitStack() as stack:
+            full: dict[int, FullWeights] = {}
+            for weight in self.weights[turn]:
+                use = communicator.unshard(weight, phase, weight.weight, weight.bias)
+                full[id(weight)] = stack.enter_context(use)
+            sums = _Sums(communicator, full)
+            for holder in self._holders:
+                stack.callback(setattr, holder, "communicator", holder.communicator)
+                holder.communicator = sums
+            yield sums
+
+
+class _Sums(WPCommunicator):
+    """Gives weights that are there, and adds up their gradients."""
+
+    gathers_weights = True
+
+    def __init__(self, communicator: WPCommunicator, full: dict[int, FullWeights]) -> None:
+        self._communicator, self._full = communicator, full
+        self._sums: dict[tuple[int, bool], _SummedGradient] = {}
+
+    @property
+    def communication_mode(self) -> str:
+        return self._communicator.communication_mode
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, torch.float32)
+
+    def unshard(
+        self, module: Any, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        return nullcontext(self._full[id(module)])
+
+    def grad_hook(
+        self, grad: Tensor, *, module: Any, is_bias: bool = False, returned: bool = False
+    ) -> None:
+        key = id(module), is_bias
+        self._sums.setdefault(key, _SummedGradient()).add(grad)
+
+    def deliver(
+        self, weight: Any, dtype: torch.dtype, *, is_bias: bool, needs: NeedsGrad
+    ) -> Tensor | None:
+        """The gradient of a shard for autograd, or None if the communicator brings it."""
+        found = self._sums.pop((id(weight), is_bias), None)
+        gradient = None if found is None else found.sum()
+        if gradient is None or not needs:
+            return None
+        gradient = gradient.to(self._communicator.gradient_dtype(dtype))
+        returned = needs is NeedsGrad.VALUE
+        return self._communicator.grad_hook(
+            gradient, module=weight, is_bias=is_bias, returned=returned
+        )
+
+
+class _SummedGradient:
+    """A gradient that comes in parts: summed in float32 at least, and rounded once."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._dtype = torch.float32
+
+    def add(self, part: Tensor) -> None:
+        """Add a part."""
+        if self._total is None:
+            self._total, self._dtype = widened(part), part.dtype
+        else:
+            self._total += part
+
+    def sum(self) -> Tensor | None:
+        """In the dtype of its parts; None: there was none."""
+        return None if self._total is None else self._total.to(self._dtype)
+
+
+class _Keep(Function):
+    """Hands x through and saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        return dx, *[None] * ctx.others
+
+
+class _InTiles(Function):
+    """forward   y of each tile
+    backward   of each tile: y again, dx, and the gradients of all parameters, added up
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        *_, tiled, inside, node = given
+        ctx.tiled, ctx.inside, ctx.node = tiled, inside, node
+        ctx.snapshot = tiled.tracker.snapshot()
+        with tiled.unsharded(Phase.FORWARD):
+            ctx.tiles = tiled.tiles(x)
+            y: Tensor = tiled.computed(x, ctx.tiles, inside)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        tiled: TiledModule = ctx.tiled
+        need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
+        # Ahead of the uses: what is recomputed for it has uses of its own.
+        (x,) = ctx.node.saved_tensors
+        trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
+        sums = {parameter: _SummedGradient() for parameter in trained}
+        dx = torch.empty_like(x) if need_x else None
+        with tiled.unsharded(Phase.BACKWARD) as weights, tiled.tracker.replaying(ctx.snapshot):
+            for tile in tiled.layers.each_tile(ctx.tiles):
+                leaf = x[:, tile].detach().contiguous().requires_grad_()
+                with torch.enable_grad():
+                    y = tiled.tile(leaf, ctx.inside)
+                d_leaf, *found = torch.autograd.grad(
+                    y, [leaf, *trained], dy[:, tile].contiguous(), allow_unused=True
+                )
+                for parameter, gradient in zip(trained, found, strict=True):
+                    if gradient is not None:
+                        sums[parameter].add(gradient)
+                if dx is not None:
+                    dx[:, tile] = 0 if d_leaf is None else d_leaf
+        need_of = dict(zip(tiled.parameters, needs, strict=True))
+        gradients = {parameter: total.sum() for parameter, total in sums.items()}
+        for weight in reversed(tiled.weights):
+            for is_bias, p in enumerate((weight.weight, weight.bias)):
+                if p in need_of:
+                    gradients[p] = weights.deliver(
+                        weight, dy.dtype, is_bias=bool(is_bias), needs=need_of[p]
+                    )
+        return dx, *(gradients.get(p) for p in tiled.parameters), None, None, None

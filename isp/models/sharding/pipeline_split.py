@@ -1,0 +1,202 @@
+"""Pipeline stages of a traced model: each runs the model's own forward without the others' blocks.
+
+B batch, S sequence, D hidden size, V vocabulary
+
+Tables and linears of another stage give zeros, and each block of an earlier stage gives what the
+stage has received. A stage that is not the last ends its forward behind its last block. This is
+right if a block needs nothing else of earlier blocks and of the tables, so `check_stages` compares
+the stages, one after the other, with the whole model on a few tokens before ranks start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isp.core.pipeline.order import split_layers
+from isp.models.huggingface.make import copied
+from isp.models.tracing.calls import BlockOutput, ForwardEnd
+from isp.models.tracing.probe import Forward, local_calls, without_weights
+from isp.models.tracing.roles import ParameterRole
+from isp.models.tracing.trace import BEHIND, ModelTrace
+
+__all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
+
+
+class Stage(NamedTuple):
+    """A run of a model's blocks; the first stage has what lies before all, the last the rest."""
+
+    blocks: tuple[str, ...]
+    is_first: bool
+    is_last: bool
+    parts: frozenset[str]
+    """Its blocks, and the linears and tables that it calls outside of them."""
+    parameters: frozenset[str]
+    """Names of what it reads."""
+
+
+def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Stage, ...]:
+    """The stages of a model, so that the one that multiplies most multiplies least.
+
+    Raises ValueError for a model that cannot be cut into so many, naming what is in the way.
+    """
+    costs = [float(max(trace.multiplied_in.get(block, 0), 1)) for block in trace.blocks]
+    cuts = split_layers(costs, num_stages, after=float(trace.multiplied_in.get(None, 0)))
+    spans, last = [trace.blocks[a:b] for a, b in cuts], num_stages - 1
+    _check_outputs(trace, spans)
+    stage_of = {block: number for number, span in enumerate(spans) for block in span}
+    stage_of[BEHIND] = last
+    parts, parameters = [set(span) for span in spans], [set[str]() for _ in spans]
+    for part, places in trace.called_at.items():
+        for number in _one_stage(part, places, stage_of):
+            parts[number].add(part)
+    tied = tied_weight(model, trace)
+    for name, places in _readers(model, trace).items():
+        several = {stage_of[place] for place in places}
+        for number in several if name == tied else _one_stage(name, places, stage_of):
+            parameters[number].add(name)
+    return tuple(
+        Stage(span, number == 0, number == last, frozenset(own), frozenset(read))
+        for number, (span, own, read) in enumerate(zip(spans, parts, parameters, strict=True))
+    )
+
+
+def tied_weight(model: nn.Module, trace: ModelTrace) -> str | None:
+    """The weight of a table before the blocks that is also the head's, by name."""
+    ends = {trace.blocks[0], BEHIND}
+    found = (n for n, places in _readers(model, trace).items() if places == ends)
+    return next((name for name in found if trace.roles[name] is ParameterRole.SHARDED), None)
+
+
+def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
+    """Raise ValueError if a block gives nothing that travels, or as many features as no other."""
+    for block in (block for span in spans[:-1] for block in span):
+        if block not in trace.outputs:
+            raise ValueError(f"{block} does not pass a hidden state [B, S, ..] to the next block")
+    cut = trace.blocks[:1] + tuple(span[-1] for span in spans[:-1])
+    widths = {trace.outputs[block].width for block in cut if len(spans) > 1}
+    if len(widths) > 1:
+        raise ValueError(f"its blocks return hidden states of different widths: {sorted(widths)}")
+
+
+def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> set[int]:
+    """The stage that these places are in.  Raises ValueError if they are in several."""
+    found = {stage_of[place] for place in places}
+    if len(found) > 1:
+        where = ", ".join(sorted(place or "behind the blocks" for place in places))
+        raise ValueError(f"{name} is used by several stages: in or before {where}")
+    return found
+
+
+def _readers(model: nn.Module, trace: ModelTrace) -> dict[str, set[str]]:
+    """The places where each parameter is read; what no forward reads counts as before all blocks.
+
+    What a block has counts as read in it.
+    """
+    found = {name: {*trace.read_at.get(name, ())} for name in trace.roles}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for block in trace.blocks:
+        for parameter in model.get_submodule(block).parameters():
+            found[names[parameter]].add(block)
+    return {name: places or {trace.blocks[0]} for name, places in found.items()}
+
+
+def with_blocks(
+    shape: nn.Module, trace: ModelTrace, blocks: Collection[str]
+) -> tuple[nn.Module, ModelTrace]:
+    """A model without memory, and its trace, whose other blocks hand on what they are given."""
+    others = {name: trace.outputs.get(name) for name in trace.blocks if name not in blocks}
+    empty: dict[int, Any] = {id(p): p for p in shape.parameters()}
+    for name, form in others.items():
+        block = shape.get_submodule(name)
+        empty[id(block)] = instead = copy.copy(block)  # code around it may ask what it is
+        vars(instead).update(_modules={}, _parameters={}, _buffers={})
+        instead.forward = _handing_on(form)
+    inside = tuple(f"{name}." for name in others)
+    return copied(shape, empty), trace._replace(
+        calls=tuple(call for call in trace.calls if call.block not in others),
+        roles={n: role for n, role in trace.roles.items() if not n.startswith(inside)},
+        read_at={n: places - others.keys() for n, places in trace.read_at.items()},
+        unused=tuple(n for n in trace.unused if not n.startswith(inside)),
+        by_token={n: of for n, of in trace.by_token.items() if not n.startswith(inside)},
+    )
+
+
+def _handing_on(form: BlockOutput | None) -> Callable[..., Any]:
+    def handed_on(*args: Any, **kwargs: Any) -> Any:  # a function, of which copies have the same
+        x = next(iter((*args, *kwargs.values())))
+        return x if form is None else form.around(x)
+
+    return handed_on
+
+
+# -- a comparison before ranks start -----------------------------------------------------------
+
+
+def check_stages(
+    shape: nn.Module,
+    buffers: Iterable[Tensor],
+    trace: ModelTrace,
+    forward: Forward,
+    stages: Iterable[Stage],
+) -> None:
+    """Raise ValueError if the stages of a model, one after the other, differ from the whole.
+
+    shape, buffers, forward: as of `isp.models.tracing.probe.check_local`. Each stage is a copy of its own,
+    in which the parameters of others are not a number: no attribute set by one is seen by another.
+    """
+    kept = list(buffers)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(trace.vocab_size, (1, 9), generator=random)
+    positions = torch.arange(9)[None]
+    model = without_weights(shape, kept, trace.roles, training=False)
+    with local_calls(model):
+        whole, received = forward(model, ids, positions), torch.empty(0)
+    for stage in stages:
+        model = without_weights(shape, kept, trace.roles, training=False)
+        _cut(model, trace, stage, received)
+        with local_calls(model):
+            try:
+                received = forward(model, ids * stage.is_first, positions)
+            except ForwardEnd as end:
+                received = end.hidden
+            except Exception as error:  # the model's own code, on random weights
+                raise ValueError(f"a stage fails when it runs alone: {error}") from error
+    if not torch.equal(received, whole):
+        raise ValueError("its blocks use more from earlier blocks and tables than the hidden state")
+
+
+def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) -> None:
+    """Make a stage of a model without weights."""
+    for name in trace.roles:
+        parameter = model.get_parameter(name)
+        if name not in stage.parameters:  # of its elements many lie in one place
+            size = parameter.untyped_storage().nbytes() // parameter.itemsize
+            parameter.data.as_strided((size,), (1,)).fill_(torch.nan)
+    for part in (*trace.called_at, *trace.blocks):
+        module = model.get_submodule(part)
+        if part not in stage.parts:
+            form = trace.outputs.get(part) if part in trace.blocks else None
+            instead = partial(_zeros, module.forward)
+            module.forward = instead if form is None else partial(_given, form.around, received)
+        elif part == stage.blocks[-1] and not stage.is_last:
+            module.forward = partial(_ended, module.forward, trace.outputs[part].hidden_of)
+
+
+def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros_like(forward(*args, **kwargs))
+
+
+def _given(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
+    return around(hidden)
+
+
+def _ended(
+    forward: Callable[..., Any], hidden_of: Callable[[Any], Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    raise ForwardEnd(hidden_of(forward(*args, **kwargs)))

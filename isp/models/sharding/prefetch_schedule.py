@@ -1,0 +1,125 @@
+"""What a pipeline rank has of a model, and the plan of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from isp.core.mesh import ParallelConfig
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.pipeline.order import PipelineOrder
+from isp.core.recompute.config import Recomputation
+from isp.core.weights.declare import as_chunks, weight_names
+from isp.core.weights.plan import Plan, plan
+from isp.core.weights.plan_table import grid
+from isp.core.weights.sharded_parameter import by_whole
+from isp.core.weights.uses import Action, Block, Chunks, inputs_kept, recomputed_blocks
+from isp.models.build import shape_only
+from isp.models.runtime.stage_module import TracedChunk
+from isp.models.sharding.pipeline_split import stages_of
+from isp.models.traced_model import TracedModel
+
+__all__ = ["RankPlan", "RankShape", "marked", "rank_plans", "rank_shapes", "schedule_text"]
+
+
+class RankShape(NamedTuple):
+    """A pipeline rank's part of a model, as the model declares it; nothing is cut."""
+
+    chunks: Chunks
+    layouts: dict[str, ParameterLayout]
+    """By parameter, or what it travels in, in order of declaration; by their names in `chunks`."""
+    tied: str | None
+    """The model's tied weight, if the rank has it, by its name in `chunks`."""
+    frozen: frozenset[str]
+    """Of `layouts`, those that are not trained."""
+    trained: dict[str, ParameterLayout]
+    """Of each trained parameter by itself, by its name in the model."""
+
+
+def rank_shapes(
+    model: TracedModel, whole: TracedChunk, order: PipelineOrder
+) -> tuple[RankShape, ...]:
+    """The shape of each rank of a pipeline.
+
+    `whole`: all of the model on one rank, without memory, recomputed in whatever way.
+    """
+    stages = stages_of(model.shape, model.trace, order.num_stages)
+    chunks = [whole] if len(stages) == 1 else [*map(whole.of_stage, stages)]
+    return tuple(
+        _rank_shape(model, [chunks[number] for number in order.stages_of(rank)])
+        for rank in range(order.config.size)
+    )
+
+
+def _rank_shape(model: TracedModel, own: list[TracedChunk]) -> RankShape:
+    declared = tuple(chunk.weight_blocks() for chunk in own)
+    shards = [item for chunk in own for item in chunk.shards()]
+    items = [item for chunk in own for item in by_whole(chunk.shards())]
+    names = {id(item.parameter): item.name for item in items} | weight_names(declared)
+    tied = (id(item.parameter) for item in items if item.name == model.tied_weight)
+    return RankShape(
+        marked(as_chunks(declared), model.trace.blocks, model.recomputation),
+        {names[id(item.parameter)]: item.layout for item in items},
+        next((names[parameter] for parameter in tied), None),
+        frozenset(names[id(p.parameter)] for p in items if not p.parameter.requires_grad),
+        {item.name: item.layout for item in shards if item.parameter.requires_grad},
+    )
+
+
+def marked(chunks: Chunks, blocks: Sequence[str], how: Recomputation) -> Chunks:
+    """The chunks of a model of these `blocks`, recomputed as `how` says."""
+    recomputed = dict(zip(blocks, recomputed_blocks(len(blocks), how.checkpoint), strict=True))
+
+    def of_chunk(chunk: tuple[Block, ...]) -> Iterator[Block]:
+        own = tuple(recomputed[block.name] for block in chunk if block.name in recomputed)
+        marks = zip(own, inputs_kept(own, how.segment), strict=True)
+        for block in chunk:
+            again, kept = next(marks) if block.name in recomputed else (False, True)
+            yield block._replace(recomputed=again, input_kept=kept)
+
+    return tuple(tuple(of_chunk(chunk)) for chunk in chunks)
+
+
+class RankPlan(NamedTuple):
+    """The plan of one pipeline rank, and what it was made for."""
+
+    title: str
+    """Its stages, such as `stage 0 and 4`."""
+    plan: Plan
+    chunks: Chunks
+    actions: tuple[Action, ...]
+
+
+def schedule_text(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> str:
+    """The grid of a training step of `micro_num` micro-batches on each stage, for people.
+
+    Raises ValueError outside isp mode, where nothing travels.
+    """
+    plans = rank_plans(model, parallel, micro_num)
+    grids = [grid(own.plan, own.chunks, own.actions) for own in plans]
+    if len(grids) == 1:
+        return grids[0]
+    return "\n\n".join(f"{own.title}\n\n{text}" for own, text in zip(plans, grids, strict=True))
+
+
+def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> list[RankPlan]:
+    """The plan of one training step on each pipeline rank.
+
+    Raises ValueError outside isp mode, where nothing travels.
+    """
+    mode, order = parallel.tensor.mode, PipelineOrder(parallel.pipeline)
+    if not mode.gathers_weights:
+        raise ValueError(
+            f"parallel.tensor.mode={mode} gathers no weights, so there is no schedule to show: use"
+            f" isp"
+        )
+    found = []
+    stay = 1 < parallel.expert.size == parallel.weight.size
+    (whole,) = shape_only(model, mode, experts_stay=stay)
+    for rank, shape in enumerate(rank_shapes(model, whole, order)):
+        chunks = shape.chunks
+        actions = order.actions(rank, micro_num)
+        title = f"stage {' and '.join(map(str, order.stages_of(rank)))}"
+        steps = plan(chunks, actions, parallel.weight.prefetch)
+        found.append(RankPlan(title, steps, chunks, actions))
+    return found

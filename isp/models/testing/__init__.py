@@ -1,0 +1,1 @@
+"""Small copies of models, for checks on a CPU."""

@@ -1,0 +1,414 @@
+"""A small model of the same structure as a large one of transformers, for checks on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial, wraps
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from isp.models.huggingface.make import made, parameters_on_meta, sees, take_out_tower
+
+__all__ = ["as_wide", "fewer_heads", "kept_in_float64", "tiny_config", "tiny_model"]
+
+_HEAD = 8
+
+_LONG = 20
+"""Tokens beyond which rotary positions that know of long rows take a document for one."""
+
+_SIZES = {
+    1024: "max_position_embeddings",
+    160: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
+    64: "lru_width",
+    48: "intermediate_size ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_dim",
+    24: """shared_intermediate_size moe_shared_expert_intermediate_size moe_intermediate_size
+        shared_expert_intermediate_size q_lora_rank kv_lora_rank""",
+    13: "attention_chunk_size",
+    12: "qk_head_dim",
+    9: "sliding_window window_size attention_window_size",
+    8: """qk_nope_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim chunk_size
+        mamba_chunk_size hidden_size_per_layer_input index_head_dim""",
+    7: "index_topk rel_extent",
+    6: "v_head_dim state_size ssm_state_size mamba_d_state",
+    5: "time_step_rank mamba_dt_rank log_scaling_n_floor",
+    4: """num_experts num_local_experts n_routed_experts qk_rope_head_dim linear_num_heads
+        linear_num_value_heads adapter_rank index_block_size d_rel rotary_dim moe_num_experts""",
+    3: "index_n_heads index_topk_blocks",
+    2: """num_experts_per_tok moe_k zero_expert_num n_group linear_num_key_heads n_groups
+        mamba_n_groups mamba_ngroups eos_token_id""",
+    1: "topk_group bos_token_id",
+    0: "pad_token_id",
+}
+_AT_MOST = {name: most for most, names in _SIZES.items() for name in names.split()}
+"""Sizes that no structure depends on, by transformers' names."""
+
+
+_RANDOM = "dropout", "pdrop", "dropout_prob", "jitter_noise"
+"""Ends of the names of what draws random numbers, which no comparison could follow."""
+
+
+def tiny_model(config: Any, layers: int = 2) -> nn.Module:
+    """The causal language model of `tiny_config(config, layers)`, for comparisons to 1e-9.
+
+    In float64, its own casts included; with random weights of which none is so small, and no
+    vector so uniform, that a gradient would be zero for that. Raises ValueError where transformers
+    cannot build it.
+    """
+    try:
+        model = _with_weights(tiny_config(config, layers))
+    except Exception as error:  # somebody else's code: anything may come
+        raise ValueError(
+            f"transformers cannot build a small model of type {config.model_type}:"
+            f" {' '.join(str(error).split())[:300]}"
+        ) from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter += 0.1 * torch.randn_like(parameter)
+            else:
+                parameter *= 3
+    return kept_in_float64(model).train()
+
+
+def _with_weights(config: Any) -> Any:
+    """The model of a configuration with random weights; of one that sees, the text part alone."""
+    if not sees(config):
+        return made(config, torch.float64)  # its buffers, too, are computed in it
+    with parameters_on_meta():
+        model = made(config)
+    take_out_tower(model)
+    _fill(model, model)
+    model.tie_weights()
+    return model
+
+
+def _fill(module: nn.Module, model: Any) -> None:
+    """Give the parameters of a module, and of those in it, random numbers by transformers' rule.
+
+    `model`: the innermost model of transformers around it, whose configuration has the scale.
+    """
+    model = module if hasattr(module, "_init_weights") else model
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(module, name, nn.Parameter(0.02 * torch.randn_like(parameter, device="cpu")))
+    model._init_weights(module)
+    for child in module.children():
+        _fill(child, model)
+
+
+def tiny_config(config: Any, layers: int = 2) -> Any:
+    """A copy of a model's configuration with few and narrow layers, one of each kind at least.
+
+    So many `layers` at least, if the model has them.
+
+    Query heads still share KV heads as they did, if up to 8 of them share one, and up to 4 KV heads
+    are left, which divide by 2 and by 4 if those of the model do. Without dropout and noise. Of
+    a model with other parts than text, the text part is made small.
+    """
+    text = config.get_text_config(decoder=True)
+    for name in config.sub_configs:
+        if getattr(config, name) is text:
+            whole = copy.deepcopy(config)
+            setattr(whole, name, tiny_config(text, layers))
+            return whole
+    tiny = copy.deepcopy(config)
+    tiny.per_layer_config = None
+    _shrink(tiny)
+    _narrow(tiny, config)
+    _narrow_states(tiny)
+    _shorten_rope(tiny, config)
+    _keep_one_of_each_kind(tiny, config, layers)
+    for name in config.sub_configs:
+        part = vars(tiny)[name]
+        if part is not None:
+            _shrink(part)
+            if _value(part, "num_attention_heads") is None:  # else another model, of a tower
+                _set(part, "hidden_size", tiny.hidden_size)
+    return tiny
+
+
+def _shrink(tiny: Any) -> None:
+    """Set the sizes of `_AT_MOST`, and nothing random, in place."""
+    usual = {own: name for name, own in tiny.attribute_map.items()}
+    for name, value in list(vars(tiny).items()):
+        if name.endswith(_RANDOM) and value:
+            setattr(tiny, name, 0.0)
+        else:
+            setattr(tiny, name, _at_most(value, name, usual.get(name, "")))
+
+
+def _at_most(value: Any, *names: str) -> Any:
+    """`value`, or the size that one of its names has in `_AT_MOST` if it is larger."""
+    most = next((_AT_MOST[name] for name in names if name in _AT_MOST), None)
+    if most is None or type(value) not in (int, list) or not value:
+        return value
+    if isinstance(value, list):  # several ends of a text, or a size of each kind of experts
+        return [min(size, most) if type(size) is int else size for size in value]
+    return min(value, most)
+
+
+def _value(config: Any, name: str) -> Any:
+    """What a configuration says, by transformers' usual name; None if it says nothing."""
+    return vars(config).get(config.attribute_map.get(name, name))
+
+
+def _set(tiny: Any, name: str, value: Any) -> None:
+    """Set what a configuration says, by transformers' usual name, if it says anything."""
+    if _value(tiny, name) is not None:
+        setattr(tiny, name, value)
+
+
+_QUERY_HEADS = (
+    "num_attention_heads",
+    "decoder_attention_heads",
+    "encoder_attention_heads",
+    "num_decoder_attention_heads",
+    "swa_num_attention_heads",
+)
+
+
+def fewer_heads(heads: int) -> int:
+    """Return the most heads, up to 4, that divide by 2 and by 4 exactly if `heads` do."""
+    return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
+
+
+def _narrow(tiny: Any, config: Any) -> None:
+    """Set the heads, and what follows from them."""
+    heads = _value(config, "num_attention_heads") or 4
+    kv_heads = _value(config, "num_key_value_heads") or heads
+    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)
+    for name in _QUERY_HEADS:
+        _set(tiny, name, shared * kept)
+    for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):
+        _set(tiny, name, kept)
+    if _value(config, "index_block_size") is not None:  # blocks are chosen for each KV head
+        _set(tiny, "index_n_heads", kept)
+    tiny.hidden_size = _HEAD * shared * kept
+    attended = _value(config, "attention_hidden_size")
+    wide = attended // config.hidden_size if attended else 1
+    _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
+    latent = _value(config, "kv_lora_rank") is not None
+    for name in ("head_dim", "swa_head_dim"):
+        _set(tiny, name, _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
+
+
+def _narrow_states(tiny: Any) -> None:
+    """Set the heads of a state space, which is `expand` times as wide as the model."""
+    expand = _value(tiny, "mamba_expand") or _value(tiny, "expand")
+    if not expand:
+        return
+    inner = expand * tiny.hidden_size
+    for name in ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"):
+        _set(tiny, name, inner // _HEAD)
+    for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):
+        _set(tiny, name, _HEAD)
+    _set(tiny, "mamba_d_ssm", inner)
+    if _value(tiny, "num_attention_heads") is None:
+        _set(tiny, "intermediate_size", inner)
+
+
+def _shorten_rope(tiny: Any, config: Any) -> None:
+    """Keep as many angles as a small head has, and let small rows be long ones."""
+    rope = getattr(tiny, "rope_parameters", None) or {}
+    if sections := rope.get("mrope_section"):  # angles by time, height and width
+        angles = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
+        ends = [end * angles // sum(sections) for end in accumulate(sections, initial=0)]
+        rope["mrope_section"] = [b - a for a, b in pairwise(ends)]
+    if rope.get("rope_type") != "longrope":
+        return
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("short_factor", "long_factor"):
+        rope[name] = rope[name][: len(rope[name]) * _HEAD // head]
+    for owner in (rope, vars(tiny)):
+        if "original_max_position_embeddings" in owner:
+            owner["original_max_position_embeddings"] = _LONG
+
+
+_LAYERS = (
+    "num_hidden_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_layers",  # of LongCat, which counts two hidden layers in each
+)
+
+
+def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
+    """Keep the first layer of each kind, and further ones until there are `least`.
+
+    A layer's kind is what lists with an entry a layer say of it, whether lists of layers have it,
+    what is its own, whether its MLP is dense, and whether it has the keys of one before.
+    """
+    _shorten_periods(tiny)
+    number = config.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple)
+        and len(value) == number
+        and list(value) != list(range(number))  # numbers of layers: of all of them
+        and name != "kv_source_layers"
+    }
+    numbers = {
+        name: value
+        for name, value in vars(config).items()
+        if "layer" in name and name not in lists and _are_layers(value, number)
+    }
+    own = [_of_layer(config, index) for index in range(number)]
+    dense = [_is_dense(config, index) for index in range(number)]
+    sharing = _value(config, "num_kv_shared_layers") or 0
+    sources = _value(config, "kv_source_layers") or range(number)  # the layer with the keys of each
+
+    def kind_of(layer: int) -> str:
+        listed = [value[layer] for value in lists.values()]
+        named = [layer in value for value in numbers.values()]
+        shares = layer >= number - sharing or sources[layer] != layer
+        return str([dense[layer], shares, own[layer], *listed, *named])
+
+    kinds = [kind_of(layer) for layer in range(number)]
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
+    first += [index for index in hybrid[:2] if index not in first]  # two share one transformer
+    rest = [index for index in range(number) if index not in first]
+    chosen = first + rest[: max(0, least - len(first))]
+    layers = sorted({*chosen, *(sources[index] for index in chosen)})
+    for name in _LAYERS:
+        _set(tiny, name, len(layers))
+    for name, value in lists.items():
+        setattr(tiny, name, [value[index] for index in layers])
+    for name, value in numbers.items():
+        setattr(tiny, name, [place for place, index in enumerate(layers) if index in value])
+    for name in _FIRST_DENSE:
+        _set(tiny, name, sum(dense[index] for index in layers))
+    _set(tiny, "num_kv_shared_layers", sum(index >= number - sharing for index in layers))
+    _set(tiny, "kv_source_layers", [layers.index(sources[index]) for index in layers])
+    if _value(config, "decoder_sparse_step") is not None:
+        tiny.decoder_sparse_step = 1
+        tiny.mlp_only_layers = [place for place, index in enumerate(layers) if dense[index]]
+    if config.is_heterogeneous:
+        tiny.per_layer_config = {place: own[index] for place, index in enumerate(layers)}
+
+
+def _shorten_periods(tiny: Any) -> None:
+    """Let every second layer be what every so many are."""
+    for name, value in list(vars(tiny).items()):
+        if name.endswith("_layer_period") and value > 2:
+            setattr(tiny, name, 2)
+            setattr(tiny, name.replace("period", "offset"), 1)
+
+
+def _are_layers(value: Any, number: int) -> bool:
+    """Whether a value is a list of numbers of layers."""
+    many = isinstance(value, list | tuple) and 0 < len(value) < number
+    return many and all(type(index) is int and 0 <= index < number for index in value)
+
+
+def _of_layer(config: Any, index: int) -> dict[str, Any]:
+    """What a layer has of its own, small; empty where all layers have the same."""
+    if not config.is_heterogeneous:
+        return {}
+    layer = config.per_layer_config[index]
+    sizes = {name: getattr(layer, name) for name in sorted(config.per_layer_attributes)}
+    usual = {"head_dim": 2 * _HEAD if sizes.get("head_dim") != vars(config)["head_dim"] else _HEAD}
+    return {name: usual.get(name, _at_most(value, name)) for name, value in sizes.items()}
+
+
+_FIRST_DENSE = "first_k_dense_replace", "num_dense_layers"
+"""Names of the number of layers that come first and have no experts."""
+
+
+def _is_dense(config: Any, index: int) -> bool:
+    """Whether a layer of a model with experts has none, by the rules that are in use."""
+    before = max(_value(config, name) or 0 for name in _FIRST_DENSE)
+    step = _value(config, "decoder_sparse_step") or 1
+    named = _value(config, "mlp_only_layers") or ()
+    return index < before or index in named or (index + 1) % step != 0
+
+
+_widening: ContextVar[bool] = ContextVar("widening", default=False)
+"""Whether a forward runs in `_Widened`: one inside of another would repeat its work."""
+
+
+class _Widened(TorchFunctionMode):
+    """Makes float64 of what is cast to float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        if func is torch.full and type(args[1]) is float:  # of XGLM, the least of all numbers
+            wide.setdefault("dtype", torch.float64)
+        if func is torch._grouped_mm and args[0].dtype is torch.float64 and not args[0].is_meta:
+            return _grouped_product(args[0], args[1], wide["offs"])
+        return func(*map(_wide, args), **wide)
+
+
+def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply runs of rows by a matrix each, as `torch._grouped_mm`, which lacks float64.
+
+    x [N, I], weights [E, I, O], ends [E], the row after each run -> [N, O]; rows after the last run
+    are zeros.
+    """
+    *runs, rest = x.tensor_split(ends.tolist())
+    products = [run @ weight for run, weight in zip(runs, weights, strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[2])])
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def kept_in_float64(model: nn.Module) -> nn.Module:
+    """`model`, whose own casts to float32 (of norms, angles, softmax) give float64, in place.
+
+    Otherwise no comparison of its gradients goes below 1e-7, in any layout.
+    """
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    entries = [entry for entries in lists for entry in entries]
+    tiled = [child for entry in entries for child in entry.children() if any(child.children())]
+    for module in (model, *entries, *(child for child in tiled if child not in entries)):
+        module.__class__ = _widened(type(module))
+    return model.double()
+
+
+def _widened(kind: type[nn.Module]) -> type[nn.Module]:
+    """A class that is `kind`, whose forward runs in `_Widened`."""
+
+    @wraps(kind.forward)  # `generate` of transformers reads its signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _in_float64(partial(kind.forward, self), *args, **kwargs)
+
+    # With its module, too, by which transformers knows its own.
+    members = {"forward": forward, "__module__": kind.__module__}
+    return type(kind.__name__, (kind, _Wide), members)
+
+
+class _Wide:
+    """What `kept_in_float64` has made of a class."""
+
+
+def as_wide(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, to be set on `module`; in float64 where `kept_in_float64` keeps its own there."""
+    return partial(_in_float64, forward) if isinstance(module, _Wide) else forward
+
+
+def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _widening.get():  # a block, or a part of one; where it is recomputed, it comes alone
+        return forward(*args, **kwargs)
+    token = _widening.set(True)
+    try:
+        with _Widened():
+            return forward(*args, **kwargs)
+    finally:
+        _widening.reset(token)

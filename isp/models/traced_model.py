@@ -1,0 +1,436 @@
+"""`TracedModel`: a model as the runtime asks for it, known by its trace.
+
+B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.local import LocalAttention
+from isp.core.layers.compiled import CompileWhen
+from isp.core.layers.module import RowsOf
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.config import ParallelConfig, PipelineConfig
+from isp.core.mesh.distributable import check_distributable
+from isp.core.mesh.sequence_split import Windows
+from isp.core.pipeline.order import PipelineOrder
+from isp.core.recompute.config import Recomputation
+from isp.models.huggingface.config_json import check_layout, check_model_config
+from isp.models.huggingface.interface import HuggingFace, check_row, host_of
+from isp.models.huggingface.make import copied, leave_alone, on_meta
+from isp.models.moe.dispatch import check_spread
+from isp.models.moe.load_balance import ExpertLoad, experts_of
+from isp.models.moe.router_losses import (
+    RouterCoefficients,
+    check_router_losses,
+    make_router_losses,
+)
+from isp.models.runtime.call_follower import CallFollower
+from isp.models.runtime.sequence_ops import local_of
+from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.weight_holders import WeightHolders
+from isp.models.sharding.pipeline_split import Stage, check_stages, stages_of, tied_weight
+from isp.models.sharding.share import check_shares, run_with_a_share
+from isp.models.sharding.tensor_plan import TensorPlan, tensor_plan
+from isp.models.tracing.long_rows import LengthCheck
+from isp.models.tracing.probe import check_local
+from isp.models.tracing.roles import ParameterRole
+from isp.models.tracing.trace import check_supported, trace_model
+
+__all__ = ["TracedModel", "position_rows"]
+
+logger = logging.getLogger(__name__)
+_Found = TypeVar("_Found")
+
+
+def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
+    """Return the rows of the smallest table of learned positions; None if there is none.
+
+    `tables` are all embeddings of a model but that of its tokens. A table of no fewer rows than
+    config.json says is one of positions: a few models have one of two kinds of tokens, too.
+    """
+    host = host_of(model)
+    config = host.config(model)
+    least = config.get("max_position_embeddings") or config.get("n_positions") or 0
+    # The first rows of OPT's and RoBERTa's stand for no position.
+    first = host.first_position(model)
+    weights = [(table, int(table.weight.shape[0])) for table in tables]  # type: ignore[index]
+    return min(
+        (rows - int(getattr(table, "offset", first)) for table, rows in weights if rows >= least),
+        default=None,
+    )
+
+
+class TracedModel:
+    """A model that can be built for any layout, known by its trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        recomputation: Recomputation = Recomputation(),  # noqa: B008
+        attention_backend: AttentionBackend = AttentionBackend.AUTO,
+        weights: InitialWeights | None = None,
+        in_place: bool = True,
+        loss_chunk_tokens: int = 4096,
+        compile: CompileWhen = "auto",
+        gives_scores: bool = False,
+        router_losses: RouterCoefficients = RouterCoefficients(),  # noqa: B008
+        earlier_names: Mapping[str, RowsOf] | None = None,
+        allow_unchecked: bool = False,
+    ) -> None:
+        """`weights`: where those of a `model` on the meta device come from; None: it has weights.
+        `gives_scores`: chunks have `scores` with gradients, for which backward reads the head.
+        `compile`: whether the losses of the head are compiled.
+        `router_losses`: where one is 0, that of the model's own configuration holds.
+        `earlier_names`: what parameters are in checkpoints of earlier versions, by name.
+        `allow_unchecked`: a model that the probe cannot run is taken with a warning.
+
+        If not `in_place`, `build` shards a copy of the model each time.
+        """
+        self.host = host_of(model)
+        self.recomputation = recomputation
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.compile = compile
+        self.gives_scores = gives_scores
+        self.router_losses = router_losses
+        self.attention_backend = attention_backend
+        self.model = model
+        self.earlier_names = earlier_names or {}
+        self.allow_unchecked = allow_unchecked
+        self._weights = weights
+        self._in_place = in_place
+        self._found: dict[Hashable, Any] = {}
+        """What `_once` has found of `shape` and `trace`; copies that have both share it."""
+        check_supported(model)
+        self.shape = self.host.without_values(on_meta(model))
+        """Of the same structure and without memory, connected; not to be changed."""
+        self.host.connect(self.shape)
+        traced = self._empty()  # a forward may leave something in a module
+        self.trace = trace_model(traced, self.host.forward)
+        self._check_recomputation()
+        leave_alone(self.shape, self.trace.unused)
+        how = self.trace, self.host.forward
+        probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
+        self._probed, self._lengths = probed, LengthCheck(model, self._empty, *how)
+        if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
+            raise ValueError(
+                f"{type(model).__name__} ignores position_ids: positions within each rank's part"
+                f" and within packed documents would be wrong"
+            )
+        if not all(sizes.causal for sizes in self.trace.attentions):
+            logger.warning(
+                "%s uses bidirectional attention: if labels are next tokens, the loss sees the"
+                " answer (models of transformers: set is_decoder=True in the configuration)",
+                type(model).__name__,
+            )
+
+    def _empty(self) -> nn.Module:
+        """A copy of `shape` whose parameters may be replaced by shards."""
+        return copied(self.shape, {id(p): p for p in self.shape.parameters()})
+
+    def computed(self, **keys: Any) -> TracedModel:
+        """The same model with other arguments `keys` of `__init__`; it is not traced again."""
+        other = copy.copy(self)
+        assert keys.keys() <= vars(other).keys(), keys
+        vars(other).update(keys)
+        if {"shape", "trace"} & keys.keys():
+            other._found = {}
+        other._check_recomputation()
+        return other
+
+    def frozen(self) -> TracedModel:
+        """The same model, of which no weight is trained."""
+        model, shape = copy.deepcopy((self.model, self.shape))
+        model.requires_grad_(False)
+        shape.requires_grad_(False)
+        return self.computed(model=model, shape=shape)
+
+    def _once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
+        """Return what `find` gives, which depends on `key`, the shape and the trace alone."""
+        if key not in self._found:
+            self._found[key] = find()
+        return cast(_Found, self._found[key])
+
+    def _check_recomputation(self) -> None:
+        """Raise ValueError for keys that this model has no use for."""
+        if self.recomputation.mlp_tile_tokens and not self.trace.by_token:
+            raise ValueError(
+                f"model.mlp_tile_tokens={self.recomputation.mlp_tile_tokens}: no module in the"
+                f" blocks of {type(self.model).__name__} can be tiled (it must take one tensor of"
+                f" tokens, give such tensors, and contain several linear layers or experts but no"
+                f" attention): use 0"
+            )
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a token's hidden state between blocks."""
+        form = self.trace.outputs.get(self.trace.blocks[0])
+        return self._first_table.embedding_dim if form is None else form.width
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token, fewer or more than `vocab_rows`."""
+        return self.trace.vocab_size
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the first table: tokens that the model takes."""
+        return self._first_table.num_embeddings
+
+    @property
+    def _first_table(self) -> nn.Embedding:
+        table = self.shape.get_submodule(self.trace.tables[0])
+        assert isinstance(table, nn.Embedding)
+        return table
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, shared ones once."""
+        return sum(self.trace.sizes.values())
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """The names of the parameters that are not frozen, of all pipeline stages, in order."""
+        return tuple(n for n, p in self.shape.named_parameters() if p.requires_grad)
+
+    @property
+    def checkpoints_frozen(self) -> bool:
+        """Whether frozen weights are in checkpoints; those below adapters are in the base model."""
+        return not hasattr(self.model, "peft_config")
+
+    @property
+    def flop_rule(self) -> str:
+        """The `flops` rule, in words."""
+        parameters = "linears"
+        if self.trace.elements(ParameterRole.EXPERT):
+            parameters += " and of the experts that a token goes to"
+        scans = " + 3 x those of convolutions and scans" * any(c.flops for c in self.trace.calls)
+        return (
+            f"6 x parameters of {parameters} x tokens + 6 x (size of keys + of values) x heads x"
+            f" half the square of each document's length{scans}, padding and recomputation not"
+            f" counted"
+        )
+
+    def flops(self, document_lengths: Iterable[int]) -> int:
+        """FLOPs of forward and backward over documents of these lengths, in tokens.
+
+        Those of products, convolutions and scans, whose backward has twice the forward's; of
+        experts, as many count as a token goes to. A lookup has none, a head has them though it uses
+        the embedding's table. What is recomputed is not counted: the rule measures the work that
+        has to be done, and does not reward doing it twice.
+        """
+        lengths = list(document_lengths)
+        total = 6 * self.trace.multiplied * sum(lengths)
+        for sizes in self.trace.attentions:
+            size = sizes.head_size + sizes.value_size
+            total += 3 * sizes.num_heads * size * sum(map(sizes.pairs, lengths))
+        return total + 3 * sum(call.flops for call in self.trace.calls) * sum(lengths)
+
+    @property
+    def tied_weight(self) -> str | None:
+        """The weight that the first and the last stage both have, by name, if there is one."""
+        return self._once("tied weight", partial(tied_weight, self.shape, self.trace))
+
+    @property
+    def attention_windows(self) -> Windows:
+        """The windows of its attention layers, with how many have each; empty: it attends to none.
+
+        Of packed sequences they decide which rank has which tokens.
+        """
+        return tuple(Counter(sizes.window for sizes in self.trace.attentions).items())
+
+    @property
+    def learned_positions(self) -> int | None:
+        """As `position_rows`."""
+        names = dict.fromkeys(self.trace.tables)
+        tables = [self.shape.get_submodule(name) for name in names][1:]
+        return position_rows(self.model, tables)
+
+    def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
+        """`parallel` with the sizes of heads x context that the heads of all layers allow."""
+        sizes = self.trace.attentions
+        # Scans exchange tokens over the whole tensor group: without attention any size will do.
+        query = min((s.num_heads for s in sizes), default=parallel.tensor.size)
+        return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
+
+    def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
+        """Raise ValueError, naming key, value and way out, if it cannot be split as asked.
+
+        `seq_len` is the number of tokens in one row of a batch.
+        """
+        check_layout(parallel, seq_len)
+        if self.recomputation.distributed:
+            check_distributable(parallel.tensor, self.hidden_size, seq_len)
+        self.with_head_size(parallel)
+        config = self.host.config(self.model)
+        check_model_config(config, parallel)
+        check_row(self.host.most_tokens(self.model), seq_len)
+        experts, tiles = experts_of(self), self.recomputation.mlp_tile_tokens
+        check_spread(type(self.model).__name__, self.trace, config, parallel.expert)
+        if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.splits_features:
+            self._check_exchanged(parallel.tensor.size)
+        num_stages = parallel.pipeline.size * parallel.pipeline.num_chunks
+        of = self._router_losses()
+        check_router_losses(self.model, config, of, experts, num_stages=num_stages, tiles=tiles)
+        if num_stages > 1:
+            self._check_stages(num_stages, parallel.pipeline)
+        if parallel.tensor.mode.splits_features:
+            self._tensor_plan.check_sizes(self.shape, self.trace, parallel.tensor.size)
+            self._rehearse(parallel.tensor.size)
+
+    def check_length(self, parallel: ParallelConfig, tokens: int) -> None:
+        """Raise ValueError if its results in rows of so many `tokens` depend on their length.
+
+        A row that is not much longer than one before is not checked.
+        """
+        parts = parallel.tensor.size if parallel.tensor.mode.splits_sequence else 1
+        self._lengths.check(tokens, tokens // parts, allow_unchecked=self.allow_unchecked)
+
+    def _check_exchanged(self, size: int) -> None:
+        """Raise ValueError if `size` ranks cannot have a part of the logits of all tokens each."""
+        vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
+        if self.trace.head is None:
+            raise ValueError(
+                f"{key}=true needs logits that come from the last linear layer alone, but"
+                f" {type(self.model).__name__} uses more than that: use false"
+            )
+        if vocab % size:
+            raise ValueError(
+                f"parallel.tensor.size={size} must divide the vocabulary of {vocab} logits for"
+                f" {key}: use a divisor, or {key}=false"
+            )
+
+    def _check_stages(self, num_stages: int, pipeline: PipelineConfig) -> None:
+        """Raise ValueError if the model cannot be cut into so many pipeline stages."""
+        try:
+            stages = stages_of(self.shape, self.trace, num_stages)
+            whole = self.shape, self.model.buffers(), self.trace, self.host.forward
+            self._once(("cut", num_stages), partial(check_stages, *whole, stages))
+            trains = any(p.requires_grad for p in self.shape.parameters())
+            for rank in range(pipeline.size if trains else 0):
+                own = PipelineOrder(pipeline).stages_of(rank)
+                names = frozenset[str]().union(*(stages[number].parameters for number in own))
+                if not any(self.shape.get_parameter(name).requires_grad for name in names):
+                    raise ValueError(f"pipeline rank {rank} has no trainable weights")
+        except ValueError as error:
+            raise ValueError(
+                f"parallel.pipeline.size={pipeline.size} cannot cut {type(self.model).__name__}"
+                f" into {num_stages} stages: {error}"
+                f"{'; use 1' if num_stages <= len(self.trace.blocks) else ''}"
+            ) from None
+
+    @property
+    def _tensor_plan(self) -> TensorPlan:
+        """The cuts of the modes that split features; raises ValueError if it has none."""
+        return self._once("tensor plan", self._make_plan)
+
+    def _make_plan(self) -> TensorPlan:
+        try:
+            if hasattr(self.model, "peft_config"):
+                raise ValueError("it does not cover adapters")
+            return tensor_plan(self.shape, self.trace, self.host.tensor_styles(self.shape))
+        except ValueError as error:
+            raise self._not_split(error) from None
+
+    def _rehearse(self, size: int) -> None:
+        """Raise ValueError if the model's code needs more than a rank's share of the features."""
+        if size == 1:
+            return
+
+        def share() -> None:
+            build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
+            run_with_a_share(build, self.trace, self._tensor_plan, size)
+
+        def shares() -> None:
+            if self._probed:  # otherwise it is not known to run on the CPU
+                whole = self.shape, self.model.buffers(), self.trace, self.host.forward
+                check_shares(*whole, self._tensor_plan, size, self._probed)
+
+        try:
+            self._once(("share", size, self.recomputation), share)
+            self._once(("shares", size), shares)
+        except Exception as error:  # the model's own code, on a rank's shapes: anything may come
+            raise self._not_split(error) from None
+
+    def _not_split(self, why: Exception) -> ValueError:
+        reason = next(iter(str(why).splitlines()), "")
+        if not isinstance(why, ValueError | RuntimeError):
+            reason = f"its code does not run on a rank's features: {type(why).__name__}: {reason}"
+        return ValueError(
+            f"{type(self.model).__name__} cannot be sharded by its tensor-parallel plan, as"
+            f" parallel.tensor.mode needs: {reason}; use mode isp, which needs no plan"
+        )
+
+    def build(
+        self,
+        layers: RankLayers,
+        stages: Iterable[int] = (0,),
+        num_stages: int = 1,
+        *,
+        attention: LocalAttention | None = None,
+    ) -> tuple[TracedChunk, ...]:
+        """The chunks of a rank that has these of `num_stages` stages, weights uninitialised.
+
+        A weight that two of them use is one parameter. `attention` computes the attention of whole
+        sequences; None: what the model asks for, on the device of `layers`. Raises ValueError if
+        that does not run there. The model itself is sharded if it may be changed in place, else a
+        copy of it; on the meta device one without memory.
+        """
+        every = stages_of(self.shape, self.trace, num_stages)
+        own = tuple(every[number] for number in stages)
+        chunk = self._chunk(layers, attention, own)
+        return (chunk,) if num_stages == 1 else tuple(map(chunk.of_stage, own))
+
+    def _chunk(
+        self, layers: RankLayers, attention: LocalAttention | None, stages: tuple[Stage, ...]
+    ) -> TracedChunk:
+        if layers.device.type == "meta":
+            model = self._empty()
+        else:
+            model = self.model if self._in_place else copy.deepcopy(self.model)
+            self.host.connect(model)
+            for name in self.trace.unused:
+                model.get_parameter(name).requires_grad_(False)
+        local = local_of(layers, self.attention_backend, attention)
+        plan = self._tensor_plan if layers.splits_features else None
+        follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
+        holders = WeightHolders(model, layers, follower, plan, stages)
+        routers = load = None
+        if layers.device.type != "meta":
+            of, experts = self._router_losses(), experts_of(self)
+            routers = make_router_losses(model, self.host.config(model), of, layers.tensor)
+            load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None
+            if self.loss_chunk_tokens and self.trace.head is None:
+                logger.warning(
+                    "model.loss_chunk_tokens=%d has no effect: %s computes its logits from more"
+                    " than its last linear layer, so all logits are in memory at once",
+                    self.loss_chunk_tokens,
+                    type(self.model).__name__,
+                )
+        return TracedChunk(
+            self.host,
+            holders,
+            weights=self._weights,
+            loss_chunk_tokens=self.loss_chunk_tokens,
+            compile=self.compile,
+            gives_scores=self.gives_scores,
+            routers=routers,
+            expert_load=load,
+        )
+
+    def _router_losses(self) -> RouterCoefficients:
+        """The weights of the losses of routers."""
+        asked, own = self.router_losses, self.host.router_coefficients(self.model)
+        return RouterCoefficients(*(a or b for a, b in zip(asked, own, strict=True)))

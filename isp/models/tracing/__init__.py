@@ -1,0 +1,1 @@
+"""One forward on meta tensors, and what it shows of a model."""

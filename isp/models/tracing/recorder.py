@@ -1,0 +1,277 @@
+"""`CallRecorder`: notes the calls of a model while it runs on meta tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from isp.core.attention.api import AttentionOptions
+from isp.core.mixers.key_choice import Indexer
+from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.models.tracing.calls import (
+    Ahead,
+    AttentionSizes,
+    BlockOutput,
+    Call,
+    Kind,
+    TokenOutput,
+    same_rows,
+    weights_among,
+)
+from isp.models.tracing.linear_outputs import LinearOutputs
+from isp.models.tracing.roles import holds_experts, is_linear
+from isp.models.tracing.weight_reads import Reads
+
+__all__ = [
+    "TOKENS",
+    "CallRecorder",
+    "experts_passed",
+    "list_entries",
+    "list_of",
+    "replaced_forward",
+]
+
+TOKENS = 17
+"""Length of the row that a trace runs; no fact depends on it, and few models have as many heads."""
+
+
+class CallRecorder:
+    """Notes the calls of a model while it listens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._calls: list[Call] = []
+        self._results: dict[int, tuple[Tensor, int]] = {}
+        """Those of attention, and how often each had been written into, by number of the call."""
+        self._block: str | None = None
+        self._given: tuple[Tensor, int] | None = None
+        """What the last linear was called with, and how often it had been written into."""
+        self._num_given = 0
+        self._routed: tuple[int, Tensor, int] | None = None
+        """If no module was called since: the last call of experts, its tokens, and how often they
+        had been written into."""
+        self._ahead: dict[str, int] = {}
+        """Modules that were called with these tokens then, and the number of that call."""
+        self.entered = Counter[str]()
+        """How often each block was called."""
+        self.called: dict[str, None] = {}
+        """The modules that were called, in order."""
+        self._open: list[nn.Module] = []
+        """The modules that run, the innermost last."""
+        self.mixing: set[nn.Module] = set()
+        """Those in which tokens were mixed."""
+        self.by_token: dict[str, list[TokenOutput]] = {}
+        """The modules that are given one tensor [B, S, D], and the form of what each call gives."""
+        self.linear_outputs = LinearOutputs()
+        self.outputs: dict[str, BlockOutput] = {}
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Note a call of attention; the result has the shape of the true one."""
+        if any(x.dim() != 4 or x.shape[1] != TOKENS for x in (q, k, v)):
+            shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
+            turned = q.dim() == 4 and q.shape[2] == TOKENS
+            raise ValueError(
+                f"{self._block or type(self._model).__name__} calls attention with q, k, v of"
+                f" {shapes} for {TOKENS} tokens: attention takes [B, S, H,"
+                f" d]{', so transpose(1, 2) tensors of [B, H, S, d]' if turned else ''}"
+            )
+        _read(options.profiles)
+        self.mixing.update(self._open)
+        heads, size = q.shape[2:]
+        chosen = options.chosen and options.chosen.numbers.shape[-1] * options.chosen.run
+        reach = options.window, options.chunk, options.causal, chosen, options.profiles is not None
+        logits = options.scale, options.softcap, options.sinks is not None
+        sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, *logits)
+        result = q.new_zeros(*q.shape[:3], v.shape[3])
+        self._results[len(self._calls)] = result, result._version
+        self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
+        return result
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        """Note a convolution; as `isp.core.mixers.Mixers.convolve`."""
+        return self._mixed(Kind.CONVOLUTION, x, 2 * weight.numel(), weight, bias)
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Note a scan; as `isp.core.mixers.Mixers.scan`."""
+        flops = recurrence.flops(inputs.flat())
+        return self._mixed(Kind.SCAN, inputs.of_heads[0], flops, *inputs.constants)
+
+    def _mixed(self, kind: Kind, x: Tensor, flops: int, *constants: Tensor | None) -> Tensor:
+        _read(*constants)
+        self.mixing.update(self._open)
+        self._calls.append(Call(kind, self._block or "", self._block, flops=flops))
+        return torch.zeros_like(x)
+
+    def place(self) -> tuple[str | None, int]:
+        """The entry of a list that runs, if one does, and how many have been entered."""
+        return self._block, len(self.entered)
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """Numbers of keys, all 0: as many as are chosen in a long document."""
+        self.mixing.update(self._open)
+        shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
+        return indexer.keys.new_zeros(shape, dtype=torch.int32)
+
+    @contextmanager
+    def listening(self, reads: Reads) -> Iterator[None]:
+        blocks = {entry: name for name, entry in list_entries(self._model)}
+        self._open = reads.open
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                begins = partial(self._begins, name, blocks.get(module))
+                ends = partial(self._ends, name, blocks.get(module))
+                stack.callback(module.register_forward_pre_hook(begins, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(ends, with_kwargs=True).remove)
+            stack.enter_context(reads)
+            stack.enter_context(self.linear_outputs)
+            stack.enter_context(experts_passed(self._model))
+            yield
+
+    def calls_in_blocks(self) -> Iterator[Call]:
+        """The calls; those in lists of modules that mix no tokens lie in no block."""
+        lists = {list_of(c.block) for c in self._calls if c.block and c.kind.mixes}
+        for number, call in enumerate(self._calls):
+            if number in self._results:
+                result, version = self._results[number]
+                call = call._replace(written=result._version > version)
+            inside = call.block is not None and list_of(call.block) in lists
+            yield call if inside else call._replace(block=None)
+
+    def _begins(
+        self,
+        name: str,
+        block: str | None,
+        module: nn.Module,
+        given: tuple[Any, ...],
+        more: dict[str, Any],
+    ) -> None:
+        """A module is called; `block`: its name if it is an entry of a list."""
+        routed, self._routed = self._routed, None
+        if routed is not None and len(given) == 1 and not more and isinstance(given[0], Tensor):
+            number, tokens, version = routed
+            if given[0].dim() > 1 and same_rows(given[0], tokens) and tokens._version == version:
+                self._ahead[name] = number
+        if block is not None:
+            self._block = block
+            self.entered[block] += 1
+        self.called[name] = None
+        self._open.append(module)
+        if is_linear(module):
+            number = self._number(given)
+            self._calls.append(Call(Kind.LINEAR, name, self._block, given=number))
+        elif isinstance(module, nn.Embedding):
+            self._calls.append(Call(Kind.TABLE, name, self._block))
+        elif holds_experts(module):
+            route = _route(given)
+            weighs = route is not None and weights_among(tree_leaves((given, more)), given[1])
+            width = 0 if route is None else given[0].shape[1]
+            call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
+            self._calls.append(call._replace(weighs=bool(weighs)))
+            if route is not None:
+                self._routed = len(self._calls) - 1, given[0], given[0]._version
+
+    def _ends(
+        self,
+        name: str,
+        block: str | None,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        """A module has given `output`."""
+        self._open.pop()
+        number = self._ahead.pop(name, None)
+        if (
+            number is not None
+            and isinstance(output, Tensor)
+            and output.shape[:-1] == args[0].shape[:-1]
+        ):
+            ahead = Ahead(name, args[0].dim())
+            self._calls[number] = self._calls[number]._replace(ahead=ahead)
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].dim() == 3
+        if alone and (given := TokenOutput.of(output, (1, TOKENS))) is not None:
+            self.by_token.setdefault(name, []).append(given)
+        if is_linear(module):
+            self.linear_outputs.called(name, output)
+        if block is not None:
+            self._block = None
+            self.linear_outputs.passed(block, args, output)
+            if (form := BlockOutput.of(output, (1, TOKENS))) is not None:
+                self.outputs[block] = form
+
+    def _number(self, given: tuple[Any, ...]) -> int:
+        """That of a linear's input: of the last one's, if it is the very same tensor."""
+        now = (given[0], given[0]._version) if given else None
+        last, self._given = self._given, now
+        if now is None or last is None or now[0] is not last[0] or now[1] != last[1]:
+            self._num_given += 1
+        return self._num_given
+
+
+def _read(*tensors: Tensor | None) -> None:
+    """Let `Reads` see tensors that no operation of torch has read."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.sum()
+
+
+def _route(given: tuple[Any, ...]) -> int | None:
+    """The number of experts of a token, if they are called as in transformers: [N, D], [N, k]."""
+    if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
+        return None
+    tokens, numbers = given[:2]
+    if len(tokens) != len(numbers) or numbers.dtype not in _NUMBERS:
+        return None
+    return int(numbers.shape[1])
+
+
+_NUMBERS = (torch.int32, torch.int64)
+
+
+@contextmanager
+def experts_passed(model: nn.Module) -> Iterator[None]:
+    """In this context experts return a copy of their tokens: their own code depends on values."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if holds_experts(module):
+                stack.enter_context(replaced_forward(module, lambda x, *_, **__: x.clone()))
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """In this context the module's forward is another."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The entries of the outermost lists of modules, with their first names."""
+    outermost: list[str] = []
+    seen: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(outermost)):
+            outermost.append(f"{name}.")
+            for index, entry in enumerate(module):
+                if entry not in seen:
+                    yield f"{name}.{index}", entry
+                seen.add(entry)
+
+
+def list_of(block: str) -> str:
+    return block.rpartition(".")[0]

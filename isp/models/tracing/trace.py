@@ -1,0 +1,408 @@
+"""One forward on meta tensors, which shows what a model is made of, and in which order.
+
+Nothing is found by name: a linear is an `nn.Linear` that is called, a block is an entry of an
+`nn.ModuleList` that calls attention.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from isp.core.mixers.api import mix_by
+from isp.models.tracing.calls import AttentionSizes, BlockOutput, Call, Kind, TokenOutput
+from isp.models.tracing.linear_outputs import LinearOutputs
+from isp.models.tracing.recorder import TOKENS, CallRecorder, list_entries, list_of
+from isp.models.tracing.roles import (
+    ParameterRole,
+    holds_experts,
+    is_transposed,
+    roles_of,
+)
+from isp.models.tracing.weight_reads import (
+    Reads,
+    check_reads,
+    experts_cut,
+    small_linears_read,
+    unused,
+)
+
+__all__ = [
+    "BEHIND",
+    "AttentionSizes",
+    "Call",
+    "Kind",
+    "ModelTrace",
+    "check_not_compiled",
+    "check_supported",
+    "own_line",
+    "trace_model",
+]
+
+
+BEHIND = ""
+"""The place behind all blocks; other places have the name of the block they lie in or before."""
+
+
+class ModelTrace(NamedTuple):
+    """The calls of a forward, and the roles of the parameters."""
+
+    calls: tuple[Call, ...]
+    roles: dict[str, ParameterRole]
+    """By name; of a shared parameter under its first."""
+    sizes: dict[str, int]
+    """Elements of each of them."""
+
+    def parts(self) -> Iterator[tuple[str, tuple[Call, ...]]]:
+        """The blocks by their names, and each call outside of them by its module's, in order.
+
+        Each with its calls.
+        """
+        for block, calls in groupby(self.calls, key=lambda call: call.block):
+            if block is None:
+                yield from ((call.module, (call,)) for call in calls)
+            else:
+                yield block, tuple(calls)
+
+    @property
+    def calls_in(self) -> dict[str, tuple[Call, ...]]:
+        """The calls of each block, in order."""
+        return {name: calls for name, calls in self.parts() if calls[0].block is not None}
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks, in order."""
+        return tuple(self.calls_in)
+
+    @property
+    def attentions(self) -> list[AttentionSizes]:
+        """The sizes of the calls of attention, in order."""
+        return [call.sizes for call in self.calls if call.sizes is not None]
+
+    @property
+    def tables(self) -> list[str]:
+        """The tables that are called, in order."""
+        return [call.module for call in self.calls if call.kind is Kind.TABLE]
+
+    multiplied_in: dict[str | None, int]
+    """Elements of the weights that a token is multiplied by in each block, and outside of blocks
+    (None); of experts, those that it goes to count."""
+    outputs: dict[str, BlockOutput]
+    """The form of what each block gives, if it has a hidden state."""
+    read_at: dict[str, set[str]]
+    """The places where each parameter is read, other than those of experts."""
+    called: tuple[str, ...]
+    """The modules that are called, in order; others only hold what is read elsewhere."""
+    unused: tuple[str, ...]
+    """The parameters that get no gradient: a forward of tokens does not read them (a vision tower),
+    or reads them only to choose keys."""
+    vocab_size: int
+    """Logits of a token."""
+    reads_positions: bool
+    """Whether the model reads the positions that it is given."""
+    by_token: dict[str, TokenOutput]
+    """Modules of blocks, the outermost, with several linears or experts and without attention."""
+    head: str | None
+    """The linear behind all blocks of whose output alone the logits are made, if there is one."""
+    changes_logits: bool
+    """Whether the model does anything with what its last linear gives."""
+    splits: dict[str, tuple[int, ...]]
+    """The parts into which its code splits what a linear gives: sizes of features."""
+
+    @property
+    def called_at(self) -> dict[str, set[str]]:
+        """The places of the linears and tables that are called outside of the blocks."""
+        found, place = dict[str, set[str]](), BEHIND
+        for call in reversed(self.calls):
+            if call.block is None:
+                found.setdefault(call.module, set()).add(place)
+            else:
+                place = call.block
+        return found
+
+    @property
+    def multiplied(self) -> int:
+        """Elements of all weights that a token is multiplied by."""
+        return sum(self.multiplied_in.values())
+
+    def elements(self, role: ParameterRole) -> int:
+        """Elements of all parameters of this role."""
+        return sum(self.sizes[name] for name, found in self.roles.items() if found is role)
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raise ValueError for a model whose calls do not go through its classes, before it is copied.
+
+    In a copy, a forward of an instance's own would still call that instance. Scalar parameters,
+    weights that hooks compute, parametrized tables and DoRA are refused, too.
+    """
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has a forward that is not its"
+                f" class's: it was parallelised before, or another library has wrapped it. Pass"
+                f" the original model"
+            )
+        _check_computed(name, module)
+    check_not_compiled(model)
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise ValueError(f"{name} is a scalar, which cannot be sharded: give it shape [1]")
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        if getattr(adapter, "use_dora", False):
+            raise ValueError(
+                f"the adapter {name!r} uses DoRA, which needs the norm of each whole weight, but"
+                f" each rank holds only a part: use use_dora=False (LoRA)"
+            )
+
+
+def _check_computed(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a weight that is computed where a shard of it would have to lie."""
+    for local, value in vars(module).items():
+        computed = {f"{local}_orig", f"{local}_g"} & module._parameters.keys()
+        if isinstance(value, Tensor) and (computed or not value.is_leaf):
+            raise ValueError(
+                f"{name}.{local} is no parameter: a hook computes it from others before each"
+                f" forward, as torch.nn.utils.weight_norm, spectral_norm and prune do, but isp"
+                f" shards the weights that modules have. Make it a parameter again by"
+                f" remove_weight_norm, remove_spectral_norm or prune.remove of torch.nn.utils, or"
+                f" use torch.nn.utils.parametrizations.weight_norm"
+            )
+    if isinstance(module, nn.Embedding) and is_parametrized(module, "weight"):
+        raise ValueError(
+            f"{name}.weight is computed by a parametrization, but each rank holds only a part of"
+            f" the table: remove it by torch.nn.utils.parametrize.remove_parametrizations"
+        )
+
+
+def check_not_compiled(model: nn.Module) -> None:
+    """Raise ValueError for a model of which a module was compiled in its place."""
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) is compiled, but isp runs"
+                f" modules one by one: do not call compile() before or after isp.parallelize"
+            )
+
+
+def trace_model(
+    model: nn.Module, forward: Callable[[nn.Module, Tensor, Tensor], Tensor]
+) -> ModelTrace:
+    """The trace of `model`, all of whose parameters and buffers are on the meta device.
+
+    `forward` runs the model on tokens and positions [B, S]. Raises ValueError, naming the place,
+    for a model that is not supported: a block that is called twice, tokens that are mixed outside
+    of blocks, weights that are read where they are not whole.
+    """
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
+    positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
+    recorder = CallRecorder(model)
+    reads = Reads(model, positions, recorder.place)
+    try:
+        with recorder.listening(reads), mix_by(recorder), torch.no_grad():
+            logits = forward(model, ids, positions)
+    except ValueError:
+        raise
+    except Exception as error:
+        inside = reads.open[-1] if reads.open else None
+        raise ValueError(_untraced(model, inside, error)) from error
+    _check_logits(model, logits)
+    every = tuple(recorder.calls_in_blocks())
+    cut = experts_cut(model, every, reads.foreign)
+    whole = small_linears_read(model, reads.foreign)
+    calls = tuple(
+        c
+        for c in every
+        if c.module not in whole and (c.kind is not Kind.EXPERTS or c.module in cut)
+    )
+    calls = tuple(_with_ahead(calls))
+    _check_blocks(model, calls, recorder.entered)
+    parameters = dict(model.named_parameters())
+    roles = roles_of(model, {call.module for call in calls}, whole, reads.foreign)
+    check_reads(model, reads.foreign, roles)
+    return ModelTrace(
+        calls,
+        roles,
+        {name: parameter.numel() for name, parameter in parameters.items()},
+        _multiplied(model, every, roles),
+        recorder.outputs,
+        _read_at(reads, [*recorder.entered], {call.block for call in calls}),
+        tuple(recorder.called),
+        unused(model, recorder.called, reads.foreign),
+        logits.shape[-1],
+        reads.reads_positions,
+        _by_token(model, calls, recorder),
+        _head(model, calls, recorder.linear_outputs, logits),
+        recorder.linear_outputs.used,
+        recorder.linear_outputs.splits(),
+    )
+
+
+def _read_at(
+    reads: Reads, entered: Sequence[str], blocks: Collection[str | None]
+) -> dict[str, set[str]]:
+    """As `ModelTrace.read_at`; `entered`: the entries of lists, in order."""
+
+    def place(inside: str | None, count: int) -> str:
+        if inside in blocks and inside is not None:
+            return inside
+        return next((entry for entry in entered[count:] if entry in blocks), BEHIND)
+
+    return {name: {place(*at) for at in places} for name, places in reads.places.items()}
+
+
+def _check_logits(model: nn.Module, logits: object) -> None:
+    """Raise ValueError for anything but logits [B, S, V]."""
+    if isinstance(logits, Tensor) and logits.dim() == 3 and logits.shape[:2] == (1, TOKENS):
+        return
+    found = list(logits.shape) if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+    raise ValueError(
+        f"{type(model).__name__} returns {found} for tokens [1, {TOKENS}]: isp.parallelize needs a"
+        f" model whose forward returns its logits as one tensor [B, S, V]"
+    )
+
+
+def _head(
+    model: nn.Module, calls: tuple[Call, ...], outputs: LinearOutputs, logits: Tensor
+) -> str | None:
+    last = calls[-1]
+    blocks = tuple(call.block for call in calls if call.block is not None)
+    if last.kind is not Kind.LINEAR or last.block is not None:
+        return None
+    found = outputs.head(logits, blocks)
+    if found != last.module or sum(call.module == found for call in calls) > 1:
+        return None
+    return None if is_transposed(model.get_submodule(found)) else found
+
+
+def _by_token(
+    model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder
+) -> dict[str, TokenOutput]:
+    """As `ModelTrace.by_token`."""
+    blocks = tuple({f"{call.block}." for call in calls if call.block is not None})
+    found: dict[str, TokenOutput] = {}
+    for name in recorder.called:
+        inside_another = name.startswith(tuple(f"{outer}." for outer in found))
+        if not name.startswith(blocks) or inside_another:
+            continue
+        inside = [c for c in calls if c.module.startswith(f"{name}.")]
+        several = len(inside) > 1 or any(c.kind is Kind.EXPERTS for c in inside)
+        once = len({c.module for c in inside}) == len(inside)
+        outputs = recorder.by_token.get(name, [])
+        alone = len(outputs) == 1 and model.get_submodule(name) not in recorder.mixing
+        if several and once and alone:
+            found[name] = outputs[0]
+    return found
+
+
+def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
+    """The calls; experts' with what is computed ahead only where linears follow in it at once."""
+    times = Counter(call.module for call in calls)
+    for number, call in enumerate(calls, 1):
+        if call.ahead is not None:
+            inside = [c for c in calls if c.module.startswith(f"{call.ahead.module}.")]
+            follow = calls[number : number + len(inside)] == tuple(inside)
+            linears = all(c.kind is Kind.LINEAR and c.block == call.block for c in inside)
+            once = all(times[c.module] == 1 for c in (call, *inside))
+            if not (inside and follow and linears and once):
+                call = call._replace(ahead=None)
+        yield call
+
+
+def _multiplied(
+    model: nn.Module, calls: Iterable[Call], roles: dict[str, ParameterRole]
+) -> dict[str | None, int]:
+    """As `ModelTrace.multiplied_in`."""
+    total = Counter[str | None]()
+    blocks = {call.block for call in calls if call.block is not None}
+    for call in calls:
+        for parameter in model.get_submodule(call.module).parameters(recurse=False):
+            if call.kind is Kind.LINEAR and parameter.dim() == 2:
+                total[call.block] += parameter.numel()
+            if call.kind is Kind.EXPERTS and parameter.dim() == 3:
+                total[call.block] += parameter[: call.route].numel()
+    for name in (name for name, role in roles.items() if role is ParameterRole.ROUTER):
+        if not holds_experts(model.get_submodule(name.rpartition(".")[0])):
+            block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+            total[block] += model.get_parameter(name).numel()
+    return total
+
+
+def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]) -> None:
+    """Raise ValueError for blocks that the sequence cannot be split in."""
+    mixing = [call for call in calls if call.kind.mixes]
+    if not mixing:
+        raise ValueError(
+            f"{type(model).__name__} never mixes tokens through a call that isp can trace: {_HOW}"
+        )
+    for call in mixing:
+        if call.block is None:
+            raise ValueError(
+                f"{type(model).__name__} calls {call.kind} outside of an nn.ModuleList: put its"
+                f" blocks into one"
+            )
+        if call.sizes is not None and call.sizes.value_size > call.sizes.head_size:
+            raise ValueError(
+                f"{call.block} uses attention with values of {call.sizes.value_size} features and"
+                f" keys of {call.sizes.head_size}: values larger than keys are not supported"
+            )
+    lists = {list_of(call.block) for call in mixing if call.block}
+    for name, entry in list_entries(model):
+        if list_of(name) in lists and entered[name] > 1:
+            raise ValueError(
+                f"{name} ({type(entry).__name__}) is called {entered[name]} times in one forward,"
+                f" but isp gathers a block's weights for one call"
+            )
+
+
+_HOW = (
+    "a layer must call transformers' attention interface, isp.attention, isp.causal_conv1d,"
+    " isp.gated_delta_rule or isp.state_space_scan"
+)
+
+
+# -- why a model could not be traced ---------------------------------------------------------
+
+_OUTSIDE = Path(torch.__file__).parent, Path(__file__).parents[2]
+"""Code that a model's code calls, or that calls it."""
+
+
+def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception) -> str:
+    """The message for an `error` of a model's code, in the forward of the module `inside`."""
+    names = {id(module): name for name, module in model.named_modules()}
+    place = type(model).__name__
+    if inside is not None and names.get(id(inside)):
+        place = f"{names[id(inside)]} ({type(inside).__name__}) of {place}"
+    code, line, text = own_line(traceback.extract_tb(error.__traceback__)), "", ""
+    if code is not None:
+        line = code.line or ""
+        text = f" ({Path(code.filename).name}:{code.lineno}: {line})"
+    return (
+        f"{place} could not be traced: {_cause(error, line)}{text}. The model is called with"
+        f" tokens and positions [1, {TOKENS}] on the meta device"
+    )
+
+
+def _cause(error: Exception, line: str) -> str:
+    if "NoneType" in str(error) and "mask" in line:
+        return (
+            "it reads an attention mask, but isp passes none: attention that chooses keys for"
+            " each token (sparse attention) is supported only with indexers that isp knows"
+        )
+    if "meta tensor" in str(error) or "data-independent" in str(error):
+        return "its shapes or control flow depend on tensor values, which a trace does not have"
+    return f"{type(error).__name__}: {error}"
+
+
+def own_line(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Return the innermost line of the model's own code among `frames`, if there is one."""
+    own = (f for f in reversed(frames) if not any(p in Path(f.filename).parents for p in _OUTSIDE))
+    return next(own, None)
