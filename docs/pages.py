@@ -52,8 +52,8 @@ def api() -> str:
     """The public names of `isp` with their signatures and docstrings, from the code."""
     import isp
     from isp.core.attention.api import attention
-    from isp.train.check_model import CheckResult
-    from isp.train.parallel_run import ParallelRun
+    from isp.loop.parallel_run import ParallelRun
+    from isp.parity.api import CheckResult
 
     parts = [
         "# Public API",

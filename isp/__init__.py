@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         ISPCommunicatorWrapper,
         WPCommunicator,
     )
+    from isp.loop.parallelize import parallelize
     from isp.models.huggingface.patches.calls import register_mixer
-    from isp.train.check_model import check
-    from isp.train.parallelize import parallelize
+    from isp.parity.api import check
 
 _HOMES = {
     "DistributedAttention": "isp.core.attention.ulysses",
@@ -42,8 +42,8 @@ _HOMES = {
     "gated_delta_rule": "isp.core.mixers.api",
     "register_mixer": "isp.models.huggingface.patches.calls",
     "attention": "isp.core.attention.api",
-    "check": "isp.train.check_model",
-    "parallelize": "isp.train.parallelize",
+    "check": "isp.parity.api",
+    "parallelize": "isp.loop.parallelize",
     "state_space_scan": "isp.core.mixers.api",
 }
 

@@ -6,8 +6,8 @@ made without a word of a device, or computed from the host's alone. Noted are
 
 - values of the device's that the host asks for: by `item`, `tolist`, `numpy`, `cpu`, by a branch;
 - results whose size the host has to know: `nonzero`, a mask as an index;
-- what comes to the device by another way than `pinned_memory.send`, or meets a tensor there that has
-  not come; what goes back by another way than `HostCopy`, and one that is waited for too early.
+- what comes to the device by another way than `pinned_memory.send`, or meets a tensor there that
+  has not come; what goes back by another way than `HostCopy`, and one that is waited for too early.
 
 It cannot see what an operation does inside, so neither the kernels of CUDA nor those of others;
 waits for events and streams, and for memory, that code asks for by name; and copies to the host
@@ -27,6 +27,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from isp.core.comm import pinned_memory
 
 __all__ = ["HostSyncs", "syncs_on_cuda"]
 

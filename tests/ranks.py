@@ -15,7 +15,7 @@ import torch._dynamo  # noqa: F401 - torch.optim loads it: once here, not in eve
 import torch.distributed as dist
 
 from isp.cli import main
-from isp.run.forked import run_ranks
+from isp.parity.forked import run_ranks
 
 __all__ = ["Said", "launch_forked", "run_each", "run_isp", "run_programs", "run_ranks"]
 

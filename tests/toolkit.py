@@ -1,4 +1,4 @@
-"""The layers of a small model for a mode, of the classes that `isp.core.layers` has for one's own."""
+"""The layers of a small model for a mode, made of the classes of `isp.core.layers`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isp.core.comm import Channel
 from isp.data_parallel import DataParallelBucket, DataParallelNaive
-from isp.run.forked import run_ranks
+from isp.parity.forked import run_ranks
 
 REFERENCE = "DistributedDataParallel"
 Step = Callable[[Tensor], None]

@@ -30,10 +30,10 @@ from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
 from isp.core.mesh import ParallelConfig, WeightConfig
 from isp.core.mesh.config import ExpertConfig
+from isp.loop.parallel_run import ParallelRun
 from isp.models.runtime.call_follower import CallFollower
+from isp.parity.forked import run_ranks
 from isp.planner.experts import PASSES, ExpertLayer, crossing_tokens
-from isp.run.forked import run_ranks
-from isp.train.parallel_run import ParallelRun
 from model.config import ModelConfig
 from model.decoder import Decoder
 

@@ -32,10 +32,10 @@ from torch import nn
 
 from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh
-from isp.data.batch import MicroBatch
 from isp.models.huggingface.weight_files import WeightFiles
-from isp.run.forked import run_ranks
-from isp.train.step import TrainStep, make_train_step
+from isp.parity.forked import run_ranks
+from isp.step.batch import MicroBatch
+from isp.step.step import TrainStep, make_train_step
 from isp.utils.json_file import read_json
 
 SIZES = {

@@ -26,11 +26,11 @@ import torch
 from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, make_step, prepare, save
 
 from isp.config import JobConfig, load_config
-from isp.data.batch import MicroBatch
 from isp.planner.case import PlanCase
 from isp.planner.made import Made
 from isp.planner.memory import memory
-from isp.train.step import TrainStep
+from isp.step.batch import MicroBatch
+from isp.step.step import TrainStep
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "one_gpu.yaml"

@@ -37,7 +37,7 @@ from isp.core.optim.matrices import MatrixUpdates
 from isp.core.optim.newton_schulz import Matrix
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.weights.sharded_parameter import ShardedParameter
-from isp.run.forked import run_ranks
+from isp.parity.forked import run_ranks
 
 RANKS, LAYERS, HIDDEN, INSIDE, KEYS, TOKENS = 4, 4, 160, 432, 80, 1024
 SHAPES = [(HIDDEN, HIDDEN)] * 2 + [(KEYS, HIDDEN)] * 2 + [(INSIDE, HIDDEN)] * 2 + [(HIDDEN, INSIDE)]

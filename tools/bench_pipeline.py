@@ -42,10 +42,10 @@ from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.pipeline.order import PipelineOrder, timeline
-from isp.data.batch import MicroBatch
 from isp.models.build import build_model
-from isp.run.forked import run_ranks
-from isp.train.step import TrainStep
+from isp.parity.forked import run_ranks
+from isp.step.batch import MicroBatch
+from isp.step.step import TrainStep
 from model.config import ModelConfig
 
 CPU = torch.device("cpu")

@@ -27,9 +27,9 @@ from isp.core.mesh.topology import Topology
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
-from isp.data.batch import MicroBatch
 from isp.models.build import build_model
-from isp.train.step import TrainStep
+from isp.step.batch import MicroBatch
+from isp.step.step import TrainStep
 from model.config import ModelConfig
 
 SIZES = {

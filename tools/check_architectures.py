@@ -37,11 +37,11 @@ from isp.models.testing.tiny import tiny_model
 from isp.models.traced_model import TracedModel
 from isp.models.tracing.roles import ParameterRole
 from isp.models.tracing.trace import AttentionSizes, Kind, ModelTrace
-from isp.run.forked import RankError, run_ranks
-from isp.train.check import Check, CheckCase, Verdict
-from isp.train.check_layouts import Layout, fault_of, most_stages
-from isp.train.check_layouts import layouts_of as listed_layouts
-from isp.train.check_subjects import Subject
+from isp.parity.compare import Check, CheckCase, Verdict
+from isp.parity.forked import RankError, run_ranks
+from isp.parity.layouts import Layout, fault_of, most_stages
+from isp.parity.layouts import layouts_of as listed_layouts
+from isp.parity.subjects import Subject
 
 README = Path(__file__).parents[1] / "isp" / "models" / "README.md"
 
@@ -252,7 +252,8 @@ def has_unknown_code(architecture: str) -> bool:
 
 
 def sources(packages: Iterable[str | Path]) -> str:
-    """Return the text of isp/models/huggingface/patches/known_code.txt, with the code of folders of transformers added.
+    """Return the text of isp/models/huggingface/patches/known_code.txt, with the code of folders of
+    transformers added.
 
     To be written when all tests and `--compare` of all have passed with their versions.
     """

@@ -36,9 +36,9 @@ from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
 from isp.core.mesh.config import ExpertConfig, Mode, ParallelConfig, TensorConfig, WeightConfig
+from isp.loop.parallelize import ParallelRun, parallelize  # here, not in every forked rank
 from isp.models.testing.tiny import kept_in_float64
-from isp.run.forked import RankError, run_ranks
-from isp.train.parallelize import ParallelRun, parallelize  # here, not in every forked rank
+from isp.parity.forked import RankError, run_ranks
 from model.config import ModelConfig
 
 RANKS, BATCH, LENGTH, SEED = 2, 2, 64, 42

@@ -21,7 +21,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import isp
 from isp.integrations.transformers import TrainerMixin
-from isp.train.parallel_run import ParallelRun
+from isp.loop.parallel_run import ParallelRun
 
 BETA, PAIRS, LENGTH, PROMPT, TOLERANCE = 0.1, 3, 20, 6, 1e-6
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64}

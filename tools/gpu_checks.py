@@ -35,9 +35,9 @@ from isp.core.attention.mask import AttentionMask
 from isp.core.comm import Channel, CommLog, Mesh, World, cuda
 from isp.core.comm.channel import _all_gather
 from isp.core.comm.tag import UNNAMED
-from isp.data.batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
-from isp.train.step import TrainStep, make_train_step
+from isp.step.batch import MicroBatch
+from isp.step.step import TrainStep, make_train_step
 
 TINY = ("--model.preset=tiny", "--training.dtype=float32")
 Numbers = list[dict[str, Any]]

@@ -79,7 +79,7 @@ def main() -> None:
     if options.device == "cuda":
         facts["nvidia-smi"] = lambda: timed(["nvidia-smi", f"--query-gpu={GPU}", "--format=csv"])
         facts["first kernel"] = lambda: timed([*python, FIRST_KERNEL])
-        facts["import isp"] = lambda: timed([*python, "import isp.config, isp.train"])
+        facts["import isp"] = lambda: timed([*python, "import isp.config, isp.train.run"])
         facts["import transformers"] = lambda: timed([*python, "import transformers"])
     found: dict[str, str] = {}
     for name, look in facts.items():

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from isp.config import load_config
-from isp.train import main as train
+from isp.train.run import main as train
 from isp.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]

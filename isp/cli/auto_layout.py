@@ -78,7 +78,7 @@ def choose_layout(
     from isp.config import to_plain
     from isp.planner import search
     from isp.planner.search import rows_of
-    from isp.train.resume import resumed, saved_config, saved_sequences
+    from isp.train.state.resume import resumed, saved_config, saved_sequences
 
     check_planned(config)
     given = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}

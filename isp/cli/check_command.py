@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
-    from isp.train.check import Check, Verdict
-    from isp.train.check_layouts import Layout
-    from isp.train.check_model import CheckKeys
+    from isp.parity.api import CheckKeys
+    from isp.parity.compare import Check, Verdict
+    from isp.parity.layouts import Layout
 
 from isp.cli.options import Run
 from isp.cli.output import say
@@ -47,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     """Check, and print a line a layout; 1 if any differs."""
     from tqdm import tqdm
 
-    from isp.train.check_table import HEAD, heading, line, summary
+    from isp.parity.table import HEAD, heading, line, summary
 
     # Where torch finds a GPU, a backward starts threads, and ranks that are forked then have none.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -71,10 +71,10 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
 
     from isp.config import load_config
     from isp.config.sections import TrainingConfig
-    from isp.train.check import Check
-    from isp.train.check_layouts import layouts_of, most_stages
-    from isp.train.check_model import keys_from
-    from isp.train.check_subjects import Subject, num_blocks, read_folder
+    from isp.parity.api import keys_from
+    from isp.parity.compare import Check
+    from isp.parity.layouts import layouts_of, most_stages
+    from isp.parity.subjects import Subject, num_blocks, read_folder
     from isp.utils.hub import download_hint
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small

@@ -60,7 +60,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
 
 def _run_export(args: argparse.Namespace) -> int:
     """Write a Hugging Face folder, and say what it holds."""
-    from isp.train.export import export
+    from isp.train.state.export import export
 
     done = export(Path(args.path), Path(args.hf), dtype=args.dtype)
     loads = "PeftModel" if done.model_type == "adapter" else "from_pretrained of transformers"

@@ -148,7 +148,7 @@ def _checked(lengths: list[int] | None, source: Source) -> list[int]:
 
 
 def _output(args: argparse.Namespace, path: Path) -> str | None:
-    from isp.run.folder import RunFolder
+    from isp.train.folder.run_folder import RunFolder
 
     if args.output is None and RunFolder(path).config_file.is_file():
         return str(path / "evaluation")

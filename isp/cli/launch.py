@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from isp.cli.failures import ENDED_FILE, LAUNCHER_REPORTS
 from isp.cli.output import say
-from isp.run.signals import StopRequest, heeded_signals
+from isp.train.signals import StopRequest, heeded_signals
 from isp.utils.launched import launched, rank_and_size
 
 if TYPE_CHECKING:

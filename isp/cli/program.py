@@ -75,7 +75,8 @@ class _Words(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
     follow_launcher()
-    # As `isp.core.comm.cuda.use_more_connections`, which is too late where a command starts CUDA first.
+    # As `isp.core.comm.cuda.use_more_connections`, which is too late where a command starts CUDA
+    # first.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         words = sys.argv[1:] if argv is None else list(argv)
@@ -187,10 +188,10 @@ def _train(args: argparse.Namespace) -> int:
         config = load_config(args.config, [*args.overrides, *chosen])
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
+        from isp.step.host_memory import check_host_memory
         from isp.train.data import check_data
-        from isp.train.host_memory import check_host_memory
-        from isp.train.resume import check_start
         from isp.train.run import check_devices, check_param_groups
+        from isp.train.state.resume import check_start
 
         sized, topology = config.for_ranks(ranks), config.topology(ranks)
         config.require_packages()
@@ -205,12 +206,12 @@ def _train(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         code = start_ranks(args.nproc, args.words)
         if code:
-            from isp.train.resume import reopen_finished
+            from isp.train.state.resume import reopen_finished
 
             with suppress(OSError, ValueError):  # of a folder that is gone: `code` says more
                 reopen_finished(config.job)
         return code
-    from isp.train import main as train
+    from isp.train.run import main as train
 
     return report_end(train(config, store=store))
 
@@ -281,7 +282,7 @@ def _add_prefetch(_: argparse.ArgumentParser) -> Run:
 def _prefetch(args: argparse.Namespace) -> int:
     from isp.config import load_config
     from isp.models.sharding.prefetch_schedule import schedule_text
-    from isp.train.balance import balance_text
+    from isp.train.monitor.balance import balance_text
 
     config = load_config(args.config, args.overrides)
     config = config.for_ranks(config.parallel.least_ranks)

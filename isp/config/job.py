@@ -19,6 +19,8 @@ from isp.config.keys import KeyTable
 from isp.config.models import language_model
 from isp.config.objective import check_logits, check_objective, second_model
 from isp.config.sections import (
+    CHECKPOINT_FOLDER,
+    ENVIRONMENT_FILE,
     CheckpointConfig,
     CommConfig,
     JobSection,
@@ -39,7 +41,6 @@ from isp.models.huggingface.config_json import (
     folder_sizes,
     with_sizes,
 )
-from isp.run.folder import RunFolder
 from isp.utils.safe_text import check_complete, redacted_values
 from model.config import ModelConfig
 from model.presets import with_preset
@@ -264,7 +265,7 @@ def load_config(
         file = read_yaml(path)
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
         # What a run kept says what the run was, also of keys that came later.
-        is_kept = RunFolder(Path(path).parent).environment_file.is_file()
+        is_kept = (Path(path).parent / ENVIRONMENT_FILE).is_file()
         if is_kept:
             _check_resumable(path, file.values)
         given = keys.upgraded(file.values) if is_kept else file.values
@@ -293,7 +294,7 @@ def _check_resumable(path: str | Path, kept: Mapping[str, Any]) -> None:
     model, checkpoint = kept.get("model"), kept.get("checkpoint")
     begun = model.get("init_from") if isinstance(model, dict) else None
     places = checkpoint if isinstance(checkpoint, dict) else {}
-    folder = Path(places.get("folder") or RunFolder(Path(path).parent).checkpoint_folder)
+    folder = Path(places.get("folder") or Path(path).parent / CHECKPOINT_FOLDER)
     # Copies in an object store are looked for when the run starts.
     has_checkpoint = places.get("upload_to") is not None or any(folder.glob("step_*[0-9]"))
     if begun is not None and not has_checkpoint:

@@ -27,7 +27,9 @@ from isp.core.section import (
 from isp.utils.durations import parse_duration
 
 __all__ = [
+    "CHECKPOINT_FOLDER",
     "DTYPES",
+    "ENVIRONMENT_FILE",
     "CheckpointConfig",
     "CommConfig",
     "DType",
@@ -40,6 +42,10 @@ __all__ = [
 
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
+ENVIRONMENT_FILE = "env.json"
+"""File in the folder of a run: the configuration next to it is what that run kept."""
+CHECKPOINT_FOLDER = "checkpoint"
+"""Folder of checkpoints in the folder of a run, without `checkpoint.folder`."""
 DTYPES: tuple[str, ...] = get_args(DType)
 """Names of torch's dtypes for weights and activations."""
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")

@@ -21,9 +21,9 @@ from isp.core.mesh import Axis, Mode, ParallelConfig
 from isp.core.mesh.partition import any_of, divisors
 from isp.core.section import section
 from isp.core.weights.uses import sequential_actions
-from isp.data.batch import MicroBatch
 from isp.models.build import BuiltModel
 from isp.models.traced_model import TracedModel
+from isp.step.batch import MicroBatch
 
 __all__ = ["Engine", "EvaluationLayout", "choose_layout"]
 

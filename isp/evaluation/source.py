@@ -32,8 +32,8 @@ from isp.models.huggingface.config_json import read_text_config
 from isp.models.huggingface.loading import meta_model, plain_model
 from isp.models.huggingface.make import limited_model, take_out_tower
 from isp.models.traced_model import TracedModel, position_rows
-from isp.train.export import as_saved, plain_decoder, saved_model
-from isp.train.resume import saved_config
+from isp.train.state.export import as_saved, plain_decoder, saved_model
+from isp.train.state.resume import saved_config
 from isp.utils.hub import download_hint
 from isp.utils.json_file import read_json
 from isp.utils.packages import require

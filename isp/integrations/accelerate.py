@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from isp.train.parallel_run import ParallelRun
+from isp.loop.parallel_run import ParallelRun
 
 __all__ = ["RunAccelerator"]
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from isp.config import JobConfig
 from isp.core.layers.vocab_loss import IGNORED
 from isp.integrations.accelerate import RunAccelerator
-from isp.train.parallel_run import ParallelRun
-from isp.train.parallelize import loop_config, parallelize
+from isp.loop.parallel_run import ParallelRun
+from isp.loop.parallelize import loop_config, parallelize
 
 __all__ = ["Trainer", "TrainerMixin"]
 

@@ -27,8 +27,8 @@ from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from isp.core.mesh import Axis
-from isp.train.parallel_run import ParallelRun
-from isp.train.parallelize import loop_config, parallelize_folder
+from isp.loop.parallel_run import ParallelRun
+from isp.loop.parallelize import loop_config, parallelize_folder
 
 __all__ = ["ISPEngine", "ISPEngineConfig"]
 

@@ -21,8 +21,8 @@ def watched_stream() -> TextIO | None:
 class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A bar of `total` steps, of which `done` are, at the bottom of the terminal behind `stream`.
 
-    Log lines appear above it: `isp.run.log_files` writes them so. A terminal that goes away takes
-    the bar with it, and nothing else.
+    Log lines appear above it: `isp.train.folder.log_files` writes them so. A terminal that goes
+    away takes the bar with it, and nothing else.
     """
 
     def __init__(self, *, total: int, done: int, stream: TextIO) -> None:

@@ -170,7 +170,7 @@ class DryHost(HostChannel):
 
 
 class DryAttention:
-    """Local attention that attends to nothing; also an `isp.core.attention.backends.lse.LseKernel`."""
+    """Local attention that attends to nothing; also an `LseKernel` of `attention.backends.lse`."""
 
     def __init__(self, recorder: EventRecorder, backend: AttentionBackend, on_cpu: bool) -> None:
         self._recorder = recorder

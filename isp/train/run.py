@@ -25,14 +25,14 @@ from isp.data.packing import ExampleDataset
 from isp.models.build import trained_layouts
 from isp.models.huggingface.config_json import beyond_positions
 from isp.models.traced_model import TracedModel
-from isp.run.environment import Environment, RankPlace
-from isp.run.folder import RunFolder
-from isp.run.log_files import run_logging
-from isp.run.signals import StopRequest
+from isp.step.host_memory import check_host_memory
 from isp.train.data import StepData, open_for_rank
-from isp.train.host_memory import check_host_memory
-from isp.train.out_of_memory import MemoryGuard, memory_owners
-from isp.train.resume import Start, open_run
+from isp.train.folder.environment import Environment, RankPlace
+from isp.train.folder.log_files import run_logging
+from isp.train.folder.run_folder import RunFolder
+from isp.train.monitor.out_of_memory import MemoryGuard, memory_owners
+from isp.train.signals import StopRequest
+from isp.train.state.resume import Start, open_run
 from isp.train.trainer import Trainer
 
 __all__ = [

@@ -22,7 +22,6 @@ from isp.core.comm import Mesh
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
 from isp.core.optim.update_rules import learning_rate
-from isp.data.batch import MicroBatch
 from isp.metrics import (
     StepRecord,
     describe_mfu,
@@ -32,18 +31,15 @@ from isp.metrics import (
     shared_cores,
 )
 from isp.metrics.phases import PhaseClock, is_of_step
-from isp.run.garbage import collected_every
-from isp.run.signals import StopRequest
-from isp.train.balance import ContextBalance
+from isp.step.batch import MicroBatch
+from isp.step.objective import DistillLoss, PreferenceLoss, RewardLoss, TokenLoss
+from isp.step.step import make_train_step
+from isp.step.step_work import StepOutcome
 from isp.train.data import StepData
-from isp.train.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
-from isp.train.objective import DistillLoss, PreferenceLoss, RewardLoss, TokenLoss
-from isp.train.profile_steps import StepProfiler
-from isp.train.resume import Start
-from isp.train.saving import Progress, RunCheckpoints
-from isp.train.step import make_train_step
-from isp.train.step_work import StepOutcome
-from isp.train.watch import (
+from isp.train.garbage import collected_every
+from isp.train.monitor.balance import ContextBalance
+from isp.train.monitor.meter import StepMeter, StepOutputs, evaluation_is_due, model_flops
+from isp.train.monitor.watch import (
     LossWatch,
     Pace,
     SlowRankWatch,
@@ -54,6 +50,10 @@ from isp.train.watch import (
     describe_skip,
     describe_waits,
 )
+from isp.train.profiling.step_profiler import StepProfiler
+from isp.train.signals import StopRequest
+from isp.train.state.resume import Start
+from isp.train.state.saving import Progress, RunCheckpoints
 
 __all__ = ["Trainer"]
 

@@ -23,7 +23,7 @@ from isp.checkpoint.storage import METADATA, read_metadata
 from isp.checkpoint.whole import WholeWeights
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Channel
-from isp.train.export import export
+from isp.train.state.export import export
 from tests.checkpoint.runs import chosen, fill, make_run
 from tests.ranks import run_ranks
 from tests.toolkit import topology

@@ -15,7 +15,7 @@ from isp.config import load_config
 from isp.core.comm import Mesh, World
 from isp.core.comm.tag import Tag
 from isp.core.mesh import Axis, Mode, Topology
-from isp.train import main as train
+from isp.train.run import main as train
 from tests.ranks import run_programs, run_ranks
 from tests.toolkit import topology
 from tests.train.jobs import write_job

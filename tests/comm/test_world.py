@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from isp.cli.failures import report_end
 from isp.cli.launch import speaks
-from isp.core.comm import Mesh, World, cuda, decided_by_rank_0, streams
-from isp.core.comm import world
+from isp.core.comm import Mesh, World, cuda, decided_by_rank_0, streams, world
 from tests.ranks import run_ranks
 from tests.toolkit import topology
 

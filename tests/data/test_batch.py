@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from isp.data.batch import BatchSampler, MicroBatch, held_out_micro_batches
 from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
 from isp.data.stores import EndedStore, MemoryStore
+from isp.step.batch import BatchSampler, MicroBatch, held_out_micro_batches
 
 SEQ_LEN = 8
 

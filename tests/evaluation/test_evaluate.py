@@ -20,7 +20,7 @@ from isp.evaluation.evaluate import count_found, open_rows, text_losses
 from isp.evaluation.passkey import Passkey, PasskeyPrompts
 from isp.metrics import read_metrics
 from isp.metrics.evaluation import Evaluation, PositionBucket, TextLosses
-from isp.run.folder import RunFolder
+from isp.train.folder.run_folder import RunFolder
 from tests.evaluation.models import checkpoint_of, made, opened, saved, written
 from tests.ranks import launch_forked, run_each
 

@@ -22,9 +22,9 @@ from isp.models.huggingface.weight_files import WeightFiles, copy_tokenizer
 from isp.profile import Profile
 from isp.profile.page import write_page
 from isp.profile.trace import write_trace
-from isp.run.environment import Environment, RankPlace
-from isp.run.folder import LaunchRecord, RunFolder
-from isp.run.log_files import run_logging
+from isp.train.folder.environment import Environment, RankPlace
+from isp.train.folder.log_files import run_logging
+from isp.train.folder.run_folder import LaunchRecord, RunFolder
 from isp.utils.files import read_limited
 from isp.utils.json_file import read_json
 from tests.models.folders import write_job

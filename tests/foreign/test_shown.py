@@ -18,8 +18,8 @@ from isp.cli.output import say
 from isp.config import load_config, to_yaml
 from isp.config.data import SourcePart
 from isp.metrics import read_metrics
-from isp.run.environment import Environment, RankPlace
-from isp.run.log_files import run_logging
+from isp.train.folder.environment import Environment, RankPlace
+from isp.train.folder.log_files import run_logging
 from isp.utils.safe_text import printable, redacted, redacted_values, shown
 from tests.metrics.test_phases import ALONE
 from tests.train.jobs import run_folders, write_job

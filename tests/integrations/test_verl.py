@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.train.parallel_run import ParallelRun
+from isp.loop.parallel_run import ParallelRun
 from tests.models.folders import write_folder
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isp.metrics import ProgressBar, watched_stream
-from isp.run.log_files import run_logging
+from isp.train.folder.log_files import run_logging
 
 logger = logging.getLogger("isp.something")
 

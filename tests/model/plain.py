@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.core.optim.config import OptimizerConfig
-from isp.data.batch import MicroBatch
+from isp.step.batch import MicroBatch
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.optim.plain_muon import PlainMuon

@@ -27,12 +27,12 @@ from isp.core.mesh.config import (
     WeightConfig,
 )
 from isp.core.optim.config import OptimizerConfig
+from isp.loop.asked import TokenScores
+from isp.loop.parallel_run import ParallelRun
 from isp.models.huggingface.patches.known_code import local_layers
 from isp.models.runtime.stage_module import TracedChunk
 from isp.models.testing.tiny import kept_in_float64
 from isp.models.traced_model import TracedModel
-from isp.train.asked import TokenScores
-from isp.train.parallel_run import ParallelRun
 from model.config import ModelConfig
 
 VOCAB = 96

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import isp
 from isp.models.testing.tiny import tiny_config
-from isp.train.check import CASES, Check, CheckCase, Differences, worst_of
-from isp.train.check_layouts import Layout
-from isp.train.check_subjects import Subject
+from isp.parity.compare import CASES, Check, CheckCase, Differences, worst_of
+from isp.parity.layouts import Layout
+from isp.parity.subjects import Subject
 from tests.models import models
 from tests.ranks import run_ranks
 

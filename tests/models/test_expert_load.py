@@ -18,9 +18,9 @@ from isp.config import JobConfig
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
 from isp.core.mesh.config import PipelineConfig
+from isp.loop.parallel_run import ParallelRun
 from isp.models.moe.router_losses import RouterCoefficients
 from isp.models.traced_model import TracedModel
-from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     Rows,
     documents_of,

@@ -18,11 +18,11 @@ import isp
 from isp.config import JobConfig
 from isp.core.mesh import ParallelConfig
 from isp.core.weights.pool import Lease
+from isp.loop.parallel_run import ParallelRun
 from isp.models.traced_model import TracedModel
-from isp.train.check import Check, CheckCase
-from isp.train.check_layouts import layouts_of
-from isp.train.check_subjects import Subject
-from isp.train.parallel_run import ParallelRun
+from isp.parity.compare import Check, CheckCase
+from isp.parity.layouts import layouts_of
+from isp.parity.subjects import Subject
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.models.models import (

@@ -16,9 +16,9 @@ from isp.config.sections import CheckpointConfig
 from isp.core.comm.tag import Purpose
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
+from isp.loop.parallel_run import ParallelRun
 from isp.models.runtime.fused_linears import groups_of
 from isp.models.traced_model import TracedModel
-from isp.train.parallel_run import ParallelRun
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own
 from tests.ranks import run_ranks

@@ -7,8 +7,8 @@ import torch
 
 from isp.core.mesh import Topology
 from isp.core.recompute.config import Recomputation
+from isp.loop.parallel_run import ParallelRun
 from isp.models.traced_model import TracedModel
-from isp.train.parallel_run import ParallelRun
 from tests.mirror import MirrorMesh, one_rank
 from tests.models.models import job, packed_rows, tiny
 

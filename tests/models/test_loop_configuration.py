@@ -15,10 +15,10 @@ import isp
 from isp.config import JobConfig
 from isp.core.mesh import Mode
 from isp.core.optim.config import ParamGroupConfig
+from isp.loop.asked import TokenScores
 from isp.models.huggingface.make import parameters_on_meta
-from isp.train import host_memory
-from isp.train.asked import TokenScores
-from isp.train.host_memory import check_memory_of_states
+from isp.step import host_memory
+from isp.step.host_memory import check_memory_of_states
 from tests.models.models import TOLERANCE, VOCAB, Rows, job, plain_loss, tiny
 from tests.models.own import Own
 from tests.ranks import run_each, run_programs

@@ -20,8 +20,8 @@ from isp.config import JobConfig
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.rng import generator_states
+from isp.loop.parallel_run import ParallelRun
 from isp.models.runtime import sharded_modules
-from isp.train.parallel_run import ParallelRun
 from tests.models.models import (
     TOLERANCE,
     Rows,

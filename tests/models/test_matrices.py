@@ -17,10 +17,10 @@ from isp.config import JobConfig
 from isp.core.mesh.layout import Matrices
 from isp.core.optim.config import OptimizerConfig, ParamGroupConfig
 from isp.core.optim.update_rules import values_of
+from isp.loop.parallel_run import ParallelRun
 from isp.models.build import trained_layouts
 from isp.models.sharding import matrices
 from isp.models.traced_model import TracedModel
-from isp.train.parallel_run import ParallelRun
 from tests.models.models import decayed, job, packed_rows, tiny, trained
 from tests.models.own import VOCAB
 from tests.ranks import run_each

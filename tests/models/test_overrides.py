@@ -17,8 +17,8 @@ from isp.config import ConfigError, JobConfig, load_config
 from isp.config.models import language_model
 from isp.models.huggingface.config_json import beyond_positions
 from isp.models.huggingface.overrides import OverrideError, overridden_config, overridden_json
-from isp.train.export import saved_model
-from isp.train.resume import check_changes
+from isp.train.state.export import saved_model
+from isp.train.state.resume import check_changes
 from model.config import ModelConfig
 from tests.models.folders import load_folder, write_folder, write_job
 from tests.toolkit import topology

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import isp
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
-from isp.train.asked import TokenScores
-from isp.train.parallel_run import ParallelRun
+from isp.loop.asked import TokenScores
+from isp.loop.parallel_run import ParallelRun
 from tests.models.models import (
     TOLERANCE,
     Rows,

@@ -17,7 +17,7 @@ import isp
 from isp.config import JobConfig
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.config import PipelineConfig, PipelineSchedule
-from isp.train.asked import TokenScores
+from isp.loop.asked import TokenScores
 from tests.models.models import (
     TOLERANCE,
     VOCAB,

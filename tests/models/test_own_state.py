@@ -20,7 +20,7 @@ from isp.checkpoint.agreement import CheckpointError
 from isp.config import JobConfig
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis, Mode
-from isp.train.parallel_run import ParallelRun
+from isp.loop.parallel_run import ParallelRun
 from tests.models.models import (
     TOLERANCE,
     Rows,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.train.asked import TokenScores
-from isp.train.parallel_run import ParallelRun
+from isp.loop.asked import TokenScores
+from isp.loop.parallel_run import ParallelRun
 from tests.models.models import (
     VOCAB,
     Rows,

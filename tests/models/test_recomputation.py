@@ -19,7 +19,7 @@ from isp.core.comm.tag import Purpose
 from isp.core.mesh import Mode
 from isp.core.weights.plan import ActKind
 from isp.core.weights.uses import sequential_actions
-from isp.train.parallel_run import ParallelRun
+from isp.loop.parallel_run import ParallelRun
 from tests.models.models import job, packed_rows, tiny
 from tests.models.own import Own, OwnBlock
 from tests.models.test_adapters import _with_lora

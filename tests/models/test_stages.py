@@ -15,9 +15,9 @@ from isp.core.attention.kinds import AttentionKind
 from isp.core.mesh import ParallelConfig, PipelineConfig
 from isp.models.huggingface.patches.known_code import local_layers
 from isp.models.traced_model import TracedModel
-from isp.train.check import Check, CheckCase
-from isp.train.check_layouts import layouts_of
-from isp.train.check_subjects import Subject
+from isp.parity.compare import Check, CheckCase
+from isp.parity.layouts import layouts_of
+from isp.parity.subjects import Subject
 from tests.models.own import VOCAB, OwnBlock
 
 transformers = pytest.importorskip("transformers")

@@ -28,9 +28,9 @@ from isp.models.huggingface.versions import (
 )
 from isp.models.testing.tiny import tiny_model
 from isp.models.traced_model import TracedModel
-from isp.train.check import Check, CheckCase
-from isp.train.check_layouts import Layout
-from isp.train.check_subjects import Subject
+from isp.parity.compare import Check, CheckCase
+from isp.parity.layouts import Layout
+from isp.parity.subjects import Subject
 from tests.models.models import instead_of, job, tiny
 
 pytest.importorskip("transformers")

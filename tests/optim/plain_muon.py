@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isp.core.optim.config import OptimizerConfig
-from isp.train.check_reference import orthogonal
+from isp.parity.reference import orthogonal
 
 __all__ = ["PlainMuon"]
 

@@ -21,8 +21,8 @@ from isp.core.optim.matrices import _homes
 from isp.core.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
 from isp.core.optim.update_rules import values_of
 from isp.core.optim.zero1 import Zero1Optimizer
-from isp.run.forked import RankError
-from isp.train.check_reference import orthogonal
+from isp.parity.forked import RankError
+from isp.parity.reference import orthogonal
 from tests.optim.places import Spec, go_backward, place
 from tests.optim.test_zero1 import STEPS, reference
 from tests.ranks import run_each

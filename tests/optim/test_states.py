@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from isp.config import load_config
-from isp.core.comm import Mesh
+from isp.core.comm import Mesh, pinned_memory
 from isp.core.mesh import Topology
 from isp.core.optim.config import GradScalerConfig, OptimizerConfig, ParamGroupConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.states import StateMemory
 from isp.core.optim.zero1 import Zero1Optimizer
-from isp.train import host_memory as train_memory
+from isp.step import host_memory as train_memory
 from tests.optim.places import Spec, loss, place
 from tests.optim.test_update_rules import plain_optimizer
 from tests.ranks import run_each

@@ -20,8 +20,8 @@ from isp.planner.fabric import HostSpec
 from isp.planner.ladder import MemoryOption, climb
 from isp.planner.lengths import Budget, Planned
 from isp.planner.memory import Memory, memory
-from isp.train import host_memory
-from isp.train.host_memory import check_host_memory
+from isp.step import host_memory
+from isp.step.host_memory import check_host_memory
 
 TEXT = """
 model:

@@ -15,7 +15,6 @@ from isp.core.attention.backend import AttentionBackend
 from isp.core.attention.mask import AttentionMask
 from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
 from isp.core.optim.config import OptimizerConfig
-from isp.data.batch import MicroBatch
 from isp.planner import rehearsal as rehearsals
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
@@ -25,7 +24,8 @@ from isp.planner.made import Made
 from isp.planner.memory import memory, moments, states
 from isp.planner.record import EventRecorder
 from isp.planner.rehearsal import records_of, rehearsal
-from isp.train.out_of_memory import memory_owners
+from isp.step.batch import MicroBatch
+from isp.train.monitor.out_of_memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.cases import plan_case
 from tests.planner.live import LiveBytes, live_bytes, tensors_here

@@ -13,7 +13,7 @@ from isp.planner import Candidate, load_fabric, search
 from isp.planner.case import PlanCase
 from isp.planner.exchange import choose_exchange
 from isp.planner.lengths import Planned
-from isp.train.balance import balance_text
+from isp.train.monitor.balance import balance_text
 
 TEXT = """
 model:

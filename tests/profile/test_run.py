@@ -12,7 +12,7 @@ from isp.config import load_config
 from isp.core.mesh import Mode
 from isp.profile import Profile
 from isp.profile.table import describe
-from isp.train.profile_run import ProfileOptions, config_for, profile_ranks
+from isp.train.profiling.profile_run import ProfileOptions, config_for, profile_ranks
 from tests.profile.test_trace import assert_nested
 from tests.ranks import run_programs
 from tests.train.jobs import run_folders, run_forked, write_job

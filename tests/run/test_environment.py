@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isp.run.environment import Environment, RankPlace, _git_commit
+from isp.train.folder.environment import Environment, RankPlace, _git_commit
 
 
 def test_environment_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

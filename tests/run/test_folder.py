@@ -10,8 +10,8 @@ import pytest
 
 from isp.config.sections import JobSection
 from isp.metrics import MetricsFile, read_metrics
-from isp.run.environment import Environment, RankPlace
-from isp.run.folder import LaunchRecord, RunFolder, earlier_runs, launch_time, run_name
+from isp.train.folder.environment import Environment, RankPlace
+from isp.train.folder.run_folder import LaunchRecord, RunFolder, earlier_runs, launch_time, run_name
 from tests.disk import no_file_larger_than
 from tests.metrics.test_record import RECORD
 

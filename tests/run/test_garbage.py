@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from isp.metrics.device import MemoryMeter
-from isp.run.forked import run_ranks
-from isp.run.garbage import collected_every
+from isp.parity.forked import run_ranks
+from isp.train.garbage import collected_every
 
 
 class Cycle:

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from isp.run.launcher import launcher, process_name
+from isp.train.state.launcher import launcher, process_name
 
 
 def test_ranks_of_one_launcher_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches two launches taken for one, and a restarted rank that does not know its launch."""
-    code = "from isp.run.launcher import launcher; print(launcher())"
+    code = "from isp.train.state.launcher import launcher; print(launcher())"
 
     def of_rank(*shell: str) -> str:
         command = [*shell, sys.executable, "-c", code]

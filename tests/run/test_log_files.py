@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isp.run.log_files import run_logging
+from isp.train.folder.log_files import run_logging
 from tests.disk import no_file_larger_than
 
 logger = logging.getLogger("isp.something")
@@ -75,7 +75,7 @@ def test_exception_is_in_the_file(path: Path, terminal: io.StringIO) -> None:
     with pytest.raises(ZeroDivisionError), run_logging(path, rank=0, terminal=terminal):
         _ = 1 // 0
     text = path.read_text()
-    assert "CRITICAL isp.run.log_files: the run ended by an exception" in text
+    assert "CRITICAL isp.train.folder.log_files: the run ended by an exception" in text
     assert "Traceback" in text
     assert "_ = 1 // 0" in text
     assert terminal.getvalue() == ""

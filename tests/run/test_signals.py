@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from isp.run.signals import StopRequest
+from isp.train.signals import StopRequest
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 
@@ -85,7 +85,7 @@ def test_repeats_and_announcements_do_not_end_the_run() -> None:
 
 
 STUCK = """
-from isp.run.signals import StopRequest
+from isp.train.signals import StopRequest
 with StopRequest(repeat_seconds=0.0) as stop:
     print("ready", flush=True)
     while not stop.received:

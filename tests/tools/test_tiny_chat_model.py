@@ -15,7 +15,7 @@ from isp.cli import main as isp
 from isp.config import load_config
 from isp.data.dataset import IGNORE_INDEX
 from isp.metrics import read_metrics
-from isp.train import main
+from isp.train.run import main
 from tests.data.chat_folder import load, write_lines
 from tests.ranks import run_programs
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.config import load_config
 from isp.metrics import read_metrics
-from isp.train import main
+from isp.train.run import main
 from tests.ranks import run_programs
 
 __all__ = ["numbers", "run_folders", "run_forked", "tensors", "write_job"]

@@ -22,16 +22,15 @@ from isp.core.mesh import Mode, ParallelConfig
 from isp.core.optim.buckets import BucketManager
 from isp.core.recompute.config import Recomputation
 from isp.core.weights.plan import PlanCursor
-from isp.models.runtime import forward_pass
-from isp.models.runtime import sharded_modules
+from isp.models.runtime import forward_pass, sharded_modules
 from isp.models.runtime.tiles import TiledModule
 from isp.models.testing import tiny
 from isp.models.testing.tiny import tiny_config
-from isp.run.forked import RankError, run_ranks
-from isp.train.check import CASES, TOLERANCE, Check
-from isp.train.check_layouts import Layout, layouts_of
-from isp.train.check_model import _subject_of, keys_from
-from isp.train.check_subjects import Subject
+from isp.parity.api import _subject_of, keys_from
+from isp.parity.compare import CASES, TOLERANCE, Check
+from isp.parity.forked import RankError, run_ranks
+from isp.parity.layouts import Layout, layouts_of
+from isp.parity.subjects import Subject
 from model.config import ModelConfig
 from tests.models.own import Own
 
@@ -157,7 +156,9 @@ def test_norms_that_are_decayed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.CohereConfig(use_qk_norm=True)
     check = Check(Subject.of_config(config), [Layout(1, 1)], cases=CASES[1:2])
     assert check.run(Layout(1, 1)).agrees
-    monkeypatch.setattr(sharded_modules, "is_decayed", lambda model, name: model.get_parameter(name).dim() > 1)
+    monkeypatch.setattr(
+        sharded_modules, "is_decayed", lambda model, name: model.get_parameter(name).dim() > 1
+    )
     (found,) = check.run(Layout(1, 1)).cases.values()
     wrong = {name.split(".")[-2] for name, away in found.weights.items() if away > TOLERANCE}
     assert wrong == {"q_norm", "k_norm"}
@@ -337,7 +338,7 @@ def test_a_small_model_has_heads_for_the_layouts_of_the_large_one(
 
 def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
     """Catches weights with which a lost gradient would not be missed."""
-    from isp.train.check_subjects import read_folder
+    from isp.parity.subjects import read_folder
 
     torch.manual_seed(0)
     check = Check(Subject.of_config(read_folder(Path(folder))), [Layout(1, 1)])

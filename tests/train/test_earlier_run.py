@@ -15,7 +15,7 @@ import pytest
 from isp.cli import main
 from isp.config import ConfigError, load_config
 from isp.metrics import read_metrics
-from isp.train import main as train
+from isp.train.run import main as train
 from tests.ranks import run_programs
 
 ARCHIVE = Path(__file__).with_name("earlier_run.tar.xz")

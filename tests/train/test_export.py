@@ -21,9 +21,9 @@ from isp.config.sections import CheckpointConfig
 from isp.core.layers.module import MasterStream
 from isp.core.mesh import Axis, Mode
 from isp.models.huggingface import weight_files as model_folder
-from isp.run.forked import RankError
-from isp.train.export import export
-from isp.train.resume import saved_values
+from isp.parity.forked import RankError
+from isp.train.state.export import export
+from isp.train.state.resume import saved_values
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.model.decoders import MADE

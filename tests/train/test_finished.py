@@ -14,14 +14,14 @@ import pytest
 from isp.cli import main
 from isp.config import load_config
 from isp.core.layers.vocab_loss import IGNORED
-from isp.data.batch import MicroBatch
 from isp.metrics import StepRecord, read_metrics
-from isp.run.folder import RunFolder
-from isp.run.forked import RankError
-from isp.train import main as train
+from isp.parity.forked import RankError
+from isp.step.batch import MicroBatch
 from isp.train.data import StepData
-from isp.train.meter import StepOutputs
-from isp.train.resume import check_start
+from isp.train.folder.run_folder import RunFolder
+from isp.train.monitor.meter import StepOutputs
+from isp.train.run import main as train
+from isp.train.state.resume import check_start
 from tests.ranks import run_programs
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 

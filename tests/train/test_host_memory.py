@@ -14,8 +14,8 @@ from isp.config import load_config
 from isp.core.comm import pinned_memory as of_the_system
 from isp.planner.case import PlanCase
 from isp.planner.memory import memory
-from isp.train import host_memory
-from isp.train.host_memory import check_host_memory, input_bytes_on_host
+from isp.step import host_memory
+from isp.step.host_memory import check_host_memory, input_bytes_on_host
 from tests.train.jobs import run_folders, run_forked, write_job
 
 OFFLOADED = ("--model.num_layers=6", "--model.checkpoint=1", "--model.checkpoint_offload=true")

@@ -25,9 +25,9 @@ from isp.config import JobConfig, load_config, to_plain, to_yaml
 from isp.config.keys import KeyTable
 from isp.core.section import KeyRole
 from isp.data.prepare import prepare
-from isp.run.folder import run_name
-from isp.train import resume
-from isp.train.resume import Start, check_changes, check_start, open_run
+from isp.train.folder.run_folder import run_name
+from isp.train.state import resume
+from isp.train.state.resume import Start, check_changes, check_start, open_run
 from tests.data.chat_folder import chat_folder
 from tests.train.jobs import run_folders, run_forked, write_job
 

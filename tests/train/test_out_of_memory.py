@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isp.core.mesh import Axis, Mode
 from isp.models.runtime.stage_module import TracedChunk
-from isp.train.out_of_memory import (
+from isp.train.monitor.out_of_memory import (
     MemoryGuard,
     OutOfMemory,
     describe_owners,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from isp.config import load_config
-from isp.train import main
+from isp.train.run import main
 from tests.ranks import run_programs
 from tests.train.jobs import numbers, run_folders, run_forked, tensors, write_job
 

@@ -32,9 +32,10 @@ from isp.config.sections import (
 from isp.core.mesh import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
 from isp.metrics import StepRecord, read_metrics
-from isp.train import main, saving
 from isp.train.data import StepData
-from isp.train.resume import check_start
+from isp.train.run import main
+from isp.train.state import saving
+from isp.train.state.resume import check_start
 from model.config import ModelConfig
 from tests.ranks import run_programs
 
@@ -344,7 +345,7 @@ def test_the_last_save_is_tried_again(config, monkeypatch, makes_room):
     def obstruct() -> None:
         obstacle.write_text("a file is in the way")
         if makes_room:
-            logging.getLogger("isp.train.saving").addHandler(_MakeRoom(obstacle))
+            logging.getLogger("isp.train.state.saving").addHandler(_MakeRoom(obstacle))
 
     checkpoint = replace(config.checkpoint, last_save_retry_seconds=1)
     one = replace(config, parallel=MTP_2, checkpoint=checkpoint)

@@ -12,8 +12,8 @@ from torch import Tensor
 import isp
 from isp.config import JobConfig
 from isp.core.mesh.config import PipelineConfig
-from isp.train.asked import TokenScores
-from isp.train.parallel_run import ParallelRun
+from isp.loop.asked import TokenScores
+from isp.loop.parallel_run import ParallelRun
 from tests.host_syncs import HostSyncs
 from tests.models.models import (
     VOCAB,

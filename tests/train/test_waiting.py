@@ -11,7 +11,7 @@ import pytest
 from isp.core.comm import Mesh, TimedTransfer
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import ParallelConfig, Topology, WeightConfig
-from isp.train.watch import describe_waits
+from isp.train.monitor.watch import describe_waits
 from tests.ranks import run_ranks
 from tests.train.jobs import run_folders, run_forked, write_job
 

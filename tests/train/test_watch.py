@@ -20,10 +20,10 @@ from isp.core.mesh import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.core.mesh.config import Mode
 from isp.metrics.phases import PhaseClock, PhaseTimes
 from isp.models.runtime.stage_module import TracedChunk
-from isp.train import main
-from isp.train.meter import StepMeter
-from isp.train.step_work import StepOutcome
-from isp.train.watch import LossWatch, SlowRankWatch
+from isp.step.step_work import StepOutcome
+from isp.train.monitor.meter import StepMeter
+from isp.train.monitor.watch import LossWatch, SlowRankWatch
+from isp.train.run import main
 from tests.ranks import run_programs
 from tests.train.jobs import run_folders, write_job
 

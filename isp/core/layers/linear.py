@@ -10,7 +10,8 @@ A linear has x, w, y going forward and dy, dx, dw going backward.
     fsp    as msp; x is gathered again in backward      as msp
     isp    w: all-gather; dw: reduce-scatter            the same
 
-The communicator (`isp.core.weights`) moves w and dw; `Moves` has the collectives of the activations.
+The communicator (`isp.core.weights`) moves w and dw; `Moves` has the collectives of the
+activations.
 
 Source: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), InternEvo (Chen et al. 2024).
 """
@@ -142,7 +143,8 @@ _DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
 WeightGradientRoute: TypeAlias = (
     "Callable[[LinearLayer, nn.Parameter, OutputGradient, Tensor], Tensor | None]"
 )
-"""Decides what becomes of the two factors of a weight gradient (`isp.core.layers.weight_gradients`).
+"""Decides what becomes of the two factors of a weight gradient
+(`isp.core.layers.weight_gradients`).
 
 Called with a layer, the parameter that it was used with (its own, or one given at the call), dy
 [N, O] and x [N, I] of N tokens -> dW = dy^T x [O, I], or None if it is taken care of.

@@ -84,7 +84,7 @@ def gradient_of(layer: LinearLayer, dy: OutputGradient, x: Tensor) -> Tensor:
 
 
 class ProductSink(GradientSink, Protocol):
-    """A sink that lets products be written into its buffers (`isp.core.optim.MainGradients` is one)."""
+    """A sink that lets products be written into its buffers, such as `MainGradients`."""
 
     def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
         """Let `write` add a gradient there; announced by `promise` as an `add` is."""

@@ -8,8 +8,8 @@ over them. [S, B, ..] stands for any number of dims before the last, the first o
 
 Between a row and the next column linear a rank has its tokens alone: what the row gives is
 reduce-scattered, added to the residual, normed and all-gathered, in one call of the workspace
-(`isp.core.megatron.workspace`), by symmetric memory where the device has it, by the channel elsewhere.
-Weights are those of the training layers, which stay as they are.
+(`isp.core.megatron.workspace`), by symmetric memory where the device has it, by the channel
+elsewhere. Weights are those of the training layers, which stay as they are.
 
 Source: Megatron-LM, core/tensor_parallel/inference_layers.
 """

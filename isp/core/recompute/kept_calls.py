@@ -47,7 +47,7 @@ class _Result(NamedTuple):
 
 
 class KeptCalls:
-    """The kept calls of one part [Note: Kept calls]; made before `isp.core.recompute.recompute` takes the part."""
+    """The kept calls of one part [Note: Kept calls]; made before `recompute` takes the part."""
 
     def __init__(self, kinds: Collection[str], known: dict[Hashable, Needs], key: Hashable) -> None:
         """`kinds`: of the calls that are kept.

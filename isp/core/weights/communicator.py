@@ -1,12 +1,12 @@
 """`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
 
-[Note: Plan and cursor] What to do where is decided by the plan (`isp.core.weights.plan`), which knows
-the order of the whole step. The layers report where they are: `unshard` around the use of a weight,
-a module hook at launch points without one. A cursor follows the plan with them, and its acts are
-executed. A use that the plan does not have (a module called once more than declared, an
+[Note: Plan and cursor] What to do where is decided by the plan (`isp.core.weights.plan`), which
+knows the order of the whole step. The layers report where they are: `unshard` around the use of a
+weight, a module hook at launch points without one. A cursor follows the plan with them, and its
+acts are executed. A use that the plan does not have (a module called once more than declared, an
 evaluation nobody announced) gathers for itself and leaves the cursor alone; a use that did not
-happen is caught up with when a later one does. Uses may be nested; what one holds is there until
-it ends, whatever the plan frees meanwhile.
+happen is caught up with when a later one does. Uses may be nested; what one holds is there until it
+ends, whatever the plan frees meanwhile.
 
 [Note: Unannounced] Nobody says when weights change if nobody calls `begin`, and not every write can
 be seen [Note: Versions]. So what is gathered ahead then lives no longer than the pass that it was

@@ -36,7 +36,7 @@ class RouterCoefficients(NamedTuple):
     z: float = 0.0
     """Of the mean square of the logits' log-sum-exp over layers and tokens."""
     bias_rate: float = 0.0
-    """How much a step moves the biases by which routers choose: see `isp.models.moe.load_balance`."""
+    """How much a step moves the biases by which routers choose: see `load_balance`."""
 
     @property
     def of_losses(self) -> bool:

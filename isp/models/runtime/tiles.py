@@ -11,8 +11,8 @@ ranks have as many tokens each, hence as many tiles. Ranks that share experts ex
 every tile, so those with fewer cut theirs smaller.
 
 [Note: Kept input] x is kept by a node of its own ahead of the module's, which itself saves nothing.
-Inside what is recomputed (`isp.core.recompute.recompute`) the recompute then ends at that node, before the module:
-its tiles are computed once forward and once in backward.
+Inside what is recomputed (`isp.core.recompute.recompute`) the recompute then ends at that node,
+before the module: its tiles are computed once forward and once in backward.
 
 Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 """

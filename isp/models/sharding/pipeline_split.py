@@ -147,8 +147,9 @@ def check_stages(
 ) -> None:
     """Raise ValueError if the stages of a model, one after the other, differ from the whole.
 
-    shape, buffers, forward: as of `isp.models.tracing.probe.check_local`. Each stage is a copy of its own,
-    in which the parameters of others are not a number: no attribute set by one is seen by another.
+    shape, buffers, forward: as of `isp.models.tracing.probe.check_local`. Each stage is a copy of
+    its own, in which the parameters of others are not a number: no attribute set by one is seen by
+    another.
     """
     kept = list(buffers)
     random = torch.Generator().manual_seed(0)

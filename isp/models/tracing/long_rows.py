@@ -1,13 +1,13 @@
 """Whether a model computes otherwise in long rows than in the short ones of the probe.
 
-[Note: Length] The probe (`isp.models.tracing.probe`) compares rows of up to 64 tokens. A model may do
-something else from some length on: scale by the logarithm of the length, work in chunks, branch. A
-forward on the meta device takes no memory, whatever the length, and shows which functions are
-called, with which numbers, and the shapes of what they give. At the length of a row, and at that
-of a rank's part, it must be the same as at 64 tokens, where sizes follow from the length: a
-polynomial p of it with integer coefficients, which are the sizes of views, concatenations and
-counts of elements, has p(n) - p(64) divisible by n - 64; a number of chunks, a remainder or a
-minimum has not.
+[Note: Length] The probe (`isp.models.tracing.probe`) compares rows of up to 64 tokens. A model may
+do something else from some length on: scale by the logarithm of the length, work in chunks, branch.
+A forward on the meta device takes no memory, whatever the length, and shows which functions are
+called, with which numbers, and the shapes of what they give. At the length of a row, and at that of
+a rank's part, it must be the same as at 64 tokens, where sizes follow from the length: a polynomial
+p of it with integer coefficients, which are the sizes of views, concatenations and counts of
+elements, has p(n) - p(64) divisible by n - 64; a number of chunks, a remainder or a minimum has
+not.
 
 Code that calls something else may still compute the same: an MLP in tiles of tokens, a table of
 angles that grows. So its results are then compared on the CPU, as by the probe, at that length, up

@@ -14,16 +14,16 @@ have the same logits, and the gradient of its logits by its own embedding must b
 Where something differs, the same is done step by step, to say what, and in which module.
 
 The model runs as in training, without dropout; as in evaluation where it draws random numbers of
-its own. What begins beyond these tokens is found in other ways (`isp.models.tracing.long_rows`). Not seen
-are: code that depends on the values of weights or tokens (random here) and mixes for a few of them
-alone; code that mixes inside of experts that isp knows, in the gradients of weights, or between the
-rows of a batch, of which there is one here; differences below 1e-5 of the largest logit, or 1e-3 of
-the largest gradient; gradients that do not come back to the embedding. `isp.check` compares whole
-steps, with the model's weights.
+its own. What begins beyond these tokens is found in other ways (`isp.models.tracing.long_rows`).
+Not seen are: code that depends on the values of weights or tokens (random here) and mixes for a few
+of them alone; code that mixes inside of experts that isp knows, in the gradients of weights, or
+between the rows of a batch, of which there is one here; differences below 1e-5 of the largest
+logit, or 1e-3 of the largest gradient; gradients that do not come back to the embedding.
+`isp.check` compares whole steps, with the model's weights.
 
 [Note: Weights without memory] Weights that are cut are read by linears and by lookups of rows alone
-(`isp.models.tracing.weight_reads`), and any other function of a token's features shows as much. So they get no
-memory, and a model of any size is run as a whole.
+(`isp.models.tracing.weight_reads`), and any other function of a token's features shows as much. So
+they get no memory, and a model of any size is run as a whole.
 
 S sequence, H heads, K KV heads, d and e sizes of heads, V vocabulary, N tokens of experts
 """

@@ -4,8 +4,8 @@ Modules whose own forward mixes tokens by code of its own get another, by their 
 
 A modeling module calls functions of its own namespace: `causal_conv1d_fn`, a scan, and a fused form
 of both, which gives None where no kernel is installed. They are wrapped there once. In a
-parallelised model's forward a wrapper calls `isp.core.mixers`; outside of one, as in every other model
-of the process, the function that it wraps.
+parallelised model's forward a wrapper calls `isp.core.mixers`; outside of one, as in every other
+model of the process, the function that it wraps.
 
 B batch, S' the tokens of this rank, T tokens, C channels, K taps, N numbers of a state
 """

@@ -1,8 +1,9 @@
 """The indexers of transformers: modules by which sparse attention chooses keys for each token.
 
 They run as they are: once on all tokens of a rank, with a cache that hands them a single key, so
-that their linears are called once, and the index keys reach us; then, by `isp.core.mixers.key_choice`, on
-tiles of tokens, with what their linears gave, and a cache that has the keys of a document.
+that their linears are called once, and the index keys reach us; then, by
+`isp.core.mixers.key_choice`, on tiles of tokens, with what their linears gave, and a cache that has
+the keys of a document.
 
 B batch, S' and T = B S' the tokens of this rank, R queries and C keys of a tile, D size of a key,
 G choices of a query, n numbers of a choice

@@ -1,11 +1,11 @@
 """Checks that the code of transformers that ISP replaces is code that ISP was compared with.
 
 [Note: Known code] ISP replaces forwards, methods and functions of transformers by name
-(`isp.models.huggingface.patches.calls`). Under the same name a release may compute something else, which ISP's own
-code would not follow. So known_code.txt has hashes of the code in the versions with which all tests
-and tools/check_architectures.py were run: 5.17.0, 5.23.0 and 5.24.0. Other code, of a version
-between them, too, is compared in a small copy of the model before a run starts; the run is refused
-if the copy gives something else or cannot be made.
+(`isp.models.huggingface.patches.calls`). Under the same name a release may compute something else,
+which ISP's own code would not follow. So known_code.txt has hashes of the code in the versions with
+which all tests and tools/check_architectures.py were run: 5.17.0, 5.23.0 and 5.24.0. Other code, of
+a version between them, too, is compared in a small copy of the model before a run starts; the run
+is refused if the copy gives something else or cannot be made.
 
 A hash is of a class or function and of all that it names in its file, such as bases and the class
 of a submodule: ISP's own code may stand for that, too. Code in other files does not count. The

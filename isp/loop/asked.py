@@ -1,0 +1,203 @@
+"""What a caller asks of each token: from arguments to `Asked`.
+
+B batch, S sequence, V vocabulary, K results of a token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.core.layers.token_results import (
+    AllLogits,
+    PickedLogits,
+    ResultRules,
+    TokenScoreRules,
+    TopLogits,
+)
+from isp.core.layers.vocab_loss import IGNORED
+from isp.loop.callers_graphs import Asked
+from isp.loop.rows import RowReader, check_tensors
+from isp.models.huggingface.interface import LogitsOf
+from isp.models.runtime.stage_module import TracedChunk
+from isp.models.traced_model import TracedModel
+
+__all__ = ["Asking", "TokenScores", "TopTokens"]
+
+
+class TokenScores(NamedTuple):
+    """What is known of each token's distribution, [B, S] each; 0 where there is no label."""
+
+    log_probs: Tensor
+    """Of the label, by the tokens before it."""
+    logsumexp: Tensor
+    entropy: Tensor | None = None
+    """In nats; None unless it is asked for."""
+
+
+class TopTokens(NamedTuple):
+    """The largest logits of each token, [B, S, k] each, in falling order."""
+
+    values: Tensor
+    indices: Tensor
+    """The tokens whose logits they are."""
+
+
+class Asking:
+    """What can be asked of a model; all raise ValueError for what does not fit."""
+
+    def __init__(self, traced: TracedModel, rows: RowReader) -> None:
+        self._traced, self._rows = traced, rows
+        self.logits_of = traced.host.logits_of(traced.model)
+
+    def check_predicts(self, name: str) -> None:
+        """Raise ValueError for `name` of a model whose logits are no tokens'."""
+        if self.logits_of is not LogitsOf.VOCABULARY:
+            raise ValueError(
+                f"run.{name} is of tokens, and {type(self._traced.model).__name__} gives logits of"
+                f" labels: make a loss of run.logits and call run.backward(loss)"
+            )
+
+    def scores(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        temperature: float,
+        entropy: bool,
+    ) -> Asked:
+        """As `ParallelRun.log_probs`."""
+        self.check_predicts("log_probs")
+        _check_temperature(temperature)
+        batch = self._rows.read_padded(input_ids, labels, position_ids, attention_mask)
+
+        rules = partial(TokenScoreRules, temperature=temperature, entropy=entropy)
+        num_labels = (batch.labels != IGNORED).sum().double()
+        length = input_ids.shape[1]
+        return Asked(
+            batch=batch,
+            width=2 + entropy,
+            find=partial(_find, rules),
+            beside=batch.labels,
+            num_labels=num_labels,
+            answer=lambda found: TokenScores(*found[:, :length].unbind(-1)),
+            ahead=1,
+        )
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        pick: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        top_k: int | None = None,
+        temperature: float = 1.0,
+    ) -> Asked:
+        """As `ParallelRun.logits`."""
+        _check_temperature(temperature)
+        size = self._traced.vocab_size
+        asked = self._asked(input_ids, position_ids, attention_mask)
+        self._check_choice(input_ids, pick, top_k)
+        width, length = size, input_ids.shape[1]
+        rules: Callable[..., ResultRules] = AllLogits
+        if pick is not None:
+            padded = pick.new_zeros(*asked.batch.tokens.shape, pick.shape[2])
+            padded[:, :length] = pick
+            asked = asked._replace(beside=padded.to(self._rows.device))
+            width, rules = pick.shape[2], PickedLogits
+        elif top_k is not None:
+            width, rules = 2 * top_k, partial(TopLogits, top=top_k)
+
+        def answer(found: Tensor) -> Any:
+            found = found[:, :length]
+            if self.logits_of is LogitsOf.ROW_LABELS:
+                found = found[torch.arange(len(found)), self._last(input_ids, attention_mask)]
+            if top_k is None:
+                return found / temperature
+            values, indices = found.split(top_k, -1)
+            return TopTokens(values / temperature, indices.detach().long())
+
+        return asked._replace(width=width, find=partial(_find, rules), answer=answer)
+
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
+    ) -> Asked:
+        """As `ParallelRun.hidden`."""
+        head, model = self._traced.trace.head, self._traced.model
+        if head is None:
+            raise ValueError(
+                f"run.hidden is what the last linear is given, and the logits of"
+                f" {type(model).__name__} are made of more: use run.logits"
+            )
+        width: Any = model.get_submodule(head).in_features
+        return self._asked(input_ids, position_ids, attention_mask)._replace(width=width)
+
+    def _asked(
+        self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
+    ) -> Asked:
+        """What the head is given, of tokens without labels."""
+        check_tensors(input_ids=input_ids)
+        nothing = torch.full_like(input_ids, IGNORED, dtype=torch.long)
+        batch = self._rows.read_padded(input_ids, nothing, position_ids, attention_mask)
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        num_labels = seen.to(self._rows.device).sum().double()
+        length = input_ids.shape[1]
+        return Asked(
+            batch=batch,
+            width=0,
+            find=_hidden,
+            beside=batch.tokens,
+            num_labels=num_labels,
+            answer=lambda found: found[:, :length],
+        )
+
+    def _check_choice(self, input_ids: Tensor, pick: Tensor | None, top_k: int | None) -> None:
+        size = self._traced.vocab_size
+        if pick is not None and top_k is not None:
+            raise ValueError("pass pick or top_k, not both")
+        if self.logits_of is LogitsOf.ROW_LABELS and (pick is not None or top_k is not None):
+            raise ValueError(
+                f"pick and top_k select tokens, but this model gives {size} logits a sequence, and"
+                f" all are returned"
+            )
+        if top_k is not None and not 1 <= top_k <= size:
+            raise ValueError(f"top_k={top_k} must be from 1 to {size}, the logits of a token")
+        if pick is None:
+            return
+        check_tensors(pick=pick)
+        if pick.dim() != 3 or pick.shape[:2] != input_ids.shape:
+            expected = f"[{', '.join(map(str, input_ids.shape))}, k]"
+            raise ValueError(f"pick must be {expected}, got {list(pick.shape)}")
+        foreign = pick[(pick < 0) | (pick >= size)]
+        if foreign.numel():
+            raise ValueError(f"pick has {foreign[0].item()}: give tokens from 0 to {size - 1}")
+
+    def _last(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """The place in each row whose logits are the row's, as transformers chooses it; [B]."""
+        padding = self._traced.host.config(self._traced.model).get("pad_token_id")
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        if padding is not None:
+            seen = input_ids != padding
+        return (torch.arange(input_ids.shape[1], device=seen.device) * seen).argmax(1)
+
+
+def _find(
+    rules: Callable[..., ResultRules], chunk: TracedChunk, output: Tensor, beside: Tensor
+) -> Tensor:
+    return chunk.results(output, beside, rules)
+
+
+def _hidden(_: TracedChunk, output: Tensor, __: Tensor) -> Tensor:
+    return output.to(torch.promote_types(output.dtype, torch.float32))
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0")

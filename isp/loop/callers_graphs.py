@@ -1,0 +1,496 @@
+"""`CallersGraphs`: forwards whose results, or losses, go into a scalar of the caller's own.
+
+B batch, S sequence, N tokens whose results this rank computes in a row, K numbers of each
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from isp.core.autograd import Function, once_differentiable, writable
+from isp.core.comm import Channel, Mesh
+from isp.core.comm.tag import Tag
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis
+from isp.core.weights.uses import Action, ActionKind
+from isp.models.runtime.stage_module import TracedChunk
+from isp.step.batch import MicroBatch
+from isp.step.step import TrainStep
+from isp.step.step_work import StepOutcome, StepWork
+
+__all__ = ["Asked", "CallersGraphs"]
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 0
+_BACKWARD = Action(ActionKind.BACKWARD, 0)
+_TAG, _METRICS = Tag(tensor="results"), Tag(tensor="metrics")
+
+
+class Asked(NamedTuple):
+    """What is asked of each token of a micro-batch."""
+
+    batch: MicroBatch
+    """Whole rows, in the caller's order, [B, S]."""
+    width: int
+    """K."""
+    find: Callable[[TracedChunk, Tensor, Tensor], Tensor]
+    """Of what the model's last chunk gave, and `beside` of the tokens: [B, N, K]."""
+    beside: Tensor
+    """Something of each token of the whole rows, [B, S, ..]."""
+    num_labels: Tensor
+    """The tokens that count as such with a label; []."""
+    answer: Callable[[Tensor], Any]
+    """What the caller gets of the results [B, S, K]."""
+    ahead: int = 0
+    """How many places on in its row a result lies: 1 where it is of the next token."""
+
+
+LossFunction = Callable[[int, Tensor], Tensor]
+"""Of the number of a micro-batch, and its results [B, S, K]: a scalar."""
+
+
+class _Places(NamedTuple):
+    """Where the caller has the results of the tokens that lie arranged for the ranks."""
+
+    places: Tensor
+    """Of each arranged token, in all rows; B S where nobody gets it."""
+    rows: int
+    tensor: Channel
+
+    def whole(self, own: Tensor) -> Tensor:
+        """Results [B, N, K] of the ranks of a sequence as the caller has them, [B, S, K]."""
+        own, total = own.detach(), self.places.numel()
+        if own.shape[1] < self.places.shape[1]:
+            own = self.tensor.all_gather(own, 1, tag=_TAG).wait()
+        whole = own.new_zeros(total + 1, own.shape[2])
+        whole.index_copy_(0, self.places.flatten(), own.flatten(0, 1))
+        return whole[:-1].view(self.rows, -1, own.shape[2])
+
+    def own(self, gradient: Tensor, num: int) -> Tensor:
+        """Of the caller's [B, S, K] those of the N = `num` that this rank computed, [B, N, K]."""
+        places, total = self.places, self.places.numel()
+        if num < places.shape[1]:
+            places = places.chunk(self.tensor.size, 1)[self.tensor.rank]
+        found = gradient.flatten(0, 1)[places.clamp(max=total - 1)]
+        return found.masked_fill_((places == total).unsqueeze(-1), 0)
+
+
+class _Work(StepWork):
+    """Micro-batches whose results somebody else makes a loss of."""
+
+    def __init__(
+        self, step: TrainStep, asked: Sequence[Asked], loss_function: LossFunction | None = None
+    ) -> None:
+        """`loss_function`: what goes backward, where gradients are on, is what it gives."""
+        nothing = torch.zeros((), dtype=torch.float64, device=asked[0].batch.tokens.device)
+        super().__init__(step, [each.batch for each in asked], nothing)
+        self._asked, self._loss_function = asked, loss_function
+        self.losses = nothing.repeat(len(asked))
+        """On the last stage, if there is a function."""
+        self.found: list[tuple[Tensor, _Places]] = []
+        """On the last stage, if there is none: of each micro-batch, [B, N, K]."""
+
+    def loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        step, asked = self.step, self._asked[micro_batch]
+        beside = self.as_labels(micro_batch, asked.beside)
+        step.hook.before_criterion()
+        found = asked.find(step.chunks[-1], output, beside)  # [B, N, K]
+        step.hook.after_criterion()
+        (order,) = step.built.sequence.arranged([_places(asked)], asked.batch.cu_seqlens)
+        places = _Places(order, len(asked.batch.tokens), step.mesh[Axis.TENSOR])
+        if self._loss_function is None:
+            self.found.append((found, places))
+            return found
+        whole = places.whole(found).requires_grad_(torch.is_grad_enabled())
+        loss = _scalar(self._loss_function(micro_batch, whole), "the loss function gave")
+        self.losses[micro_batch] = loss.detach()
+        if not torch.is_grad_enabled():
+            return loss
+        if loss.requires_grad:
+            loss.backward()
+        gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        own = places.own(gradient, found.shape[1])
+        # Not the loss, but with its gradient: the caller's graph, which it has passed, is gone.
+        return step.optimizer.scale_loss((found * own).sum(dtype=torch.float64))
+
+
+def _places(asked: Asked) -> Tensor:
+    tokens, total = asked.batch.tokens, asked.batch.tokens.numel()
+    places = torch.arange(total, device=tokens.device).view(tokens.shape) + asked.ahead
+    places[:, tokens.shape[1] - asked.ahead :] = total
+    return places
+
+
+class _Graph(NamedTuple):
+    """A forward that waits for the gradients of its results."""
+
+    number: int
+    weights: int
+    """The number of the weights that it was computed with."""
+    end: GradientEdge
+    """Of the results that this rank computed."""
+    num: int
+    """N of these."""
+    places: _Places
+    num_labels: Tensor
+
+
+class _LossGraph(NamedTuple):
+    """The forward of `run.loss`; its plan includes the backward."""
+
+    number: int
+    """As of `_Graph`."""
+    end: GradientEdge
+    """Of this rank's part of the loss, scaled."""
+    dtype: torch.dtype
+    """Of that part."""
+    work: StepWork
+    num_labels: Tensor
+    """As of `_Graph`."""
+    mean: Tensor
+    """The loss over all ranks."""
+    scale_routers: Callable[[Tensor], None]
+    """Multiplies the gradients of router losses, which do not come from the loss."""
+
+
+class _Pending(NamedTuple):
+    """The last loss of `run.loss`, while nothing else was computed after it."""
+
+    loss: weakref.ref[Tensor]
+    """What the caller has. Weak: its graph refers to the run, which refers to this."""
+    graph: _LossGraph
+
+
+class _Handed(Function):
+    """forward   results [B, S, K], or a loss [], as the caller has them; in a graph due to `door`
+    backward  their gradient to `arrived`
+
+    So the forward is kept by what the caller makes of its results, and no longer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        door: Tensor,
+        whole: Tensor,
+        graph: _Graph | _LossGraph,
+        arrived: Callable[..., None],
+    ) -> Tensor:
+        ctx.graph, ctx.arrived = graph, arrived
+        return writable(whole.view_as(whole))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.arrived(ctx.graph, gradient)
+        return None, None, None, None
+
+
+class CallersGraphs:
+    """The forwards of results, and the step that their backward passes belong to.
+
+    The caller's graph begins at all results of the rows; the model's ends at those that this rank
+    computed. So the caller's code is the same on all ranks of a sequence, and backward takes of its
+    gradients those of the rank's own tokens: equal scalars count once.
+    """
+
+    def __init__(self, step: TrainStep, mesh: Mesh) -> None:
+        self._step, self._mesh = step, mesh
+        self._forwards = self._weights = 0
+        """Forwards so far, and how often graphs were dropped since weights changed."""
+        self._arrived: list[tuple[_Graph | _LossGraph, Tensor]] | None = None
+        """What `backward` has come to; None: it does not run."""
+        self._pending: _Pending | None = None
+        self._went: set[int] = set()
+        """The numbers of graphs that went backward since the last step."""
+        self._begun = self._ended = False
+        """Whether there was a backward since the last step, and whether that was the last."""
+        self._has_told = False
+        """Whether there was a warning of a batch without labels."""
+        self._loss = self._count = torch.zeros((), dtype=torch.float64)
+
+    def results(self, asked: Asked) -> Tensor:
+        """What is asked of a batch, in the caller's order: [B, S, K]."""
+        self._pending = None
+        self._compare([asked])
+        step, work = self._step, _Work(self._step, [asked])
+        self._run(work, training=False)
+        if not step.is_last_stage:
+            wide = torch.promote_types(step.built.parameters[0].parameter.dtype, torch.float32)
+            shape = *asked.batch.tokens.shape, asked.width
+            whole = torch.zeros(shape, dtype=wide, device=asked.batch.tokens.device)
+        else:
+            ((found, places),) = work.found
+            whole = places.whole(found)
+        stages = self._mesh[Axis.PIPELINE]
+        if stages.size > 1:
+            return stages.all_reduce(whole, tag=_TAG).wait()
+        self._forwards += 1
+        if not found.requires_grad:
+            return whole
+        given = self._forwards, self._weights, get_gradient_edge(found), found.shape[1]
+        graph = _Graph(*given, places, asked.num_labels)
+        return self._handed(whole, graph)
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """As `ParallelRun.loss`; []."""
+        step, self._pending = self._step, None
+        if not torch.is_grad_enabled():
+            self.refuse("loss under torch.no_grad()")
+            found = step.evaluate([[batch]])
+            if found is None:
+                self._tell_unlabelled()
+            return torch.tensor(found or 0.0, dtype=torch.float64)
+        work = step.start([batch], more=self._begun)
+        own = step.forward(work, 0)
+        mean = own.detach() + (step.over_ranks(work.total) - own.detach())
+        routers = step.chunks[-1].routers
+        self._forwards += 1
+        graph = _LossGraph(
+            number=self._forwards,
+            end=get_gradient_edge(own),
+            dtype=own.dtype,
+            work=work,
+            num_labels=step.objective.count(batch).double(),
+            mean=mean,
+            scale_routers=(lambda _: None) if routers is None else routers.scaling(),
+        )
+        loss = self._handed(mean, graph)
+        self._pending = _Pending(weakref.ref(loss), graph)
+        return loss
+
+    def _compare(self, asked: Sequence[Asked]) -> None:
+        """Check that all ranks of this rank's sequence ask the same."""
+        assert self._step.same_rows is not None
+        batches, more = [each.batch for each in asked], [each.beside for each in asked]
+        self._step.same_rows.compare(batches, more)
+
+    def _handed(self, whole: Tensor, graph: _Graph | _LossGraph) -> Tensor:
+        door = whole.new_empty(0).requires_grad_()
+        handed: Tensor = _Handed.apply(door, whole, graph, self._arrive)
+        return handed
+
+    def step(self, loss: Tensor, lr: float) -> StepOutcome:
+        """As `ParallelRun.step` with a loss."""
+        pending = self._pending
+        if pending is None or pending.loss() is not loss:
+            raise RuntimeError(
+                "step takes the unchanged loss that the last call of loss returned, once; for"
+                " another, such as loss / n or one of other results, call run.backward(loss), then"
+                " run.step() without a loss"
+            )
+        self.refuse("step(loss)")
+        ((_, gradient),) = self._arrivals(loss)
+        self._step.gradients.expect_last()
+        self._loss_backward(pending.graph, gradient)
+        outcome = self._step.finish(pending.graph.work, lr)
+        self.drop()
+        if not outcome.valid_tokens:
+            self._tell_unlabelled()
+        return outcome
+
+    def _tell_unlabelled(self) -> None:
+        """Warn once, on rank 0, of a batch without a label."""
+        if self._mesh.rank == 0 and not self._has_told:
+            logger.warning(
+                "all labels of a batch are %s (ignore_index), on all ranks: its loss is 0, and a"
+                " step on it leaves the weights as they are (told once); labels are tokens of"
+                " input_ids, aligned with them and not shifted",
+                IGNORED,
+            )
+        self._has_told = True
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """As `ParallelRun.backward`."""
+        _scalar(loss, "run.backward takes a scalar, got")
+        self._check_open()
+        arrived = self._arrivals(loss)
+        if not arrived:
+            raise RuntimeError(
+                "the loss does not depend on a result of the run that needs backward, such as"
+                " run.log_probs returns with gradients"
+            )
+        # On all ranks in one order, which is not that of autograd. A loss of run.loss is the last.
+        graphs = sorted(arrived, key=lambda item: item[0].number)
+        value = loss.detach().double()
+        with self._all_or_none():
+            self._begin(clear=not isinstance(graphs[-1][0], _LossGraph))
+            while graphs:
+                if last and len(graphs) == 1:
+                    self._step.gradients.expect_last()
+                graph, gradient = graphs.pop()
+                if isinstance(graph, _LossGraph):
+                    self._loss_backward(graph, gradient)
+                    # A mean over data ranks already, over which `update` adds values up.
+                    value = value - gradient * graph.mean * (1 - 1 / self._mesh[Axis.DATA].size)
+                else:
+                    self._go_backward(graph, gradient)
+                self._step.hook.after_step()
+                self._went.add(graph.number)
+                self._count = self._count + graph.num_labels
+        self._loss, self._ended = self._loss + value, last
+
+    def _arrivals(self, loss: Tensor) -> list[tuple[_Graph | _LossGraph, Tensor]]:
+        """Return the results that a loss depends on, with their gradients."""
+        arrived: list[tuple[_Graph | _LossGraph, Tensor]] = []
+        self._arrived = arrived
+        try:
+            if loss.requires_grad:
+                loss.backward()
+        finally:
+            self._arrived = self._pending = None
+        return arrived
+
+    def forward_backward(
+        self, asked: Sequence[Asked], loss_function: LossFunction, *, last: bool
+    ) -> Tensor:
+        """As `ParallelRun.forward_backward`; the losses [micro-batches], float64."""
+        self._check_open()
+        self._pending = None
+        self._compare(asked)
+        work, training = _Work(self._step, asked, loss_function), torch.is_grad_enabled()
+        with self._all_or_none() if training else nullcontext():
+            if training:
+                self._begin()
+            if training and last:
+                self._step.expect_both()
+            self._run(work, training=training, last=last)
+        losses = self._mesh[Axis.PIPELINE].all_reduce(work.losses, tag=_TAG).wait()
+        if training:
+            self._loss, self._ended = self._loss + losses.sum(), last
+            self._count = self._count + torch.stack([each.num_labels for each in asked]).sum()
+        return losses
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Of what fails here an unknown part of the gradients is there: all are dropped."""
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+
+    def _run(self, work: _Work, *, training: bool, last: bool = False) -> None:
+        step = self._step
+        if torch.is_grad_enabled() and any(chunk.routers for chunk in step.chunks):
+            raise ValueError(
+                "router losses are part of run.loss only: set model.router_aux_loss_coef and"
+                " model.router_z_loss_coef to 0 for your own losses"
+            )
+        actions = step.built.order.actions(
+            self._mesh[Axis.PIPELINE].rank, len(work.tokens), training=training
+        )
+        step.hook.before_step(actions)
+        step.run(work, training=training, last=last)
+        step.hook.after_step()
+
+    def _begin(self, *, clear: bool = True) -> None:
+        """Begin a step unless it has begun; not `clear`: `loss` has cleared the gradients."""
+        if not self._begun:
+            if clear:
+                self._step.begin()
+            self._begun, self._went = True, set()
+            self._loss = self._count = torch.zeros_like(self._loss, device=self._step.device)
+
+    def _go_backward(self, graph: _Graph, gradient: Tensor) -> None:
+        step = self._step
+        own = graph.places.own(gradient, graph.num)
+        step.hook.before_step((_BACKWARD,))
+        step.hook.before_backward(_CHUNK)
+        torch.autograd.backward(graph.end, step.optimizer.scale_loss(own))
+        step.hook.after_backward(_CHUNK)
+
+    def _loss_backward(self, graph: _LossGraph, gradient: Tensor) -> None:
+        """Go backward in the plan of the loss's forward."""
+        self._step.hook.before_backward(_CHUNK)
+        graph.scale_routers(gradient)
+        torch.autograd.backward(graph.end, gradient.to(graph.dtype))
+        self._step.hook.after_backward(_CHUNK)
+
+    def grad_norm(self) -> float:
+        """As `ParallelRun.grad_norm`."""
+        if not self._begun:
+            raise RuntimeError("call run.grad_norm() between run.backward(loss) and run.step()")
+        return self._step.grad_norm()
+
+    def update(self, lr: float) -> StepOutcome:
+        """As `ParallelRun.step` without a loss."""
+        if not self._begun:
+            raise RuntimeError("call run.backward(loss) before step() without a loss")
+        totals = torch.stack((self._loss, self._count))
+        data = self._mesh[Axis.DATA]
+        self.drop()
+        outcome = self._step.update(lambda: data.all_reduce(totals, tag=_METRICS).wait(), lr)
+        if not outcome.valid_tokens:
+            self._tell_unlabelled()
+        return outcome
+
+    def drop(self) -> None:
+        """Forget all graphs and gradients; the next step begins with none."""
+        self._pending = None
+        self._begun = self._ended = False
+        self._weights += 1
+
+    def refuse(self, name: str) -> None:
+        """Raise RuntimeError where there are gradients of `backward`, which `name` would drop."""
+        if self._begun:
+            raise RuntimeError(
+                f"run.{name} comes between run.backward and the step: call run.step(), or"
+                f" run.zero_grad() to drop the gradients"
+            )
+
+    def _check_open(self) -> None:
+        if self._begun and self._step.gradients.reduced:
+            raise RuntimeError(
+                "run.backward after run.grad_norm(), which has summed the gradients over the"
+                " ranks: call run.step() first, or run.zero_grad() to drop them"
+            )
+        if self._ended:
+            raise RuntimeError("there was a backward with last=True: run.step() comes next")
+
+    def _arrive(self, graph: _Graph | _LossGraph, gradient: Tensor) -> None:
+        if isinstance(graph, _LossGraph):
+            self._check_pending(graph)
+        elif self._arrived is None:
+            raise RuntimeError(
+                "a loss of the run's results was given to loss.backward(): call run.backward(loss)"
+            )
+        elif graph.weights != self._weights or graph.number in self._went:
+            raise RuntimeError(
+                "results of the run go backward once, in one call of run.backward, and before the"
+                " step that follows them: compute them again"
+            )
+        assert self._arrived is not None
+        self._arrived.append((graph, gradient))
+
+    def _check_pending(self, graph: _LossGraph) -> None:
+        """Raise RuntimeError where no gradient would be used, or the forward is dropped."""
+        if self._arrived is None:
+            raise RuntimeError(
+                "the loss went backward outside of step: leave out loss.backward(), clipping and"
+                " an optimizer of your own, all of which run.step(loss, lr=..) does; for n"
+                " micro-batches a step, call run.backward(loss / n) for each, then run.step()"
+            )
+        if self._pending is None or self._pending.graph is not graph:
+            raise RuntimeError(
+                "a loss of run.loss goes backward once, and before the run computes anything else:"
+                " for n micro-batches a step, call run.backward(loss / n) for each before the next"
+                " one's run.loss, then run.step()"
+            )
+
+
+def _scalar(loss: Tensor, what: str) -> Tensor:
+    """The loss.  Raises ValueError if it is no scalar."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        found = f"a loss of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"{loss!r}"
+        raise ValueError(f"{what} {found}: pass one scalar, a tensor without dimensions")
+    return loss

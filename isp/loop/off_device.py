@@ -1,0 +1,89 @@
+"""`OffDevice`: memory of the device whose contents rest on the host for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from isp.core.comm import pinned_memory
+from isp.step.step import TrainStep
+
+__all__ = ["OffDevice"]
+
+
+class OffDevice:
+    """Empties the storages of a run's tensors, and fills them again.
+
+    The tensors stay, and so does every view of them: optimizer, buckets and guards keep theirs.
+    The memory on the host is kept for the next time.
+    """
+
+    def __init__(self, train_step: TrainStep, device: torch.device) -> None:
+        self._train_step, self._device = train_step, device
+        self._kept: dict[UntypedStorage, int] = {}
+        """Bytes of those that are empty, and whose contents are on the host."""
+        self._dropped: dict[UntypedStorage, int] = {}
+        """Bytes of those that are empty, and come back with zeros."""
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def away(self) -> bool:
+        """Whether the storages are empty."""
+        return bool(self._kept)
+
+    def leave(self) -> None:
+        """Weights, main gradients and optimizer states leave the device; gradients are dropped.
+
+        Raises MemoryError, before anything has left, if the host has too little.
+        """
+        step, on_cuda = self._train_step, self._device.type == "cuda"
+        step.drain()
+        if on_cuda:  # streams that gather or publish may still read what is about to go
+            torch.cuda.synchronize(self._device)
+        if (communicator := step.communicator) is not None:
+            communicator.pool.reset_lazy_pools()
+            communicator.reduce_pool.reset_lazy_pools()
+        of_states = step.optimizer.state_dict()["parameters"].values()
+        states = (tensor for state in of_states for tensor in state["tensors"].values())
+        weights = (item.parameter.detach() for item in step.built.parameters)
+        kept = self._storages((*weights, *states))
+        total = sum(storage.nbytes() for storage in kept)
+        if self._host.nbytes < total:
+            self._host = self._host.new_empty(0)  # before there is more
+            self._host = pinned_memory.zeros(total, torch.uint8, self._device)
+        for storage, place in zip(kept, self._places(kept), strict=True):
+            place.copy_(self._bytes(storage))
+        self._kept = {storage: storage.nbytes() for storage in kept}
+        dropped = self._storages(step.gradients.memory)
+        self._dropped = {storage: storage.nbytes() for storage in dropped}
+        for storage in (*kept, *dropped):
+            storage.resize_(0)
+        if on_cuda:
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """Undo `leave`."""
+        for storage, size in (self._kept | self._dropped).items():
+            storage.resize_(size)
+        for storage, place in zip(self._kept, self._places(self._kept), strict=True):
+            self._bytes(storage).copy_(place)
+        for storage in self._dropped:
+            self._bytes(storage).zero_()
+        self._kept, self._dropped = {}, {}
+
+    def _storages(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+        """Those on the device, each once."""
+        found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
+        return [storage for storage in found.values() if storage.device == self._device]
+
+    def _places(self, storages: Iterable[UntypedStorage]) -> tuple[Tensor, ...]:
+        """Where each rests on the host."""
+        sizes = [storage.nbytes() for storage in storages]
+        places: tuple[Tensor, ...] = self._host[: sum(sizes)].split(sizes)
+        return places
+
+    def _bytes(self, storage: UntypedStorage) -> Tensor:
+        empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return empty.set_(storage)

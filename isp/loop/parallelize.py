@@ -1,0 +1,226 @@
+"""`parallelize`: shard a user's model for a user's training loop."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from isp.config import JobConfig, load_config
+from isp.config.data import DataConfig
+from isp.config.models import how_computed
+from isp.core.comm import Mesh
+from isp.core.comm.cuda import compute_deterministically
+from isp.core.mesh import Topology
+from isp.core.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
+from isp.core.section import KeyRole, defaults_of, section
+from isp.loop.parallel_run import ParallelRun
+from isp.loop.parameter_guard import refuse_data_parallel, refuse_optimizers
+from isp.models.build import trained_layouts
+from isp.models.huggingface.loading import begun_by_the_model, empty_model
+from isp.models.huggingface.make import limited_model
+from isp.models.huggingface.patches.known_code import check_code
+from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.traced_model import TracedModel
+from isp.step.host_memory import check_memory_of_states
+from isp.train.run import check_param_groups, make_world
+from model.config import ModelConfig
+
+__all__ = ["ParallelRun", "loop_config", "parallelize", "parallelize_folder"]
+
+
+def parallelize(
+    model: nn.Module,
+    config: JobConfig | str | Path,
+    *,
+    optimizer: MakeOptimizer | None = None,
+) -> ParallelRun:
+    """Shard `model` over the ranks, in place; modules and parameter names do not change.
+
+    `model` is a causal language model, token classifier or sequence classifier of transformers,
+    with or without PEFT adapters, or a module of `nn.Linear`, `nn.Embedding` and norms that is
+    called with tokens and positions and calls `isp.attention`. `config` is a configuration or the
+    path of its file. Used are `parallel`, `training`, `optimizer`, `comm`, and the keys of `model`
+    that say how to compute (`checkpoint`, `checkpoint_offload`, `checkpoint_segment`,
+    `loss_chunk_tokens`, `attention_backend`, `allow_unchecked`). The ranks are those that torchrun
+    started. A model on the meta device gets the initial weights that `training.seed` determines;
+    each rank creates its shard only. Frozen weights (`requires_grad=False`) stay frozen. If all
+    are, as in a reference model, `loss` and `log_probs` have no gradients.
+
+    `optimizer` replaces the update rule of `config`. It is called with names and this rank's rows
+    of the float32 master weights (first a few times with small tensors), and returns an optimizer
+    of torch that treats each element by itself; `run.optimizer` is that optimizer. Raises
+    ValueError, before any process group starts, for a model or sizes that are not supported.
+    """
+    if not isinstance(config, JobConfig):
+        config = loop_config(config)
+    _check_parameters(model)
+    weights = begun_by_the_model(model)
+    if weights is not None:
+        weights.check()
+    return _parallelized(model, weights, config, optimizer)
+
+
+def parallelize_folder(
+    folder: str, config: JobConfig, *, trains: bool, optimizer: MakeOptimizer | None = None
+) -> ParallelRun:
+    """Shard the model in a folder of transformers; each rank reads its shards of the files only.
+
+    `trains`: false for a model whose weights are frozen. Else as `parallelize`. Raises ValueError
+    for a folder without weights in safetensors.
+    """
+    if not any(Path(folder).glob("*.safetensors*")):
+        raise ValueError(
+            f"{folder} has no *.safetensors: pass a folder that save_pretrained of transformers has"
+            f" written"
+        )
+    with limited_model(folder):
+        model, weights = empty_model(folder, getattr(torch, config.training.dtype))
+    model.requires_grad_(trains)
+    return _parallelized(model, weights, config, optimizer)
+
+
+def _parallelized(
+    model: nn.Module,
+    weights: InitialWeights | None,
+    config: JobConfig,
+    optimizer: MakeOptimizer | None,
+) -> ParallelRun:
+    """Shard `model`, whose weights are from `weights`, as `parallelize` does.
+
+    What can be refused is, before a process group starts and before the model is changed.
+    """
+    _check_config(config, model)
+    least = config.parallel.pipeline.size  # of each call of `loss`, or of `forward_backward`
+    config = replace(config, data=replace(config.data, micro_num=least))
+    check_code(model, allow_unchecked=config.model.allow_unchecked)
+    traced = TracedModel(model, gives_scores=True, weights=weights, **how_computed(config.model))
+    traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
+    world = make_world(config)
+    optimizer = _checked_optimizer(traced, config, optimizer, world.device)
+    topology = Topology.create(world.size, traced.with_head_size(config.parallel))
+    trained = sum(p.numel() for p in traced.shape.parameters() if p.requires_grad)
+    check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
+    given = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
+    backend = world.backend if dist.is_initialized() else None
+    if backend is None:
+        world.__enter__()  # until the process ends: a second model uses the same world
+    if config.training.deterministic:
+        compute_deterministically()
+    mesh = Mesh(topology, world.rank, backend=backend)
+    try:
+        run = ParallelRun(traced, config, mesh, world.device, optimizer)
+    except Exception as error:  # such as too little memory
+        if any(parameter not in given for parameter in model.parameters()):
+            _spoil(model)
+            error.add_note(
+                f"isp.parallelize had begun to shard the {type(model).__name__}, so some of its"
+                f" weights are shards now: build it again before you call isp.parallelize again"
+            )
+        raise
+    refuse_optimizers(model, given)
+    refuse_data_parallel(model)
+    return run
+
+
+def _checked_optimizer(
+    traced: TracedModel, config: JobConfig, given: MakeOptimizer | None, device: torch.device
+) -> MakeOptimizer | None:
+    """Return what makes torch's optimizer: the `given` one, or that of `config`; None: none does.
+
+    Raises ValueError for one that looks at more than single elements, and for parameter groups that
+    do not fit the model.
+    """
+    if given is None and not config.optimizer.is_torchs:
+        check_param_groups(config, traced)
+        return None
+    if given is None:
+        layouts = trained_layouts(traced)
+        given = optimizer_of(config.optimizer, {n for n, x in layouts.items() if x.decays})
+        assert given is not None
+    config.optimizer.check_torchs("isp.parallelize(.., optimizer=..)")
+    dims = {name: p.dim() for name, p in traced.shape.named_parameters() if p.requires_grad}
+    check_elementwise(given, dims, device)
+    return given
+
+
+def _spoil(model: nn.Module) -> None:
+    """Let each use of a model raise, of which some weights are shards; `parallelize` refuses it."""
+
+    def forward(*_: object, **__: object) -> None:
+        raise RuntimeError(f"isp.parallelize failed while it sharded this {type(model).__name__}")
+
+    model.forward = forward
+
+
+def loop_config(file: str | Path) -> JobConfig:
+    """Read the sections and keys of a file that `parallelize` uses.  Raises ConfigError.
+
+    Other sections and keys are not checked: they may be those of an `isp train` of another model.
+    """
+    return load_config(file, kind=_LoopConfig, unread=_UNREAD)
+
+
+_UNREAD = (
+    *("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler"),
+    *(f"training.{key}" for key in ("objective", "dpo", "distill", "steps", "max_time", "gc_freq")),
+    *(
+        f"model.{key}"
+        for key in defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE)
+        if key != "adapter"  # refused for a model without one
+    ),
+)
+"""Sections and keys of a file that the caller's loop and model replace."""
+
+
+@section("model", KeyRole.MODEL)
+class _LoopModel(ModelConfig):
+    """How to compute the caller's model."""
+
+    def _check_described(self) -> None:
+        """Check nothing: the caller's model has the sizes."""
+
+
+@section("")
+class _LoopConfig(JobConfig):
+    """A configuration for the caller's own model and data."""
+
+    model: _LoopModel = field(default_factory=_LoopModel)
+    """How to compute; its sizes are not used."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(source="the caller's own"))
+
+    def _check_run(self) -> None:
+        """Check nothing: `parallelize` checks the layout against the trace of the model."""
+
+
+def _check_config(config: JobConfig, model: nn.Module) -> None:
+    """Raise ValueError for keys that have no effect on a model and a loop of the caller's."""
+    if config.training.global_batch_size is not None:
+        raise ValueError(
+            f"training.global_batch_size={config.training.global_batch_size} has no effect in"
+            f" isp.parallelize, where the batch is what ranks pass to loss: leave the key out"
+        )
+    given = f"the {type(model).__name__} that isp.parallelize is given"
+    config.model.check_beside(given)
+    if config.model.adapter is not None and not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"model.adapter has no effect on {given}: add the adapter to the model with"
+            f" peft.get_peft_model before, and leave the key out"
+        )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Raise ValueError for a model without weights, or with others than numbers."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{name} has dtype {parameter.dtype}: isp trains floating-point weights, not"
+                f" quantised ones"
+            )
+    if not any(True for _ in model.parameters()):
+        raise ValueError(f"{type(model).__name__} has no parameters")

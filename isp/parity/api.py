@@ -1,0 +1,145 @@
+"""`isp.check`: layouts of a model that is given against the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from isp.config import ConfigError, sections_from
+from isp.core.mesh import ParallelConfig
+from isp.core.optim.config import OptimizerConfig
+from isp.core.section import KeyRole, defaults_of, section
+from isp.parity.compare import Check, Verdict
+from isp.parity.layouts import TOKENS, Layout, layouts_of, most_stages
+from isp.parity.subjects import Subject, num_blocks
+from isp.parity.table import HEAD, heading, line, summary
+from model.config import ModelConfig
+
+__all__ = ["CheckKeys", "CheckResult", "check", "keys_from"]
+
+
+@section("")
+class CheckKeys:
+    """The keys of a run that a check of a model without a configuration takes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """How it is computed."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How it is split, but for the sizes."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The update."""
+
+
+_DEFAULT = ModelConfig()
+
+_UNREAD = {
+    **defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE),
+    "attention_backend": _DEFAULT.attention_backend,
+}
+"""Keys of `model` that a check decides by itself."""
+
+
+def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None) -> CheckKeys:
+    """The keys that `overrides` of a command line change, for the model `given`, in words.
+
+    `folder`: of the model, whose config.json `model.hf_overrides` may change; None: it has none.
+    Raises ConfigError for keys that a check of it has no use for.
+    """
+    keys = sections_from(CheckKeys, overrides, {} if folder is None else {"model": {"hf": folder}})
+    for key, default in {**_UNREAD, "hf": folder}.items():
+        if getattr(keys.model, key) != default and (folder is None or key != "hf_overrides"):
+            raise ConfigError(
+                f"model.{key} is decided by the check, which computes a small model on the CPU:"
+                f" leave it out"
+            )
+    if Layout(1, 1).of(keys.parallel) != keys.parallel:
+        raise ConfigError(
+            "sizes and modes of parallel are layouts, of which several are checked:"
+            " give them by --layouts, such as --layouts 2x4,mtp2"
+        )
+    keys.model.check_beside(given)
+    return keys
+
+
+class CheckResult(NamedTuple):
+    """What `check` found; printed, it is the table of `isp check`."""
+
+    heading: str
+    verdicts: tuple[Verdict, ...]
+    """Of each layout, with the differences of each case."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all layouts compute what the model alone does."""
+        return all(verdict.agrees for verdict in self.verdicts)
+
+    def __str__(self) -> str:
+        return "\n".join([self.heading, HEAD, *map(line, self.verdicts), summary(self.verdicts)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def check(model: nn.Module, layouts: str = "all", overrides: Sequence[str] = ()) -> CheckResult:
+    """Compare layouts with the model alone, in float64 on CPU ranks of this machine.
+
+    Each layout trains one step, packed or not, recomputed or not. The loss, every gradient, the
+    updated weights and the number of gathers are compared; the model itself stays as it is.
+    `layouts` as of `isp check --layouts`: "all", or a list such as "2x2,4x1,mtp2". `overrides` are
+    those of `isp train`, such as ["--model.checkpoint=1", "--model.checkpoint_offload"].
+
+    Your own module is run as it is given, with its weights and without dropout, on sequences
+    of 48 tokens or a few more: give one with few and small layers. Of a model of transformers a
+    small one is made by its configuration; a class derived from transformers' is run as given.
+
+    Raises RuntimeError, with the table and what differs first, if a layout differs; ValueError for
+    a model that is not supported, and where torch finds a GPU (its backward starts threads, which
+    ranks that are forked lack): set CUDA_VISIBLE_DEVICES= for the process.
+    """
+    if torch.cuda.is_available():
+        raise ValueError(
+            "isp.check computes on CPU ranks that are forked, which fails beside a GPU: run it with"
+            " CUDA_VISIBLE_DEVICES= (empty) in the environment"
+        )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the ranks share the cores
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            result = _check(model, layouts, overrides)
+    finally:
+        torch.set_num_threads(threads)
+    if not result.agrees:
+        raise RuntimeError(str(result))
+    return result
+
+
+def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckResult:
+    keys = keys_from(overrides, f"the {type(model).__name__} that isp.check is given")
+    blocks = num_blocks(most_stages(layouts), keys.model)
+    subject = _subject_of(model, blocks, keys.model)
+    chosen, _ = layouts_of(layouts, subject, keys.parallel)
+    try:
+        comparison = Check(subject, chosen, parallel=keys.parallel, optimizer=keys.optimizer)
+    except (IndexError, RuntimeError) as error:  # of the model alone
+        raise ValueError(
+            f"{subject.name} alone fails on sequences of {TOKENS} tokens: {error}"
+        ) from error
+    return CheckResult(heading(comparison), tuple(comparison.run(layout) for layout in chosen))
+
+
+def _subject_of(model: nn.Module, layers: int = 2, how: ModelConfig = _DEFAULT) -> Subject:
+    if hasattr(model, "peft_config"):
+        raise ValueError("isp.check makes a small model without adapters: give it the base model")
+    if hasattr(model, "set_attn_implementation"):
+        whole: Any = model
+        small = Subject.of_config(whole.config, layers, how)
+        if isinstance(small.model, type(model)):
+            return small
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("isp.check runs a module with its weights: make it on the CPU")
+    return Subject.of_module(model, how)

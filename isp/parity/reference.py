@@ -1,0 +1,286 @@
+"""The plain model, unsharded, with each document by itself: what every layout is compared with.
+
+R rows, S sequence, V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.optim.config import MuonConfig, OptimizerConfig
+from isp.core.optim.newton_schulz import Matrix, matrices_of
+from isp.core.optim.update_rules import group_values
+from isp.models.runtime.stage_module import TracedChunk
+from isp.parity.subjects import Subject
+from isp.step.batch import MicroBatch
+
+__all__ = [
+    "GlobalBatch",
+    "Outputs",
+    "Reference",
+    "make_reference",
+    "make_rows",
+    "modules_of",
+    "orthogonal",
+]
+
+
+class GlobalBatch(NamedTuple):
+    """The global batch of a step."""
+
+    tokens: Tensor
+    """[R, S]."""
+    labels: Tensor
+    """[R, S], `IGNORED` where there is nothing to predict."""
+    lengths: tuple[tuple[int, ...], ...]
+    """Of the documents of each row, in tokens."""
+
+    def micro_batches(self, first: int, count: int, *, packed: bool) -> list[MicroBatch]:
+        """`count` rows from number `first` on; packed in two micro-batches, if there are two."""
+        if not packed:
+            part = slice(first, first + count)
+            positions = torch.arange(self.tokens.shape[1]).expand(count, -1)
+            return [MicroBatch(self.tokens[part], self.labels[part], positions, None)]
+        ends = sorted({first + count // 2, first + count} - {first})
+        return [self._packed(a, b) for a, b in zip([first, *ends], ends, strict=False)]
+
+    def _packed(self, start: int, stop: int) -> MicroBatch:
+        """Sequences joined to one, [1, n S]."""
+        lengths = [length for of_row in self.lengths[start:stop] for length in of_row]
+        return MicroBatch(
+            self.tokens[start:stop].reshape(1, -1),
+            self.labels[start:stop].reshape(1, -1),
+            torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+            F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32),
+        )
+
+
+def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool) -> GlobalBatch:
+    """Random tokens; if packed, documents of unequal lengths, of which one is a single token.
+
+    A few labels are missing, so no two ranks have as many.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, vocab_size, (rows, length), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[torch.rand(rows, length, generator=generator) < 0.1] = IGNORED
+    labels[:, -1] = IGNORED
+    lengths = []
+    for row in range(rows):
+        ends = [length]
+        if packed:
+            cuts = (torch.randperm(length - 2, generator=generator)[:2] + 2).tolist()
+            ends = sorted({1, *cuts, length} if row == 0 else {*cuts, length})
+        labels[row, [end - 1 for end in ends]] = IGNORED
+        lengths.append(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
+    return GlobalBatch(tokens, labels, tuple(lengths))
+
+
+class Reference(NamedTuple):
+    """What the plain model gives for a step."""
+
+    rows: GlobalBatch
+    loss: float
+    grad_norm: float
+    start: dict[str, Tensor]
+    """The weights before the step, by name."""
+    gradients: dict[str, Tensor]
+    """Before they are clipped."""
+    weights: dict[str, Tensor]
+    """After the step."""
+    outputs: dict[str, Tensor]
+    """[R, S, ..] of each module that gives such, in the order of the forward."""
+
+
+def make_reference(
+    subject: Subject,
+    rows: GlobalBatch,
+    optimizer: OptimizerConfig,
+    max_norm: float,
+    layouts: Mapping[str, ParameterLayout],
+) -> Reference:
+    """A step of the plain model with torch's AdamW and Muon's formula, each document of `rows` by
+    itself; `layouts`: of parameters of the whole model."""
+    plain = subject.plain()
+    parameters = dict(plain.named_parameters())  # shared ones once
+    start = {name: p.detach().clone() for name, p in parameters.items()}
+    valid = int((rows.labels != IGNORED).sum())
+    outputs = Outputs()
+    total = torch.zeros((), dtype=torch.float64)
+    with outputs.of(dict(plain.named_modules())):
+        for row, lengths in enumerate(rows.lengths):
+            end = 0
+            for length in lengths:
+                part = (slice(row, row + 1), slice(end, end + length))
+                logits = subject.logits(plain, rows.tokens[part], torch.arange(length)[None])
+                labels = rows.labels[part].flatten()
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum"
+                )
+                (loss / valid).backward()
+                total += loss.detach() / valid
+                end += length
+    # A weight that the layouts leave out must have no gradient, and one that has is compared.
+    trained = {
+        name: p
+        for name, p in parameters.items()
+        if p.requires_grad and (name in layouts or p.grad is not None)
+    }
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in trained.items()
+    }
+    return Reference(
+        rows=rows,
+        loss=total.item(),
+        grad_norm=math.sqrt(sum(g.square().sum().item() for g in gradients.values())),
+        start=start,
+        gradients=gradients,
+        weights=_updated(trained, optimizer, max_norm, layouts, _decayed(plain)),
+        outputs=outputs.as_rows(len(rows.tokens), rows.tokens.shape[1]),
+    )
+
+
+def _updated(
+    parameters: dict[str, nn.Parameter],
+    config: OptimizerConfig,
+    max_norm: float,
+    layouts: Mapping[str, ParameterLayout],
+    decayed: Collection[str],
+) -> dict[str, Tensor]:
+    """Return the weights after a step of torch's AdamW, which decays as Muon does."""
+    groups, moved = [], {}
+    for name, parameter in parameters.items():
+        known = layouts[name].matrices if name in layouts else None
+        values = group_values(name, config, decays=name in decayed, matrices=known)
+        rate = config.lr * values.lr_scale
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": values.weight_decay})
+        if values.rule == "muon" and parameter.grad is not None:
+            moved[name] = rate
+    if max_norm:
+        torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm)
+    updates = {}
+    for name, rate in moved.items():
+        parameter, matrices = parameters[name], matrices_of(name, layouts[name], config)
+        assert parameter.grad is not None
+        updates[name] = rate * _orthogonal(parameter.grad, matrices, config.muon)
+        parameter.grad.zero_()
+    betas = config.of_adamw("beta1"), config.of_adamw("beta2")
+    torch.optim.AdamW(groups, betas=betas, eps=config.of_adamw("eps")).step()
+    return {name: p.detach() - updates.get(name, 0.0) for name, p in parameters.items()}
+
+
+def _decayed(model: nn.Module) -> set[str]:
+    """Return the names of the weights that a plain loop would decay.
+
+    The check must see what a run reads wrongly, so nothing of the run's own reading is used: for
+    models of transformers, transformers' Trainer is asked. Vectors are never decayed.
+    """
+    if hasattr(model, "set_attn_implementation"):
+        from transformers.trainer import Trainer
+
+        of_trainer: Any = Trainer.get_decay_parameter_names
+        names = set(of_trainer(None, model))  # it reads nothing of `self`
+    else:
+        names = {name for name, _ in model.named_parameters() if not _is_norm_or_bias(name)}
+    of_norms = {
+        f"{prefix}.{local}"
+        for prefix, module in model.named_modules()
+        for local, _ in module.named_parameters(recurse=False)
+        if type(module).__name__.endswith("Norm")
+    }
+    return {n for n, p in model.named_parameters() if n in names - of_norms and p.dim() > 1}
+
+
+def _is_norm_or_bias(name: str) -> bool:
+    parts = name.lower().split(".")
+    words = any(word in name.lower() for word in ("bias", "layernorm", "rmsnorm"))
+    return words or any(part == "norm" or part.endswith("_norm") for part in parts)
+
+
+def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) -> Tensor:
+    """What the first step of Muon takes from a weight at a rate of 1.
+
+    Each matrix alone; `torch.optim.Muon` would round it to bfloat16.
+    """
+    found, update = torch.empty_like(gradient), (1 - keys.momentum) * gradient
+    if keys.nesterov:
+        update = keys.momentum * update + (1 - keys.momentum) * gradient
+    for matrix in matrices:
+        pairs = zip(matrix.offsets, matrix.sizes, strict=True)
+        place = tuple(slice(start, start + size) for start, size in pairs)
+        x = orthogonal(update[place].reshape(matrix.sizes[-2:]), keys)
+        found[place] = matrix.ratio(keys) * x.view(matrix.sizes)
+    return found
+
+
+def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
+    """The formula of `torch.optim.Muon` for one matrix [A, B], in its own dtype."""
+    a, b, c = keys.ns_coefficients
+    x = u / max(u.square().sum().sqrt().item(), keys.eps)
+    for _ in range(keys.ns_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def modules_of(chunks: Iterable[TracedChunk]) -> dict[str, nn.Module]:
+    """All modules of the chunks' parts, by their names in the model."""
+    return {
+        f"{name}.{below}" if below else name: module
+        for chunk in chunks
+        for name, part in chunk.parts().items()
+        for below, module in part.named_modules()
+    }
+
+
+class Outputs:
+    """The outputs of modules, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Tensor]] = {}
+
+    @contextmanager
+    def of(self, modules: dict[str, nn.Module]) -> Iterator[None]:
+        """Note those of `modules` that are called in this context."""
+        hooks = [m.register_forward_hook(self._noting(name)) for name, m in modules.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def take(self) -> dict[str, list[Tensor]]:
+        """What was noted since the last call, by module."""
+        found, self._found = self._found, {}
+        return found
+
+    def as_rows(self, rows: int, length: int) -> dict[str, Tensor]:
+        """The outputs of documents [1, n, ..] as [R, S, ..], where all tokens came by once."""
+        joined = {}
+        for name, parts in self.take().items():
+            alike = {part.shape[:1] + part.shape[2:] for part in parts} == {
+                (1, *parts[0].shape[2:])
+            }
+            if alike and sum(part.shape[1] for part in parts) == rows * length:
+                joined[name] = torch.cat(parts, 1).view(rows, length, *parts[0].shape[2:])
+        return joined
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.dim() >= 3:
+                self._found.setdefault(name, []).append(
+                    first.detach().clone()
+                )  # logits are overwritten
+
+        return note

@@ -1,0 +1,1 @@
+"""One training step: micro-batches in, updated weights and figures out."""

@@ -1,0 +1,301 @@
+"""The folder of a run, `outputs/<job>/<time>/`, and everything in it.
+
+    config.yaml      the whole configuration       (config.1.yaml: that before the run was resumed)
+    env.json         software and machines         (env.1.json)
+    launch.json      the launch that started the run last, and the step at which the run finished
+    metrics.jsonl    a line a step: see `isp.metrics`
+    logs/            rank_0.log ... (elsewhere with `job.log_folder`)
+    checkpoint/      see `isp.checkpoint`
+    evaluation/      what `isp evaluate` finds out about its newest checkpoint
+
+Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes, but
+for each rank's own log.
+
+[Note: Order of runs] The name of a run is its start in UTC, marked by `Z`; earlier versions of ISP
+wrote local time, without it. No name decides which run is the newest: a clock may be set back, or
+differ between machines. `launch.json` decides. It keeps the time of the last launch, which is made
+greater than that of each earlier launch of the job, so a launch on a slow clock is still the
+newest. It is a time and not a number of its own because runs of earlier versions have it, too, and
+because a run that has lost its file can be placed among the others by its name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from isp.config.sections import CHECKPOINT_FOLDER, ENVIRONMENT_FILE, JobSection
+from isp.utils.files import (
+    check_written_on,
+    new_file,
+    read_limited,
+    write_durably,
+    write_whole,
+    written_whole,
+)
+
+__all__ = [
+    "LaunchRecord",
+    "RunFolder",
+    "check_can_create",
+    "earlier_runs",
+    "explained",
+    "launch_time",
+    "make_unique",
+    "run_name",
+    "try_writing",
+]
+
+logger = logging.getLogger(__name__)
+
+_TIME = "%Y-%m-%d_%H-%M-%S"
+_NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(Z?)(?:_(\d+))?")
+_PROBE_BYTES = 2**16
+
+
+def run_name() -> str:
+    """Return the name of a run that starts now, in UTC, such as `2026-11-21_03-06-12Z`."""
+    return datetime.fromtimestamp(time.time(), UTC).strftime(f"{_TIME}Z")
+
+
+def earlier_runs(job: JobSection) -> list[RunFolder]:
+    """Return the runs of `job`, the one that was launched last first [Note: Order of runs]."""
+    return [run for *_, run in sorted(_launches(job), key=lambda found: found[:2], reverse=True)]
+
+
+def launch_time(job: JobSection) -> float:
+    """Return the time of a launch of `job` now; greater than that of each earlier launch."""
+    newest = max((at for at, *_ in _launches(job)), default=0.0)
+    return max(time.time(), math.nextafter(newest, math.inf))
+
+
+def _launches(job: JobSection) -> Iterator[tuple[float, int, RunFolder]]:
+    """Yield the time of the last launch, the number in the name, and the folder of each run."""
+    folder = Path(job.dump_folder) / job.name
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if not match or not path.is_dir() or path.is_symlink():
+            continue
+        run = RunFolder(path)
+        launch = run.launch()
+        at = _named_time(match) if launch is None else launch.at
+        if at is not None:
+            yield at, int(match[3] or 1), run
+
+
+def _named_time(match: re.Match[str]) -> float | None:
+    """Return the time in a run's name, in seconds since 1970; None if there is no such time."""
+    try:
+        named = datetime.strptime(match[1], _TIME)
+        return (named.replace(tzinfo=UTC) if match[2] else named).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+class LaunchRecord(NamedTuple):
+    """The launch that started a run last: the content of its `launch.json`."""
+
+    id: str
+    """torchrun's name of the launch."""
+    at: float
+    """Its time from `launch_time`, in seconds since 1970."""
+    finished_step: int | None = None
+    """The step at which the run finished, all files written; None if it has not finished."""
+    launcher: str = ""
+    """The process of torchrun that started rank 0, from `state.launcher`; "" if unknown."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of the run at `path`, which rank 0 makes by `create` or `reopen`."""
+
+    path: Path
+    logs: Path | None = None
+    """Where this machine's ranks log, if not in it."""
+
+    @classmethod
+    def create(cls, job: JobSection, name: str) -> RunFolder:
+        """The folder of a new run of `job`, called `name`, or `name_2` ... if that is taken.
+
+        On rank 0, which sends its `path` to others. Raises ValueError if it cannot be written to.
+        """
+        folder = Path(job.dump_folder) / job.name
+        assert _NAME.fullmatch(name)
+        with explained(f"job.dump_folder={job.dump_folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            run = cls(make_unique(folder.absolute(), name))
+            try:
+                run._prepare()
+            except OSError:
+                shutil.rmtree(run.path, ignore_errors=True)
+                raise
+        return run
+
+    @classmethod
+    def reopen(cls, path: str | Path) -> RunFolder:
+        """The folder of a run that is to be resumed, on rank 0.
+
+        Raises ValueError if there is none, or it cannot be written to.
+        """
+        run = cls(Path(path).absolute())
+        if not run.path.is_dir():
+            raise ValueError(f"{run.path}: no such run to resume")
+        with explained(f"job.dump_folder={run.path.parent.parent}"):
+            run.check_written_on()
+            run._prepare()
+        return run
+
+    @classmethod
+    def join(cls, path: str | Path, log_folder: str | None = None) -> RunFolder:
+        """The folder that rank 0 has made, on any rank; made for its log on a separate disk."""
+        run = cls(Path(path))
+        key = f"job.dump_folder={run.path.parent.parent}"
+        if log_folder is not None:
+            key = f"job.log_folder={log_folder}"
+            run = cls(run.path, Path(log_folder).absolute() / run.path.parent.name / run.path.name)
+        with explained(key):
+            run.log_folder.mkdir(parents=True, exist_ok=True)
+        return run
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def environment_file(self) -> Path:
+        return self.path / ENVIRONMENT_FILE
+
+    @property
+    def launch_file(self) -> Path:
+        return self.path / "launch.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log_folder(self) -> Path:
+        return self.logs or self.path / "logs"
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.path / CHECKPOINT_FOLDER
+
+    def log_file(self, rank: int) -> Path:
+        return self.log_folder / f"rank_{rank}.log"
+
+    def describe(self, config: str, environment: str) -> None:
+        """Write configuration and environment; others, from before resuming, stay beside them."""
+        _replace(self.config_file, config)
+        _replace(self.environment_file, environment)
+
+    def launch(self) -> LaunchRecord | None:
+        """Return the launch that started the run last; None if its file is missing or cut off."""
+        try:
+            launch = LaunchRecord(**json.loads(read_limited(self.launch_file)))
+            has_time = math.isfinite(launch.at)
+        except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+            return None
+        return launch if has_time and isinstance(launch.finished_step, int | None) else None
+
+    def write_launch(self, launch: LaunchRecord) -> None:
+        """Write the launch that starts the run now, in place of the one before."""
+        with explained(f"job.dump_folder={self.path.parent.parent}"):
+            write_whole(self.launch_file, json.dumps(launch._asdict()), durable=True)
+
+    def write_finished(self, step: int | None) -> None:
+        """Write that the run finished at `step`, or with None that it has not.
+
+        Raises ValueError if its folder was removed.
+        """
+        launch = self.launch()
+        if launch is None:
+            raise ValueError(f"{self.launch_file} was removed or changed during the run")
+        self.write_launch(launch._replace(finished_step=step))
+
+    def check_written_on(self) -> None:
+        """Raise OSError for a link or a pipe in the place of a file that a resumed run extends."""
+        for path in (self.metrics_file, *self.log_folder.glob("rank_*.log")):
+            check_written_on(path)
+
+    def _prepare(self) -> None:
+        """Make the subfolders and the link, and try whether files can be written."""
+        self.log_folder.mkdir(exist_ok=True)
+        self.checkpoint_folder.mkdir(exist_ok=True)
+        try_writing(self.path)
+        _link_latest(self.path)
+
+
+def make_unique(folder: Path, name: str) -> Path:
+    """Make `name` in `folder`, or the first of `name_2`, `name_3` ... that does not exist."""
+    for number in itertools.count(1):
+        path = folder / (name if number == 1 else f"{name}_{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable")
+
+
+def _link_latest(path: Path) -> None:
+    """Let `latest` lead to `path`: the old link is there until the new one is."""
+    link, new = path.parent / "latest", path.parent / f".latest_{path.name}"
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name, target_is_directory=True)
+        os.replace(new, link)
+    except OSError as error:  # no links on this file system, or a folder of that name
+        new.unlink(missing_ok=True)
+        logger.warning("cannot link %s to this run: %s", link, error.strerror)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `text` to `path` in one piece; what it said before goes to a numbered neighbour."""
+    if path.is_file() and read_limited(path).decode(errors="replace") == text:
+        return
+
+    def write(new: Path) -> None:
+        write_durably(new, text.encode())
+        if os.path.lexists(path):
+            numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
+            os.replace(path, next(old for old in numbered if not os.path.lexists(old)))
+
+    written_whole(path, write)
+
+
+def check_can_create(job: JobSection) -> None:
+    """Raise what `RunFolder.create` would for a folder that cannot be written to; makes nothing."""
+    folder = Path(job.dump_folder).absolute() / job.name
+    with explained(f"job.dump_folder={job.dump_folder}"):
+        try_writing(next(path for path in (folder, *folder.parents) if path.exists()))
+
+
+def try_writing(folder: Path) -> None:
+    """Write a file to `folder` and remove it.  Raises OSError if that fails."""
+    with new_file(folder, "probe") as probe:
+        write_durably(probe, bytes(_PROBE_BYTES))
+
+
+@contextmanager
+def explained(setting: str) -> Iterator[None]:
+    """Turn what the system says about a file into what the user can do about `setting`."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{setting}: cannot write to {error.filename or 'it'} ({error.strerror}): name a"
+            f" writable folder with room for checkpoints"
+        ) from error

@@ -1,0 +1,54 @@
+"""How evenly a plan spreads attention over context ranks, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from isp.config import JobConfig
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.mesh.sequence_split import ContextPlan
+from isp.step.batch import MicroBatch
+
+__all__ = ["ContextBalance", "balance_text"]
+
+
+def balance_text(config: JobConfig) -> str:
+    """The imbalance of the row that `config` asks for, its documents as long as samples."""
+    ranks = config.topology(config.parallel.least_ranks).context
+    if ranks == 1:
+        return ""
+    data, windows = config.data, config.language_model.attention_windows
+    lengths = (data.seq_len,) * (data.micro_bsz if data.pack else 1)
+    plan = ContextPlan.of(lengths, ranks, windows) if windows else ContextPlan.of(lengths, ranks)
+    return (
+        f"the busiest of {ranks} context ranks attends to {plan.imbalance:.1%} more than the mean,"
+        f" in a row of {len(lengths)} x {data.seq_len:,} tokens"
+    )
+
+
+class ContextBalance:
+    """The imbalance of the rows that this rank's sequence group has attended to."""
+
+    def __init__(self, ranks: SequenceRanks) -> None:
+        self._ranks = ranks
+        self._rows = 0
+        self._sum = self._worst = 0.0
+
+    def count(self, batches: Iterable[MicroBatch]) -> None:
+        """Add the rows of a step; their plans are at hand."""
+        for batch in batches:
+            lengths = self._ranks.lengths(batch.tokens, batch.cu_seqlens)
+            imbalance = self._ranks.plan(lengths).imbalance
+            self._rows += 1
+            self._sum += imbalance
+            self._worst = max(self._worst, imbalance)
+
+    def __str__(self) -> str:
+        """What was found; empty without context ranks."""
+        if not self._rows:
+            return ""
+        return (
+            f"the busiest of {self._ranks.context.size} context ranks attends to"
+            f" {self._sum / self._rows:.1%} more than the mean, at worst {self._worst:.1%}, in"
+            f" {self._rows:,} row{'s' if self._rows > 1 else ''}"
+        )

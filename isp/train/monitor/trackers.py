@@ -1,0 +1,38 @@
+"""The experiment trackers of a run, and what they are told of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isp.config import JobConfig, to_plain
+from isp.metrics import TrackedRun, Trackers
+from isp.train.folder.run_folder import RunFolder
+from isp.utils.json_file import read_json
+
+__all__ = ["run_trackers"]
+
+_ENVIRONMENT = ("python", "torch", "cuda", "git_commit", "world_size", "hostnames", "devices")
+
+
+def run_trackers(config: JobConfig, folder: RunFolder, *, last_step: int) -> Trackers:
+    """Open the trackers of `config` for the run in `folder`, which resumes after `last_step`.
+
+    They get the configuration, the layout and the versions. A resumed run continues in them: their
+    ids are next to its checkpoints.
+    """
+    environment = read_json(folder.environment_file)
+    facts = {key: environment[key] for key in _ENVIRONMENT}
+    layout = config.topology(facts["world_size"]).sizes()
+    run = TrackedRun(
+        project=config.metrics.project or config.job.name,
+        name=folder.path.name,
+        folder=folder.path,
+        config={
+            **to_plain(config, redact=True),
+            "layout": layout,
+            "environment": {"isp": environment["packages"].get("isp"), **facts},
+        },
+        last_step=last_step,
+    )
+    ids = Path(config.checkpoint.folder or folder.checkpoint_folder)
+    return Trackers(config.metrics.trackers, run, ids=ids)

@@ -1,0 +1,287 @@
+"""The course of a run: what its ranks agree on, its pace, and what looks wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+from pydantic import TypeAdapter
+
+from isp.checkpoint import Checkpointer, CheckpointError
+from isp.checkpoint.agreement import exchange
+from isp.config import JobConfig
+from isp.core.comm import Channel, Mesh, TimedTransfer
+from isp.core.comm.tag import Tag
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis, Topology
+from isp.core.mesh.phase import Phase
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.metrics.phases import PhaseTimes, training_seconds
+from isp.profile.collectives import align
+from isp.profile.recorder import RankRecord
+from isp.step.step_work import StepOutcome
+
+__all__ = [
+    "LossWatch",
+    "Pace",
+    "SlowRankWatch",
+    "StepFacts",
+    "agree",
+    "any_asked",
+    "check_skips",
+    "describe_skip",
+    "describe_waits",
+]
+
+_METRICS = Tag(tensor="metrics")
+_PACE_STEPS = 100
+"""The last steps, whose mean stands for those to come."""
+_WINDOW = 100
+"""Losses that a new one is compared with."""
+_ENOUGH = 20
+"""Fewer losses say nothing."""
+_SIGMA = 1.4826
+"""Standard deviations in a median absolute deviation, for normal numbers."""
+_LEAST_SPREAD = 0.01
+"""A deviation is taken as at least this part of the median: losses may be almost equal."""
+
+
+class StepFacts(NamedTuple):
+    """The same on all ranks."""
+
+    asked: bool
+    """Whether any rank was asked to stop."""
+    late: bool
+    """Whether any rank has no time for another step."""
+    flops: float
+    """Of the global batch."""
+    tokens: int
+    """Of the global batch, without padding."""
+    own_seconds: list[float]
+    """By rank: what the step took without waiting for others."""
+
+
+def agree(
+    host: Channel, *, asked: bool, late: bool, flops: float, tokens: int, own_seconds: float
+) -> StepFacts:
+    """Return the facts of all ranks of `host`, from each rank's own: `flops`, `tokens` summed."""
+    facts = torch.zeros(4 + host.size, dtype=torch.float64)
+    facts[:4] = torch.tensor([asked, late, flops, tokens], dtype=torch.float64)
+    facts[4 + host.rank] = own_seconds
+    host.all_reduce_(facts, tag=_METRICS).wait()
+    num_asked, num_late, all_flops, all_tokens, *by_rank = facts.tolist()
+    return StepFacts(num_asked > 0, num_late > 0, all_flops, int(all_tokens), by_rank)
+
+
+def any_asked(host: Channel, asked: bool) -> bool:
+    """Whether any rank of `host` was asked to stop."""
+    return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", tag=_METRICS).wait())
+
+
+class Pace:
+    """Learns from the phases of each step how long steps, evaluations and saves take.
+
+    The first step counts only until there is another: it also loads kernels and fills pools.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._total = config.training.steps
+        self._eval_freq = config.validation.freq
+        self._save_interval = config.checkpoint.interval
+        self._steps: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._first = True
+        self._evaluation = 0.0
+        self._save = 0.0
+        self._last_save = 0.0
+
+    def count(self, times: PhaseTimes, *, write_seconds: float = 0.0) -> None:
+        """A step has been done; `times` since the last one was.
+
+        `write_seconds` is what it takes to write a checkpoint: the last one is waited for.
+        """
+        if len(self._steps) == 1 and self._first:
+            self._steps.clear()
+            self._first = False
+        self._steps.append(training_seconds(times))
+        # Those of the step before; the longest, because a limit of time must not be passed.
+        self._evaluation = max(self._evaluation, times[Phase.EVALUATION])
+        self._save = max(self._save, times[Phase.CHECKPOINT])
+        self._last_save = max(self._last_save, self._save, write_seconds)
+
+    def seconds_left(self, step: int) -> float | None:
+        """The time the run takes from the end of `step`; None before that is known, and after.
+
+        Evaluations and saves count once one has been measured.
+        """
+        if self._first or step >= self._total:
+            return None
+        mean = sum(self._steps) / len(self._steps)
+        evaluations = self._times_left(step, self._eval_freq) if self._eval_freq else 0
+        saves = self._times_left(step, self._save_interval) if self._save_interval else 1
+        before_last = (saves - 1) * self._save + evaluations * self._evaluation
+        return (self._total - step) * mean + before_last + self._last_save
+
+    def seconds_to_stop(self) -> float:
+        """The time of one more step, and then of the run's end."""
+        longest = max(self._steps, default=0.0)
+        return longest + self._evaluation + self._last_save
+
+    def _times_left(self, step: int, every: int) -> int:
+        """The number of times after `step` for something done every so often, and at the end."""
+        return -(-self._total // every) - step // every
+
+
+def describe_skip(optimizer: Zero1Optimizer, outcome: StepOutcome, *, step: int) -> str:
+    """A line about step number `step`, which the optimizer has just skipped."""
+    count = optimizer.num_skipped
+    why = f"the gradient norm is {outcome.grad_norm}"
+    if not outcome.valid_tokens:
+        why = f"no token of its batch has a label other than {IGNORED} (ignore_index)"
+    text = (
+        f"step {step}: {why}, so the weights were left as they are"
+        f" ({count} {'step was' if count == 1 else 'steps were'} skipped so far)"
+    )
+    scaler = optimizer.scaler
+    return text if scaler is None else f"{text}; the next loss scale is {scaler.scale:.8g}"
+
+
+def check_skips(
+    optimizer: Zero1Optimizer, limit: int, *, step: int, checkpointer: Checkpointer
+) -> None:
+    """Raise ValueError if the last `limit` steps, `step` among them, were skipped; 0: never.
+
+    A collective over the world then: a save in flight is waited for, so that it can be named.
+    Skips that only lower the loss scale are not counted, see `Zero1Optimizer.skipped_in_a_row`.
+    """
+    skipped = optimizer.skipped_in_a_row
+    if not limit or skipped < limit:
+        return
+    with suppress(CheckpointError):  # logged when it happened; older checkpoints are there
+        checkpointer.wait()
+    folder = checkpointer.folder
+    before = [saved for saved in folder.steps() if saved <= step - skipped]
+    way_out = "there is no checkpoint from before them: begin anew with"
+    if before:
+        way_out = (
+            f"the last checkpoint from before them is {folder.published(before[0])}: resume from"
+            f" there (checkpoint.load_step={before[0]}) with"
+        )
+    raise ValueError(
+        f"step {step}: the gradients of {skipped} consecutive steps were not finite, which is the"
+        f" limit optimizer.max_skipped_steps={limit}; {way_out} a smaller optimizer.lr, a longer"
+        f" warm-up or other data"
+    )
+
+
+class LossWatch:
+    """Warns of a loss more than `deviations` above the median of the steps before; 0: never.
+
+    A deviation is the median absolute one, in units of a standard deviation: both are hardly moved
+    by the spikes themselves. A spike that lasts is reported once.
+    """
+
+    def __init__(self, deviations: float) -> None:
+        self._deviations = deviations
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._high = False
+
+    def look(self, step: int, loss: float) -> str | None:
+        """A line about the loss of `step`, if it begins a spike."""
+        if not self._deviations or not math.isfinite(loss):
+            return None
+        line, high = None, False
+        if len(self._losses) >= _ENOUGH:
+            middle = median(self._losses)
+            spread = _SIGMA * median(abs(other - middle) for other in self._losses)
+            spread = max(spread, _LEAST_SPREAD * abs(middle))
+            away = (loss - middle) / spread if spread else 0.0
+            high = away > self._deviations
+            if high and not self._high:
+                line = (
+                    f"step {step}: the loss {loss:.4f} is {loss - middle:.4f} above {middle:.4f},"
+                    f" the median of the {len(self._losses)} steps before: {away:.1f} deviations"
+                    f" (reported from metrics.loss_spike_deviations={self._deviations:g} on)"
+                )
+        self._high = high
+        self._losses.append(loss)
+        return line
+
+
+class SlowRankWatch:
+    """Warns of a rank whose own time is `factor` times that of the others; a factor of 0: never.
+
+    Its own time is that of a step without waiting for other ranks; the others are the ranks of its
+    pipeline stage, and their median counts. It has to be so for `steps` in a row, and is reported
+    once as long as it lasts. Stages are not compared, as their work differs: a slow stage
+    of one rank is not found.
+    """
+
+    def __init__(
+        self, topology: Topology, hostnames: Sequence[str], *, factor: float, steps: int
+    ) -> None:
+        self._stages = [ranks for ranks in topology.groups(Axis.STAGE) if len(ranks) > 1]
+        self._hostnames = hostnames
+        self._factor = factor
+        self._slow: list[deque[tuple[float, float]]] = [deque(maxlen=steps) for _ in hostnames]
+        """Own time and that of the others in each rank's last slow steps, all in a row."""
+        self._reported: set[int] = set()
+
+    def look(self, step: int, own_seconds: Sequence[float]) -> list[str]:
+        """A line for each rank that is found slow at `step`; its own time by rank."""
+        if not self._factor:
+            return []
+        lines = []
+        for ranks in self._stages:
+            ordered = sorted((own_seconds[rank], rank) for rank in ranks)
+            for place, (own, rank) in enumerate(ordered):
+                others = _median_without(ordered, place)
+                if own <= self._factor * others:
+                    self._slow[rank].clear()
+                    self._reported.discard(rank)
+                    continue
+                self._slow[rank].append((own, others))
+                if len(self._slow[rank]) == self._slow[rank].maxlen and rank not in self._reported:
+                    self._reported.add(rank)
+                    lines.append(self._describe(step, rank))
+        return lines
+
+    def _describe(self, step: int, rank: int) -> str:
+        slow = self._slow[rank]
+        own, others = (fmean(column) for column in zip(*slow, strict=True))
+        return (
+            f"step {step}: rank {rank} on {self._hostnames[rank]} is slow: for {len(slow)} steps it"
+            f" was at work {own * 1e3:.0f} ms a step, the others of its stage {others * 1e3:.0f} ms"
+            f" (reported from metrics.slow_rank_factor={self._factor:g} on)"
+        )
+
+
+def _median_without(ordered: Sequence[tuple[float, int]], place: int) -> float:
+    """The median of `ordered` values but the one at `place`."""
+    last = len(ordered) - 2
+    low, high = last // 2, (last + 1) // 2
+    return (ordered[low + (low >= place)][0] + ordered[high + (high >= place)][0]) / 2
+
+
+def describe_waits(mesh: Mesh, transfers: Sequence[TimedTransfer]) -> str | None:
+    """A clause about each rank's `transfers` of one step; None if nothing was waited for.
+
+    A collective of ranks on one machine, whose clocks are one.
+    """
+    json = TypeAdapter(RankRecord)
+    own = RankRecord(begins=(0.0,), transfers=tuple(transfers), channels=mesh.members)
+    texts = exchange(mesh.host, json.dump_json(own).decode())
+    ranks = align([json.validate_json(text) for text in texts])
+    collectives = [collective for rank in ranks for collective in rank.collectives]
+    exposed = sum(collective.exposed_ms for collective in collectives)
+    if not exposed:
+        return None
+    others = sum(collective.others_ms for collective in collectives)
+    return (
+        f"{others / exposed:.0%} of the exposed time of the last step was ranks waiting for each"
+        f" other"
+    )

@@ -1,0 +1,150 @@
+"""A few steps under a recorder: for `isp profile`, and for single steps of any run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from isp.checkpoint.agreement import attempt_first, exchange
+from isp.config import JobConfig
+from isp.core.comm import Mesh
+from isp.core.mesh import Mode
+from isp.core.optim.update_rules import learning_rate
+from isp.metrics.device import reset_peak_memory
+from isp.profile import Profile
+from isp.profile.collectives import clock_lead
+from isp.step.step import make_train_step
+from isp.train.data import StepData, open_for_rank
+from isp.train.folder.run_folder import explained, make_unique, run_name
+from isp.train.garbage import collected_every
+from isp.train.profiling.recording import (
+    Measured,
+    record_of,
+    recorder_for,
+    torch_profiler,
+    write_profile,
+)
+from isp.train.run import make_world
+
+__all__ = ["ProfileOptions", "config_for", "profile_ranks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Options of `isp profile`."""
+
+    modes: tuple[Mode, ...] = tuple(Mode)
+    warmup_steps: int = 2
+    steps: int = 5
+    """Measured steps."""
+    with_torch: bool = True
+    """Also take one more step under torch.profiler, for the trace."""
+    command: str = ""
+    """The command line that asked for it, as one types it."""
+
+
+def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
+    """`config` in another mode, with the tensor size it has.
+
+    In isp the weight size is the configured one, or, if that is 1, all ranks of a pipeline stage.
+    Raises ValueError if the sizes do not fit.
+    """
+    parallel = config.parallel
+    weight = parallel.weight
+    if mode.gathers_weights and weight.size == 1:
+        weight = replace(weight, size=max(1, world_size // parallel.pipeline.size))
+    tensor = replace(parallel.tensor, mode=mode)
+    changed = replace(config, parallel=replace(parallel, tensor=tensor, weight=weight))
+    changed.topology(world_size)
+    return changed.for_ranks(world_size)
+
+
+def _make_folder(config: JobConfig) -> Path:
+    """A new folder `outputs/<job>/profile/<time>`.  Raises ValueError if it cannot be made."""
+    folder = Path(config.job.dump_folder) / config.job.name / "profile"
+    with explained(f"job.dump_folder={config.job.dump_folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        return make_unique(folder.absolute(), run_name())
+
+
+def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, Path] | None:
+    """Profile every mode on this rank of the world that torchrun has set (or alone).
+
+    Gives the profile and its folder on rank 0, None elsewhere. Raises ValueError (or OSError),
+    before any process group starts, for what the user can put right.
+    """
+    world = make_world(config)
+    configs = [config_for(config, mode, world.size) for mode in options.modes]
+    topologies = [c.topology(world.size) for c in configs]
+    datasets = [open_for_rank(c, t, world.rank) for c, t in zip(configs, topologies, strict=True)]
+    found, folder = [], None
+    with world, collected_every(1) as give_memory_back:
+        for c, topology, read in zip(configs, topologies, datasets, strict=True):
+            mesh = Mesh(topology, world.rank)
+            folder = folder or Path(
+                attempt_first(mesh.host, "making a folder", lambda: str(_make_folder(config)))
+            )
+            with StepData(c, read, mesh, world.device) as data:
+                found.append(_profile_mode(c, options, mesh, world.device, data, folder))
+            give_memory_back(1)
+        if world.rank != 0 or folder is None:
+            return None
+        profile = write_profile(
+            folder,
+            config,
+            found,
+            world.device,
+            warmup_steps=options.warmup_steps,
+            command=options.command,
+        )
+        return profile, folder
+
+
+def _profile_mode(
+    config: JobConfig,
+    options: ProfileOptions,
+    mesh: Mesh,
+    device: torch.device,
+    data: StepData,
+    folder: Path,
+) -> Measured:
+    """Warm up, measure and trace."""
+    torch.manual_seed(config.training.seed)
+    reset_peak_memory(device)
+    step = make_train_step(config, mesh, device)
+    lead = clock_lead(mesh.host)
+    losses: list[float] = []
+
+    def take(number: int) -> None:
+        lr = learning_rate(
+            number,
+            peak=config.optimizer.lr,
+            total_steps=config.training.steps,
+            config=config.lr_scheduler,
+        )
+        losses.append(step(data.training(number), lr).loss)
+
+    last = options.warmup_steps + options.steps
+    watched = max(0, options.warmup_steps - 1)  # its end launches the first measured gathers
+    for number in range(watched):
+        take(number)
+    with recorder_for(step, device) as recorder:
+        for number in range(watched, last):
+            recorder.begin_step()
+            take(number)
+        recorder.begin_step()
+        if options.with_torch:
+            with torch_profiler(folder, step):
+                recorder.begin_step()
+                take(last)
+                recorder.begin_step()
+        step.drain()
+    return Measured(
+        config=config,
+        records=exchange(mesh.host, record_of(recorder, mesh, lead)),
+        losses=losses[options.warmup_steps : last],
+        first=options.warmup_steps - watched,
+        traced=last - watched + 1 if options.with_torch else None,
+    )

@@ -1,0 +1,193 @@
+"""What ranks record of profiled steps, and the profile that rank 0 makes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter
+from torch import nn
+
+from isp.config import JobConfig, to_yaml
+from isp.core.comm import Mesh
+from isp.core.mesh import Mode
+from isp.metrics import device_name, shared_cores
+from isp.models.sharding.prefetch_schedule import schedule_text
+from isp.profile import ModeProfile, Profile, RankProfile
+from isp.profile.collectives import align
+from isp.profile.recorder import RankRecord, Recorder
+from isp.profile.totals import mean_totals, timeline, totals
+from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
+from isp.profile.waits import worst_waits
+from isp.step.step import TrainStep
+from isp.utils.files import write_whole, written_whole
+
+__all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_profile"]
+
+
+def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
+    """A recorder of what `step` does, on its log."""
+    parts: dict[str, nn.Module] = {}
+    sites: list[tuple[str, nn.Module]] = []
+    for chunk in step.chunks:
+        parts.update(chunk.parts())
+        for place in (place for block in chunk.weight_blocks() for place in block.uses):
+            module = place.layer if place.at is None else place.at
+            assert isinstance(module, nn.Module)
+            sites.append((place.use.name, module))
+    return Recorder(step.mesh.log, device, parts, sites)
+
+
+@contextmanager
+def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
+    """Within it torch.profiler watches; afterwards `folder` has what it saw, till `write_profile`.
+
+    [Note: Nothing under way] A transfer of gloo's ends its entry in the profile from a thread of
+    its own, as it arrives, and by then that memory must not be gone. So what `step` has set off for
+    a next one is waited for first, and set off anew afterwards.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr that it starts
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
+        yield
+        step.drain()
+    step.weights_changed()
+    path = _torch_trace(folder, step.mesh.topology.mode, step.mesh.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written_whole(path, lambda new: seen.export_chrome_trace(str(new)))
+
+
+def _torch_trace(folder: Path, mode: Mode, rank: int) -> Path:
+    return folder / "torch" / f"{mode}_{rank}.json"
+
+
+def record_of(recorder: Recorder, mesh: Mesh, lead: float) -> str:
+    """This rank's record as JSON, to be sent to others; `lead` as by `clock_lead`."""
+    record = replace(
+        recorder.record(),
+        channels=mesh.members,
+        clock_lead=lead,
+        unix_zero=time.time() - time.perf_counter(),
+    )
+    return TypeAdapter(RankRecord).dump_json(record).decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Steps in one mode, as rank 0 has them."""
+
+    config: JobConfig
+    records: Sequence[str]
+    """Of all ranks, by `record_of`."""
+    losses: Sequence[float]
+    """Of each measured step."""
+    first: int
+    """The recorded step that is the first measured one."""
+    traced: int | None
+    """The recorded step that torch.profiler saw, if any."""
+
+
+def write_profile(
+    folder: Path,
+    config: JobConfig,
+    modes: Sequence[Measured],
+    device: torch.device,
+    *,
+    warmup_steps: int,
+    command: str = "",
+) -> Profile:
+    """Write `profile.json` and `trace.json.gz` to `folder`: of `config` in each of `modes`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found, trace = [], []
+    for number, mode in enumerate(modes):
+        one, events = _mode_profile(mode, folder, number=number)
+        found.append(one)
+        trace += events
+    world_size = len(modes[0].records)
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+    profile = Profile(
+        created=datetime.now().isoformat(timespec="seconds"),
+        torch=torch.__version__,
+        device=device_name(device),
+        shared_cores=shared_cores(device, ranks_here),
+        world_size=world_size,
+        warmup_steps=warmup_steps,
+        num_steps=len(modes[0].losses),
+        config=to_yaml(config, redact=True),
+        modes=tuple(found),
+        command=command,
+    )
+    write_whole(folder / "profile.json", profile.to_json())
+    write_trace(folder / "trace.json.gz", trace)
+    shutil.rmtree(folder / "torch", ignore_errors=True)
+    return profile
+
+
+def _mode_profile(
+    measured: Measured, folder: Path, *, number: int
+) -> tuple[ModeProfile, list[Event]]:
+    """The profile of a mode, and the trace of one of its steps.
+
+    `number` sets it apart from other modes whose events go to the same trace.
+    """
+    config, losses = measured.config, measured.losses
+    records = [TypeAdapter(RankRecord).validate_json(text) for text in measured.records]
+    times = align(records)
+    steps = [measured.first + number for number in range(len(losses))]
+    by_rank = [[totals(own, step) for step in steps] for own in times]
+    means = [mean_totals([of_rank[i] for of_rank in by_rank]) for i in range(len(steps))]
+    median = statistics.median(mean.step_ms for mean in means)
+    typical = min(range(len(means)), key=lambda i: abs(means[i].step_ms - median))
+    zero = times[0].begins[steps[typical]]
+    topology = config.topology(len(records))
+    profile = ModeProfile(
+        mode=topology.mode,
+        tensor=config.parallel.tensor.size,
+        weight=config.parallel.weight.size if topology.mode.gathers_weights else 1,
+        data=topology.world_size // config.parallel.tensor.size // config.parallel.pipeline.size,
+        pipeline=config.parallel.pipeline.size,
+        topology=topology.describe(),
+        losses=tuple(loss if math.isfinite(loss) else None for loss in losses),
+        summary=means[typical],
+        ranks=tuple(
+            RankProfile(
+                rank=rank,
+                totals=tuple(by_rank[rank]),
+                timeline=timeline(own, steps[typical], number=typical, zero=zero),
+                peak_memory_gib=records[rank].peak_memory_gib,
+            )
+            for rank, own in enumerate(times)
+        ),
+        waits=worst_waits(times, steps, config.parallel),
+        plan_grid=schedule_text(
+            config.language_model, config.parallel, config.data.num_micro_batches
+        )
+        if topology.mode.gathers_weights
+        else None,
+    )
+    step = steps[typical] if measured.traced is None else measured.traced
+    lanes = [timeline(own, step, number=step, zero=times[0].begins[step]) for own in times]
+    first = number * len(records)
+    events = chrome_trace(lanes, title=topology.mode, first_process=first)
+    for rank, record in enumerate(records if measured.traced is not None else ()):
+        # Rank 0's time 0 of this step, by the Unix time of that rank's own clock.
+        begin = records[0].begins[step] - records[0].clock_lead + record.clock_lead
+        events += torch_events(
+            json.loads(_torch_trace(folder, topology.mode, rank).read_bytes()),
+            process=first + rank,
+            title=f"{topology.mode} rank {rank}",
+            zero_seconds=record.unix_zero + begin,
+        )
+    return profile, events

@@ -1,0 +1,1 @@
+"""The state of a run between processes: resuming, saving, exporting."""

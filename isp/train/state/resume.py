@@ -1,0 +1,491 @@
+"""The run that a process resumes: one that was stopped, or that torchrun has started again.
+
+[Note: Finished runs] A run has finished when its `launch.json` says so, which is written last,
+after the checkpoint, the metrics and the evaluation of the last step. Until then the same command
+resumes it, even with no step left, and completes what is missing. A finished run is resumed only
+where its newest good checkpoint is short of `training.steps` and of the same model and data.
+
+[Note: Restarts] Ranks that torchrun starts again stay in their run, whatever the configuration
+says, whether it has a checkpoint yet or has finished: otherwise a rank that dies while the others
+end would have everything trained once more. `launch.json` names the process of torchrun that
+started rank 0, which is the same after a restart. torchrun's count of restarts is not: on several
+machines it counts only failures of its own ranks, so it is 0 for rank 0 if another machine's rank
+died. The count decides where the process is unknown or rank 0 has moved to another machine.
+
+A launch by the user is another launch, and a finished run is not trained again by it. With `isp
+train --nproc` a run counts as finished only if its ranks also ended well: then a loop that repeats
+the command until it succeeds loads the last checkpoint and ends.
+
+[Note: Starts] Starts of one job wait for each other until each has its folder and the lock on its
+checkpoints. A start is refused if the run that it would resume, or a newer one without a checkpoint
+yet, is at work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from isp.checkpoint.choice import CheckpointInfo, candidates_in, newest_at, preview
+from isp.checkpoint.folder import (
+    CheckpointFolder,
+    check_unlocked,
+    describe_contents,
+    folder_lock,
+)
+from isp.checkpoint.manifest import Damaged
+from isp.checkpoint.plain import Plain
+from isp.checkpoint.remote import RemoteCheckpoints
+from isp.checkpoint.state import check_shapes
+from isp.config import JobConfig, to_plain
+from isp.config.keys import KeyTable
+from isp.config.sections import CheckpointConfig, JobSection
+from isp.core.mesh import Topology
+from isp.core.section import KeyRole
+from isp.data.sources import takes_bos
+from isp.data.stream import is_place
+from isp.models.build import parameter_shapes
+from isp.train.folder.run_folder import (
+    LaunchRecord,
+    RunFolder,
+    check_can_create,
+    earlier_runs,
+    explained,
+    launch_time,
+    run_name,
+    try_writing,
+)
+from isp.train.state.launcher import (
+    launch_id,
+    launcher,
+    on_one_machine,
+    process_name,
+    was_restarted,
+)
+from isp.utils.safe_text import first_line, redacted_values
+
+__all__ = [
+    "STREAM",
+    "Start",
+    "check_changes",
+    "check_start",
+    "open_run",
+    "reopen_finished",
+    "resumed",
+    "saved_config",
+    "saved_sequences",
+    "saved_values",
+    "stream_place",
+]
+
+_CONFIG = "config"
+_SHARES = (".weight", ".name")
+"""Ends of the keys of a mixture that do not change the order in which a source is read."""
+_SEQUENCES = "sequences_per_step"
+STREAM = "stream"
+"""Key of a checkpoint's shared values: where its next step begins in a stream of data."""
+
+
+class Start(NamedTuple):
+    """The run's folders, and how it begins."""
+
+    folder: RunFolder
+    checkpoints: Path
+    """The folder that it saves to."""
+    resumes: bool
+    """Whether there may be checkpoints in it to resume from."""
+    launched_at: float
+    """Time of the launch, from `launch_time`; the same after a restart of its ranks."""
+    note: str
+    """Warnings: why the run before is not resumed, and copies in a store that are passed over."""
+    copied: int | None
+    """Step of the checkpoint that `checkpoint.upload_to` gave, if it gave one."""
+
+
+class _Place(NamedTuple):
+    """A run's place as found; nothing has been made for it yet."""
+
+    run: RunFolder | None
+    """None if a new one is to be made."""
+    checkpoints: Path | None
+    """None if they go to a new run's own folder."""
+    launched_at: float | None
+    """Time of the launch, if these ranks have been started again; else None."""
+    note: str = ""
+    """See `Start`."""
+    copied: int | None = None
+    """See `Start`."""
+
+
+def check_start(config: JobConfig, topology: Topology) -> None:
+    """Raise what `open_run` would, as far as that is known without making anything.
+
+    To be called before the ranks start.
+    """
+    with _claimed(config, topology, makes=False) as place:
+        if place.run is None:
+            check_can_create(config.job)
+        else:
+            place.run.check_written_on()
+
+
+def resumed(config: JobConfig) -> CheckpointInfo | None:
+    """The checkpoint that `config` would resume from, whatever the layout; None: a new run begins.
+
+    Nothing is made. Raises ValueError or OSError as `open_run` does, as far as it is known.
+    """
+    return _own_checkpoint(config, _find(config, None))
+
+
+@contextmanager
+def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
+    """Make or reopen the folder of the run, and keep other runs out of its checkpoints meanwhile.
+
+    To be called on one rank. Raises ValueError or OSError, in words for people, if a folder cannot
+    be written to, another run is at work there, or what is to be gone on from is not there, not
+    good, or of a run with another model or other data.
+    """
+    with ExitStack() as held:
+        with _starting(config.job):
+            place = held.enter_context(_claimed(config, topology, makes=True))
+            if place.run is None:
+                folder = RunFolder.create(config.job, run_name())
+            else:
+                folder = RunFolder.reopen(place.run.path)
+            checkpoints, resumes = place.checkpoints, place.checkpoints is not None
+            if checkpoints is None:
+                checkpoints = folder.checkpoint_folder
+                held.enter_context(_held(checkpoints))
+            launched_at = place.launched_at
+            if launched_at is None:
+                launched_at = launch_time(config.job)
+                record = LaunchRecord(launch_id(), launched_at, launcher=launcher())
+                folder.write_launch(record)
+        yield Start(folder, checkpoints, resumes, launched_at, place.note, place.copied)
+
+
+def reopen_finished(job: JobSection) -> None:
+    """Have the newest run count as not finished, if ranks of this process have finished it.
+
+    To be called by a launcher one of whose ranks failed: the same command then resumes the run,
+    finds no step left, and ends it.
+    """
+    for run in earlier_runs(job)[:1]:
+        launch, own = run.launch(), process_name(os.getpid())
+        if launch is not None and launch.finished_step is not None and own == launch.launcher != "":
+            run.write_finished(None)
+
+
+@contextmanager
+def _starting(job: JobSection) -> Iterator[None]:
+    """Make the folder of the job, and let other starts of it wait until this is left."""
+    folder = Path(job.dump_folder) / job.name
+    with ExitStack() as held:
+        with explained(f"job.dump_folder={job.dump_folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            # Not the name of a checkpoint folder's lock: checkpoint.folder may be this folder.
+            other = "another start of this job, which may be copying from checkpoint.upload_to"
+            held.enter_context(folder_lock(folder, ".start.lock", waits_for=other))
+        yield
+
+
+@contextmanager
+def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[_Place]:
+    """The place of the run, locked if it exists or is to be made, and looked at for faults."""
+    place = _find(config, topology)
+    with ExitStack() as held:
+        if place.checkpoints is not None and (makes or place.checkpoints.exists()):
+            held.enter_context(_held(place.checkpoints))
+            if makes:
+                copied, faults = _fill(place.checkpoints, config.checkpoint)
+                note = "\n".join(filter(None, [place.note, *faults]))
+                place = place._replace(copied=copied, note=note)
+        _check(config, topology, place)
+        yield place
+
+
+def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[str]]:
+    """Copy the checkpoint to resume from out of the store, if `folder` is empty.
+
+    Returns its step, and a warning for each newer one that is passed over.
+    """
+    url, there = checkpoint.upload_to, CheckpointFolder(folder)
+    load_step = checkpoint.load_step
+    if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
+        return None, []
+    way_on = "checkpoint.auto_resume=false begins a new run"
+    if load_step is not None:
+        way_on = f"name another step than checkpoint.load_step={load_step}, or leave the key out"
+    try:
+        copied, faults = RemoteCheckpoints(url).fill(there, load_step)
+    except Damaged as error:
+        raise ValueError(f"checkpoint.upload_to={url}: {error}; {way_on}") from error
+    except Exception as error:  # of any file system and its network
+        why = first_line(error)
+        raise ValueError(
+            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {way_on}"
+        ) from error
+    if copied is None and load_step is not None:
+        raise ValueError(
+            f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
+            " such a checkpoint"
+        )
+    return copied, [f"passed over in {url}: {fault}" for fault in faults]
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Make `folder` of checkpoints if it is not there, and keep other runs out of it.
+
+    Raises ValueError if it cannot be written to, or another run is at work there.
+    """
+    with ExitStack() as held:
+        with explained(f"checkpoint.folder={folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(folder))
+            try_writing(folder)
+        yield
+
+
+def _find(config: JobConfig, topology: Topology | None) -> _Place:
+    folder = config.checkpoint.folder
+    given = None
+    if folder is not None:
+        _check_folder(Path(folder))
+        given = Path(folder).resolve()  # a job's `latest` will soon be this run
+    interrupted = _interrupted(config)
+    if interrupted is not None:
+        run, launched_at = interrupted
+        return _Place(run, given or run.checkpoint_folder, launched_at)
+    earlier, note = _to_resume(config, topology)
+    if earlier is not None:
+        return _Place(earlier, earlier.checkpoint_folder, None)
+    return _Place(None, given, None, note)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ValueError unless checkpoints can be saved to `folder`, or are in it already."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    checkpoints = CheckpointFolder(folder)
+    contents = describe_contents(there)
+    ours = bool(checkpoints.steps() or checkpoints.leftovers())
+    empty = contents == "is empty"
+    if not there.is_dir() or (there == folder and not (ours or empty)):
+        raise ValueError(
+            f"checkpoint.folder={folder}: {there} {contents}: name a folder of checkpoints, an"
+            f" empty one, or a new one; use checkpoint.initial_load_path for the weights to start"
+            f" from"
+        )
+
+
+def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
+    """Raise ValueError or OSError if the run cannot, or must not, begin as it would."""
+    own, checkpoint = _own_checkpoint(config, place), config.checkpoint
+    if own is not None:
+        _check_length(own, config)
+        check_changes(own, config, topology)
+        stream_place(own, config)
+        _check_model(own, config)
+    elif checkpoint.initial_load_path is not None:
+        try:
+            initial = newest_at(Path(checkpoint.initial_load_path))
+        except ValueError as error:
+            raise ValueError(f"checkpoint.initial_load_path: {error}") from None
+        if not checkpoint.initial_load_model_only:
+            _check_length(initial, config)
+            check_changes(initial, config, topology)
+            stream_place(initial, config)
+        _check_model(initial, config)
+
+
+def _check_model(info: CheckpointInfo, config: JobConfig) -> None:
+    model = config.language_model
+    check_shapes(info, parameter_shapes(model), model.earlier_names)
+
+
+def _check_length(info: CheckpointInfo, config: JobConfig) -> None:
+    """Raise ValueError for a checkpoint beyond the last step of the run."""
+    if info.step > config.training.steps:
+        raise ValueError(
+            f"{info.path} is beyond training.steps={config.training.steps}: use at least"
+            f" {info.step} steps to resume from it; for a new run use another job.name (or"
+            f" checkpoint.folder), or checkpoint.auto_resume=false"
+        )
+
+
+def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
+    """The checkpoint that the run would resume from, if there is one."""
+    if place.checkpoints is None:
+        return None
+    folder = CheckpointFolder(place.checkpoints)
+    if config.checkpoint.upload_to is not None and not folder.steps():
+        return None  # to be copied, see `_fill`
+    found = candidates_in(folder, config.checkpoint.load_step, launch=place.launched_at)
+    asked = config.checkpoint.auto_resume or config.checkpoint.load_step is not None
+    if found.paths and not asked and place.run is None:
+        raise ValueError(
+            f"checkpoint.auto_resume=false, but checkpoint.folder={place.checkpoints} has"
+            f" checkpoints, up to step {folder.steps()[0]}: name another folder, or leave out"
+            " auto_resume to resume from them"
+        )
+    return preview(found)
+
+
+def _interrupted(config: JobConfig) -> tuple[RunFolder, float] | None:
+    """Return the run of these ranks, if torchrun has started them again, and its launch time."""
+    own = launcher()
+    for number, run in enumerate(earlier_runs(config.job)):
+        launch = run.launch()
+        if launch is None or launch.id != launch_id():
+            continue
+        # Launches may share a name ("none"), so the count is taken to mean the newest run only. One
+        # process may launch several times: on one machine the count tells a restart from that.
+        is_same = own and launch.launcher == own and (was_restarted() or not on_one_machine())
+        if is_same or (was_restarted() and number == 0):
+            return run, launch.at
+    return None
+
+
+def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder | None, str]:
+    """The newest run of the job that has a checkpoint, and if it is not to be resumed, why."""
+    load_step = config.checkpoint.load_step
+    if config.checkpoint.folder is not None or not _goes_on(config):
+        return None, ""
+    for run in earlier_runs(config.job):
+        launch = run.launch()
+        finished_step = None if launch is None or load_step is not None else launch.finished_step
+        if finished_step is not None:
+            note = _why_not_resumed(run, finished_step, config, topology)
+            return (None if note else run), note
+        if CheckpointFolder(run.checkpoint_folder).steps():
+            return run, ""
+        check_unlocked(run.checkpoint_folder)  # a run that has just begun is not to be run twice
+    if load_step is not None:
+        raise ValueError(
+            f"checkpoint.load_step={load_step}: no run of job.name={config.job.name} under"
+            f" job.dump_folder={config.job.dump_folder} has a checkpoint"
+        )
+    return None, ""
+
+
+def _why_not_resumed(
+    run: RunFolder, finished_step: int, config: JobConfig, topology: Topology | None
+) -> str:
+    """Reason not to resume `run`, which has finished; "" if it is to be resumed."""
+    own = preview(candidates_in(CheckpointFolder(run.checkpoint_folder)))
+    over = f"not resumed: {run.path} finished at step {finished_step}"
+    if own is None or own.step >= config.training.steps:
+        return (
+            f"{over}; this is a new run (more training.steps resume the finished one, another"
+            " job.name keeps runs apart)"
+        )
+    refused, _ = _compare(own, config, topology)
+    if not refused or config.checkpoint.allow_changes:
+        return ""
+    return (
+        f"{over}, with another model or other data ({'; '.join(refused)}); this is a new run"
+        " (another job.name keeps runs apart)"
+    )
+
+
+def _goes_on(config: JobConfig) -> bool:
+    checkpoint = config.checkpoint
+    asked = checkpoint.load_step is not None or checkpoint.folder is not None
+    return checkpoint.auto_resume or asked
+
+
+def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:
+    """The plain values of the configuration in a checkpoint; None if it does not say."""
+    found = info.manifest.shared.get(_CONFIG)
+    return KeyTable.of(JobConfig).upgraded(found) if isinstance(found, dict) else None
+
+
+def saved_sequences(info: CheckpointInfo) -> int | None:
+    """Sequences of a step, over all ranks, of the run that saved a checkpoint."""
+    return info.manifest.shared.get(_SEQUENCES)
+
+
+def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
+    """The values a checkpoint keeps, plain, to be compared when a run is resumed."""
+    return {_CONFIG: to_plain(config, redact=True), _SEQUENCES: config.sequences(topology)}
+
+
+def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -> list[str]:
+    """The differences from the run that saved a checkpoint, a line each, in words.
+
+    Raises ValueError for what makes another model or another order of the data, unless
+    `checkpoint.allow_changes` says that it may.
+    """
+    refused, lines = _compare(info, config, topology)
+    if refused and not config.checkpoint.allow_changes:
+        listed = "".join(f"\n  {line}" for line in refused)
+        raise ValueError(
+            f"{info.path} is of a run with another model, or other data:{listed}\n"
+            "for a run of its own use another job.name (or checkpoint.folder) or"
+            f" checkpoint.auto_resume=false, and checkpoint.initial_load_path={info.path} to begin"
+            " from these weights; to resume with the changes, checkpoint.allow_changes=true"
+        )
+    return [*refused, *lines]
+
+
+def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
+    """Return the place of a checkpoint in the stream of `config`; None without `data.streaming`.
+
+    None, too, if it has none, which raises ValueError unless `data.streaming_restart` is set.
+    """
+    if not config.data.streaming or info.step == 0:
+        return None
+    place, parts = info.manifest.shared.get(STREAM), len(config.data.parts)
+    places = [place] if parts == 1 else place
+    has_form = isinstance(places, list) and len(places) == parts and all(map(is_place, places))
+    why = "" if has_form else "it was saved without one"
+    # A place is a count of files and documents in the order of the seed: elsewhere it is any place.
+    # A URL with another signature names the same data.
+    saved = redacted_values(saved_config(info) or {})
+    keys = KeyTable.of(JobConfig)
+    for key, there, here in keys.differences(saved, to_plain(config, redact=True)):
+        is_source = key.startswith("data.source") and not key.endswith(_SHARES)
+        if key in ("data.text_key", "training.seed") or is_source:
+            why = why or f"{key}: {there} there, {here} now"
+    if why and not config.data.streaming_restart:
+        raise ValueError(
+            f"{info.path} has no place in the stream of data.source ({why}): to read the source"
+            " again from its beginning, data.streaming_restart=true"
+        )
+    return None if why else place
+
+
+def _compare(
+    info: CheckpointInfo, config: JobConfig, topology: Topology | None
+) -> tuple[list[str], list[str]]:
+    """The differences of `check_changes`: those that are refused, and the others.
+
+    Without a topology, which is still to be chosen, ranks and sequences are not compared.
+    """
+    saved = saved_config(info)
+    if saved is None:
+        return [], ["it does not say its configuration, so nothing was compared"]
+    lines: list[str] = []
+    refused: list[str] = []
+    keys = KeyTable.of(JobConfig)
+    # A URL with another signature names the same data; older checkpoints have the whole one.
+    here_now = to_plain(config, redact=True)
+    for key, there, here in keys.differences(redacted_values(saved), here_now):
+        if key == "data.add_bos" and not takes_bos(config.data):
+            continue  # the same tokens either way
+        line = f"{key}: {there} there, {here} now"
+        # Another value makes another model or other data; what is no key of ours may, too.
+        role = keys.role(tuple(key.split(".")))
+        makes_another = role in (KeyRole.MODEL, KeyRole.DATA, None)
+        (refused if makes_another else lines).append(line)
+    if topology is None:
+        return refused, lines
+    there, here = saved_sequences(info), config.sequences(topology)
+    if there != here:
+        refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
+    if (there := info.manifest.topology.world_size) != topology.world_size:
+        lines.append(f"ranks: {there} there, {topology.world_size} now")
+    return refused, lines
