@@ -33,8 +33,8 @@ VERSIONS
         failed=1
         tail -n 3 "$environment/errors.txt"
     }
-    "$python" -m pytest -q -n 0 --no-header -rf tests/integrations tests/models/test_adapters.py \
-        tests/models/test_versions.py tests/data/test_tables.py tests/data/test_stream.py |
+    "$python" -m pytest -q -n 0 --no-header -rf tests/integrations tests/models/huggingface/test_adapters.py \
+        tests/models/huggingface/test_versions.py tests/data/test_tables.py tests/data/test_stream.py |
         grep -E "^(FAILED|ERROR)|passed|failed" || failed=1
     exit "$failed"
 } | tee tools/newest.txt

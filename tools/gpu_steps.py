@@ -65,7 +65,7 @@ PYTEST = (
     " --continue-on-collection-errors --timeout 60 -o faulthandler_timeout=45"
 )
 COLLECTED = "{python} -m pytest -q --collect-only -p no:cacheprovider"
-KERNELS = ("tests/attention/", "tests/mixers/")
+KERNELS = ("tests/core/attention/", "tests/core/mixers/")
 """Tests of kernels: many, whose references are computed on the host."""
 WITHOUT_NCCL, WITH_NCCL = "-m 'gpu and not nccl'", "-m 'gpu and nccl'"
 HF = "{python} tools/bench_mfu.py --json {json}"

@@ -20,7 +20,7 @@ from isp.core.optim.config import OptimizerConfig
 from isp.step.batch import MicroBatch
 from model.config import ModelConfig
 from model.decoder import Decoder
-from tests.optim.plain_muon import PlainMuon
+from tests.core.optim.plain_muon import PlainMuon
 
 __all__ = ["PlainDecoder", "document_bounds", "plain_adamw", "train_plainly"]
 

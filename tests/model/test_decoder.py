@@ -66,7 +66,7 @@ def _far(found: Tensor, expected: Tensor) -> float:
 
 
 def test_compiled_functions_compute_the_same() -> None:
-    """Catches a gradient that is lost; the kernels are checked in tests/layers/test_compiled.py."""
+    """Catches a gradient that is lost; the kernels are checked in core/layers/test_compiled.py."""
     tokens, found = torch.arange(2 * S).view(2, S) % 50, []
     with torch.compiler.set_stance("force_eager"):
         for compiled in (False, True):

@@ -286,7 +286,7 @@ def test_a_contestant_of_mfu_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
 def test_each_test_that_needs_a_gpu_is_in_one_step():
     """Catches a file of tests that no step runs, or two do."""
     gpu, kernel, nccl = (gpu_steps.tests_of(kind) for kind in ("gpu", "kernel", "nccl"))
-    assert "tests/attention/test_local.py" in kernel
+    assert "tests/core/attention/test_local.py" in kernel
     assert not {*gpu} & {*kernel}
     marked = subprocess.run(
         ["grep", "-rl", "--include=test_*.py", "mark[.]gpu", "tests"],

@@ -11,7 +11,7 @@ from isp.core.comm import Mesh
 from isp.core.mesh import Mode
 from isp.step.step import TrainStep
 from model.config import ModelConfig
-from tests.layers.megatron import Made
+from tests.core.megatron.layers import Made
 from tests.train.runs import Layout, Task, make_run
 
 SIZES = {"vocab_size": 40, "hidden_size": 24, "num_layers": 2, "intermediate_size": 56}

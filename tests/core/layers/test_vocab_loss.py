@@ -1,0 +1,182 @@
+"""The cross entropy over a split vocabulary against torch's, with every gradient."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from isp.core.comm import Channel, CommLog
+from isp.core.layers.vocab_loss import losses_and_gradient
+from isp.tensor_parallel import IGNORED, vocab_parallel_cross_entropy
+from tests.core.megatron.layers import CLOSE, WORLDS, B, Made, S, drawn, group, slice_of
+from tests.ranks import run_each, run_ranks
+
+
+def _loss(rank: int, case: tuple[float, int]) -> None:
+    smoothing, vocab = case
+    log = CommLog()
+    log.collect()
+    channel = group(log)
+    logits = drawn(S, B, vocab) * 5
+    target = torch.randint(vocab, (S, B), generator=torch.Generator().manual_seed(7))
+    target[0, 0] = target[3] = IGNORED
+    dloss = drawn(S, B, seed=2)
+    leaf = logits.clone().requires_grad_()
+    expected = F.cross_entropy(
+        leaf.flatten(0, 1), target.flatten(), label_smoothing=smoothing, reduction="none"
+    ).view(S, B)
+    expected.backward(dloss)
+    assert leaf.grad is not None
+    size = -(-vocab // channel.size)
+    first = min(vocab, rank * size)
+    own = slice(first, min(vocab, first + size))
+    for reuse in (False, True):
+        local = logits[..., own].contiguous()
+        before = local.clone()
+        head = local.clone().requires_grad_()
+        local = head * 1  # as a layer's output, not a leaf
+        kept = local.detach()
+        loss = vocab_parallel_cross_entropy(
+            local, target, smoothing, channel=channel, first=first, reuse_logits=reuse
+        )
+        assert torch.equal(kept, before) is not reuse
+        moves = log.take()
+        assert len(moves) == (0 if channel.size == 1 else 3)
+        loss.backward(dloss)
+        assert not log.take()
+        torch.testing.assert_close(loss, expected.detach(), **CLOSE)
+        torch.testing.assert_close(head.grad, leaf.grad[..., own], **CLOSE)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_loss_is_torchs(world: int) -> None:
+    """Catches smoothing over a rank's part alone, a fourth reduction, and logits overwritten."""
+    run_each(world, _loss, {str(case): case for case in product((0.0, 0.1), (48, 45))})
+
+
+def _reused(rank: int, smoothing: float) -> list[int]:
+    """How many buffers like the logits backward makes, without and with their reuse."""
+    channel, counts = group(), []
+    target = torch.arange(S)
+    for reuse in (False, True):
+        head = slice_of(drawn(S, 48), 1, channel).requires_grad_()
+        loss = vocab_parallel_cross_entropy(
+            head * 1, target, smoothing, channel=channel, reuse_logits=reuse
+        ).sum()
+        with Made(tuple(head.shape)) as made:
+            (once,) = torch.autograd.grad(loss, head, retain_graph=True)
+        counts.append(made.count)
+        if reuse:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            assert torch.equal(once, torch.autograd.grad(loss, head)[0])
+    return counts
+
+
+def test_reused_logits_end_as_their_gradient() -> None:
+    """Catches a second buffer of the size of the logits, and a wrong gradient when walked twice."""
+    for of_ranks in run_each(2, _reused, {"plain": 0.0, "smoothed": 0.1}).values():
+        assert all(reused == kept - 1 for kept, reused in of_ranks)
+
+
+def test_loss_refuses_a_smoothing_that_is_none() -> None:
+    """Catches a percentage given for a share."""
+    with pytest.raises(ValueError, match="label_smoothing=10"):
+        vocab_parallel_cross_entropy(
+            torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64), 10, channel=Channel.solo()
+        )
+
+
+def _wide_inside(rank: int) -> None:
+    """bfloat16 logits: the loss is float32's, the gradient bfloat16."""
+    channel = group()
+    logits = (drawn(S, B, 48) * 50).bfloat16()
+    target = torch.randint(48, (S, B), generator=torch.Generator().manual_seed(7))
+    local = slice_of(logits, 2, channel).requires_grad_()
+    loss = vocab_parallel_cross_entropy(local, target, channel=channel)
+    loss.sum().backward()
+    expected = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.flatten(), expected)
+    assert local.grad is not None
+    assert local.grad.dtype == torch.bfloat16
+
+
+def test_loss_is_float32_inside() -> None:
+    """Catches a softmax in the dtype of the logits."""
+    run_ranks(4, _wide_inside)
+
+
+def _in_passes(
+    rank: int, dtype: torch.dtype, length: int = S, device: str = "cpu"
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The losses and the gradient of this rank's logits, compiled and eager; the logits end as it.
+
+    One target in four is ignored, and the gradient of the loss is not 1.
+    """
+    channel, found = group() if dist.is_initialized() else Channel.solo(), []
+    target = torch.randint(48, (B, length), generator=torch.Generator().manual_seed(7)).to(device)
+    target[:, ::4] = IGNORED
+    expected = torch.tensor(0.7, dtype=torch.float64, device=device)
+    for compiled in (True, False):
+        logits = slice_of(drawn(B, length, 48) * 5, 2, channel).to(device, dtype)
+        given = {"channel": channel, "first": 48 // channel.size * channel.rank}
+        losses, gradient = losses_and_gradient(
+            logits.clone(), target, expected, compiled=compiled, **given
+        )
+        alone, none = losses_and_gradient(logits, target, None, compiled=compiled, **given)
+        assert none is None
+        assert torch.equal(alone, losses)
+        assert gradient is not None
+        assert not gradient[:, ::4].any()
+        found.append([losses, gradient])
+    return found[0], found[1]
+
+
+def _check_passes(rank: int, dtype: torch.dtype, length: int = S, device: str = "cpu") -> None:
+    # one rounding of the gradient, where the eager one has several; of 2^-9 each in bfloat16
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 1e-2)
+    for a, b in zip(*_in_passes(rank, dtype, length, device), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def _eager_passes(rank: int, dtype: torch.dtype) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        _check_passes(rank, dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_passes_of_compiled_losses(world: int) -> None:
+    """Catches another formula, a target that another rank holds, and a gradient of ignored ones."""
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    run_each(world, _eager_passes, {str(dtype): dtype for dtype in dtypes})
+
+
+def _check_kernels(device: str) -> None:
+    before, graphs = counters["stats"]["unique_graphs"], []
+    for length in (3, 16, 50):
+        _check_passes(0, torch.bfloat16, length, device)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [2] * 3  # the sum, the gradient
+    assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # compilers take their time on a busy machine
+def test_kernels_of_losses_of_any_length() -> None:
+    """Catches a kernel that computes something else, and one that is compiled for each length."""
+    _check_kernels("cpu")
+
+
+@pytest.mark.gpu
+def test_gpu_kernels_of_losses() -> None:
+    """Catches the same of kernels by triton."""
+    _check_kernels("cuda")

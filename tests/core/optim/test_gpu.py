@@ -1,0 +1,38 @@
+"""Updated weights on a GPU, published over a wire that is slower than compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from isp.core.mesh import Axis
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.optim.publisher import Publisher
+from isp.core.weights.sharded_parameter import ShardedParameter
+from tests.core.weights.test_gpu import LONG_CYCLES, WireChannel
+
+pytestmark = pytest.mark.gpu
+
+
+def test_what_is_published_is_kept_until_it_has_travelled() -> None:
+    """Catches memory that is lent again while it is sent, as another stream was the first to wait.
+
+    It is that of the gathers, ahead of compute; what compute makes next is filled with NaN.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    parameter = nn.Parameter(torch.arange(64.0, device=device).view(8, 8))
+    layout = ParameterLayout(global_shape=(8, 8), reduce_over=Axis.WEIGHT_DATA)
+    publisher = Publisher(
+        [ShardedParameter("w", parameter, layout)], WireChannel(cycles=LONG_CYCLES // 4)
+    )
+    own = parameter.detach()[4:].clone()  # rank 1's, of two that do the same
+    torch.cuda.synchronize()
+    publisher.launch()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        publisher.wait_for(parameter)
+    filled = [torch.full((rows, 8), torch.nan, device=device) for rows in [4] * 64 + [8] * 64]
+    publisher.wait_for(parameter)
+    torch.cuda.synchronize()
+    assert torch.equal(parameter.detach(), torch.cat((own, own)))
+    assert all(x.isnan().all() for x in filled)

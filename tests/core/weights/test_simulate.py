@@ -1,0 +1,109 @@
+"""The simulation finds whatever is wrong with a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from isp.core.mesh.config import OverlapUnit, Prefetch
+from isp.core.weights.plan import Act, ActKind, Plan, Step, plan
+from isp.core.weights.simulate import simulate
+from isp.core.weights.uses import Action, Chunks, sequential_actions
+from tests.core.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, actions, block, decoder
+
+CASES: list[tuple[Chunks, tuple[Action, ...]]] = [
+    (decoder(2), sequential_actions(2)),
+    (decoder(3, 0.5), sequential_actions(1)),
+    (decoder(2, 1.0), sequential_actions(2, training=False)),
+    (tuple((block(f"{c}0"), block(f"{c}1")) for c in "ab"), actions("F0 F0.1 B0.1 F1 B0 B1")),
+    (((EMBEDDING, block("a", ("w1",)), block("b", ("w1",)), TIED_HEAD),), sequential_actions(1)),
+    (((HEAD,),), sequential_actions(1)),
+]
+every_plan = pytest.mark.parametrize("unit", list(OverlapUnit))
+every_case = pytest.mark.parametrize(("chunks", "order"), CASES)
+
+Slots = list[list[Act]]
+"""The acts of a plan in order of place: start, then before and after each step."""
+
+
+def slots(made: Plan) -> Slots:
+    return [list(made.start), *(list(s) for step in made.steps for s in (step.before, step.after))]
+
+
+def rebuilt(made: Plan, acts: Slots) -> Plan:
+    sides = [tuple(slot) for slot in acts]
+    pairs = zip(made.steps, sides[1::2], sides[2::2], strict=True)
+    return Plan(sides[0], tuple(s._replace(before=b, after=a) for s, b, a in pairs))
+
+
+def edits(acts: Slots) -> Iterator[tuple[int, int, Act]]:
+    return ((s, i, act) for s, slot in enumerate(acts) for i, act in enumerate(slot))
+
+
+def made_for(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> Plan:
+    return plan(chunks, order, Prefetch(unit=unit))
+
+
+@every_plan
+@every_case
+def test_a_missing_act_is_found(
+    chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit
+) -> None:
+    """Catches: a simulation that does not miss a gather, a wait or a free."""
+    made = made_for(chunks, order, unit)
+    for s, i, _ in edits(slots(made)):
+        acts = slots(made)
+        del acts[s][i]
+        with pytest.raises(AssertionError):
+            simulate(rebuilt(made, acts), chunks, order)
+
+
+@every_plan
+@every_case
+def test_steps_that_are_not_those_of_the_trace_are_found(
+    chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit
+) -> None:
+    """Catches: a plan for another model or another order of work."""
+    made = made_for(chunks, order, unit)
+    steps = made.steps
+    wrong: list[tuple[Step, ...]] = [
+        steps[:-1],
+        (*steps, steps[-1]),
+        *((*steps[:i], *steps[i + 1 :]) for i in range(len(steps))),
+        *((*steps[:i], steps[i + 1], steps[i], *steps[i + 2 :]) for i in range(len(steps) - 1)),
+        tuple(step._replace(micro_batch=step.micro_batch + 1) for step in steps),
+    ]
+    for other in wrong:
+        with pytest.raises(AssertionError):
+            simulate(made._replace(steps=other), chunks, order)
+
+
+CHUNKS: Chunks = ((block("a", ("w1",)), block("b", ("w1",)), block("c", ("w1",))),)
+ORDER = actions("F0")
+GATHER_C = Act(ActKind.GATHER, "c.w1")
+WAIT_C = Act(ActKind.WAIT, "c.w1")
+FREE_C = Act(ActKind.FREE, "c.w1")
+
+
+@pytest.mark.parametrize(
+    ("slot", "acts", "message"),
+    [
+        (1, [], r"step 0 \(micro-batch 0, .*forward.*block=0.*\): reads a.w1, which is not ready"),
+        (5, [], "step 2 .*: reads c.w1, which is not ready"),
+        (5, [WAIT_C, GATHER_C], "step 2 .*: gathers c.w1, which is there or under way"),
+        (3, [WAIT_C], "step 1 .*: waits for c.w1, which is not under way"),
+        (2, [FREE_C], "step 0 .*: frees c.w1, which is not ready"),
+        (0, [WAIT_C], "start: waits for c.w1, which is not under way"),
+        (6, [], "end: left behind: c.w1"),
+        (5, [WAIT_C, FREE_C], "step 2 .*: frees c.w1, which nobody read"),
+        (0, [Act(ActKind.GATHER, "b.w1"), Act(ActKind.GATHER, "a.w1")], "a.w1 out of turn"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(slot: int, acts: list[Act], message: str) -> None:
+    """Catches: a failure that does not say where."""
+    made = plan(CHUNKS, ORDER, Prefetch())
+    changed = slots(made)
+    changed[slot] = acts
+    with pytest.raises(AssertionError, match=message):
+        simulate(rebuilt(made, changed), CHUNKS, ORDER)
