@@ -32,9 +32,9 @@ from torch import nn
 
 from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh
+from isp.core.micro_batch import MicroBatch
 from isp.models.huggingface.weight_files import WeightFiles
 from isp.parity.forked import run_ranks
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep, make_train_step
 from isp.utils.json_file import read_json
 

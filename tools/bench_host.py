@@ -46,11 +46,11 @@ from isp.core.comm import Mesh, streams
 from isp.core.mesh import Mode
 from isp.core.mesh.config import ParallelConfig, TensorConfig, WeightConfig
 from isp.core.mesh.topology import Topology
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.models.build import build_model
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep
 from isp.train.garbage import collected_every
 from model.config import ModelConfig

@@ -26,10 +26,10 @@ import torch
 from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, make_step, prepare, save
 
 from isp.config import JobConfig, load_config
+from isp.core.micro_batch import MicroBatch
 from isp.planner.case import PlanCase
 from isp.planner.made import Made
 from isp.planner.memory import memory
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep
 
 ROOT = Path(__file__).parents[1]

@@ -43,8 +43,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh
+from isp.core.micro_batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
-from isp.step.batch import MicroBatch
 from model.config import ModelConfig
 from model.huggingface import config_json
 from model.presets import PRESETS

@@ -38,13 +38,13 @@ from isp.core.mesh import (
     Topology,
     WeightConfig,
 )
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.pipeline.order import PipelineOrder, timeline
 from isp.models.build import build_model
 from isp.parity.forked import run_ranks
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep
 from model.config import ModelConfig
 

@@ -24,11 +24,11 @@ from isp.core.comm import Mesh
 from isp.core.layers.rotary import RotaryEmbedding
 from isp.core.mesh.config import ParallelConfig
 from isp.core.mesh.topology import Topology
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.models.build import build_model
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep
 from model.config import ModelConfig
 

@@ -35,8 +35,8 @@ from isp.core.attention.mask import AttentionMask
 from isp.core.comm import Channel, CommLog, Mesh, World, cuda
 from isp.core.comm.channel import _all_gather
 from isp.core.comm.tag import UNNAMED
+from isp.core.micro_batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep, make_train_step
 
 TINY = ("--model.preset=tiny", "--training.dtype=float32")

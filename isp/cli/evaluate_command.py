@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     from isp.evaluation.evaluate import open_rows
     from isp.evaluation.passkey import PasskeyPrompts
     from isp.evaluation.source import open_source
-    from isp.train.run import check_device
+    from isp.step.setup import check_device
     from isp.utils.counts import counted
 
     if args.png is not None:
@@ -170,7 +170,7 @@ def _evaluate(
     from isp.evaluation.evaluate import find_passkeys, text_losses
     from isp.evaluation.table import describe
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
-    from isp.train.run import device_of
+    from isp.step.setup import device_of
 
     device, text, passkeys = device_of(args.device), None, None
     words = without_nproc(args.words[1:])

@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     import torch
 
     from isp.evaluation.source import open_source
-    from isp.train.run import device_of
+    from isp.step.setup import device_of
 
     _check(args)
     given = [_text_of(prompt) for prompt in args.prompt]

@@ -48,10 +48,10 @@ def _run(args: argparse.Namespace) -> int:
     ranks = world_size(args.nproc, least=config.parallel.least_ranks)
     from isp.profile.table import describe
     from isp.step.host_memory import check_host_memory
+    from isp.step.setup import check_devices
     from isp.train.data import check_data
     from isp.train.folder.run_folder import check_can_create
     from isp.train.profiling.profile_run import ProfileOptions, config_for, profile_ranks
-    from isp.train.run import check_devices
     from isp.utils.counts import counted
 
     modes = []

@@ -189,8 +189,8 @@ def _train(args: argparse.Namespace) -> int:
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
         from isp.step.host_memory import check_host_memory
+        from isp.step.setup import check_devices, check_param_groups
         from isp.train.data import check_data
-        from isp.train.run import check_devices, check_param_groups
         from isp.train.state.resume import check_start
 
         sized, topology = config.for_ranks(ranks), config.topology(ranks)
@@ -213,7 +213,18 @@ def _train(args: argparse.Namespace) -> int:
         return code
     from isp.train.run import main as train
 
-    return report_end(train(config, store=store))
+    return report_end(train(config, store=store, choose_exchange=_choose_exchange))
+
+
+def _choose_exchange(
+    config: JobConfig, world_size: int, memory_bytes: int | None, *, on_cpu: bool
+) -> tuple[JobConfig, str]:
+    """Choose by the planner, which is loaded only here."""
+    from isp.planner.exchange import choose_exchange
+    from isp.planner.fabric import DeviceSpec
+
+    usable = None if memory_bytes is None else int(memory_bytes * DeviceSpec.usable)
+    return choose_exchange(config, world_size, usable, on_cpu=on_cpu)
 
 
 def _note_unused(config: JobConfig) -> None:

@@ -19,11 +19,11 @@ from isp.core.comm import Mesh, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import Axis, Mode, ParallelConfig
 from isp.core.mesh.partition import any_of, divisors
+from isp.core.micro_batch import MicroBatch
 from isp.core.section import section
 from isp.core.weights.uses import sequential_actions
 from isp.models.build import BuiltModel
 from isp.models.traced_model import TracedModel
-from isp.step.batch import MicroBatch
 
 __all__ = ["Engine", "EvaluationLayout", "choose_layout"]
 

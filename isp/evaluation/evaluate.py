@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from isp.config.data import DataConfig
+from isp.data.batch import held_out_micro_batches
 from isp.data.dataset import IGNORE_INDEX, Dataset
 from isp.data.sources import open_datasets
 from isp.evaluation.engine import Engine
 from isp.evaluation.passkey import Passkey, PasskeyPrompts
 from isp.evaluation.source import Source
 from isp.metrics.evaluation import Passkeys, PositionBucket, TextLosses
-from isp.step.batch import held_out_micro_batches
 
 __all__ = ["Rows", "count_found", "find_passkeys", "open_rows", "text_losses"]
 

@@ -20,9 +20,9 @@ from isp.core.comm import Channel, Mesh
 from isp.core.comm.tag import Tag
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
+from isp.core.micro_batch import MicroBatch
 from isp.core.weights.uses import Action, ActionKind
 from isp.models.runtime.stage_module import TracedChunk
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep
 from isp.step.step_work import StepOutcome, StepWork
 

@@ -28,7 +28,7 @@ from isp.models.huggingface.patches.known_code import check_code
 from isp.models.runtime.sharded_modules import InitialWeights
 from isp.models.traced_model import TracedModel
 from isp.step.host_memory import check_memory_of_states
-from isp.train.run import check_param_groups, make_world
+from isp.step.setup import check_param_groups, make_world
 from model.config import ModelConfig
 
 __all__ = ["ParallelRun", "loop_config", "parallelize", "parallelize_folder"]

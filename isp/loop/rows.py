@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.core.layers.vocab_loss import IGNORED
-from isp.step.batch import MicroBatch, document_bounds
+from isp.core.micro_batch import MicroBatch, document_bounds
 
 __all__ = ["RowReader", "check_tensors"]
 

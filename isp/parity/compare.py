@@ -21,6 +21,7 @@ from isp.core.comm.tag import Purpose
 from isp.core.comm.transfer_log import TimedTransfer
 from isp.core.mesh import Axis, ParallelConfig
 from isp.core.mesh.topology import Topology
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import StepResult, Zero1Optimizer
@@ -37,7 +38,6 @@ from isp.parity.reference import (
     modules_of,
 )
 from isp.parity.subjects import Subject
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep
 from isp.step.step_work import StepOutcome
 

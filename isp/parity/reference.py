@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh.layout import ParameterLayout
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.core.optim.newton_schulz import Matrix, matrices_of
 from isp.core.optim.update_rules import group_values
 from isp.models.runtime.stage_module import TracedChunk
 from isp.parity.subjects import Subject
-from isp.step.batch import MicroBatch
 
 __all__ = [
     "GlobalBatch",

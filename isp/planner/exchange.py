@@ -16,10 +16,10 @@ GIB = 2**30
 def choose_exchange(
     config: JobConfig, world_size: int, usable_bytes: int | None, *, on_cpu: bool
 ) -> tuple[JobConfig, str]:
-    """`config` with the ring in place of `auto` where a gather would take too much memory, and why.
+    """Return `config` with `auto` replaced, by the ring if a gather takes too much memory, and why.
 
-    The reason is for people; it is empty where there is no context group. `usable_bytes`: a rank's;
-    None: no limit is known. What cannot be planned gathers.
+    The reason is for people; it is empty where there is no context group. `usable_bytes`: memory of
+    a rank; None: no limit is known. A run that cannot be planned gathers.
     """
     asked = config.parallel.sequence_2D.exchange
     if config.topology(world_size).context == 1:

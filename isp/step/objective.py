@@ -19,7 +19,7 @@ from isp.core.comm.tag import Tag
 from isp.core.layers.token_results import AllLogits, DivergenceRules, TokenScoreRules, TopLogits
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
-from isp.step.batch import MicroBatch
+from isp.core.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from isp.step.step import TrainStep

@@ -20,7 +20,7 @@ from torch import Tensor
 from isp.core.comm import Mesh, pinned_memory
 from isp.core.comm.tag import Tag
 from isp.core.mesh import Axis
-from isp.step.batch import MicroBatch
+from isp.core.micro_batch import MicroBatch
 
 __all__ = ["SameRows"]
 

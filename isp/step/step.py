@@ -16,17 +16,17 @@ from isp.core.layers.linear import WeightGradientRoute
 from isp.core.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.torch_optimizer import MakeOptimizer
 from isp.core.optim.update_rules import rules_in_words
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
 from isp.core.pipeline.stage import Pipeline
-from isp.metrics.phases import PhaseClock
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.traced_model import TracedModel
-from isp.step.batch import MicroBatch
 from isp.step.objective import TokenLoss
+from isp.step.phases import PhaseClock
 from isp.step.same_rows import SameRows
 from isp.step.step_work import StepOutcome, StepWork
 

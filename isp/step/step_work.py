@@ -13,8 +13,8 @@ from torch import Tensor
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel
 from isp.core.mesh import Axis
+from isp.core.micro_batch import MicroBatch
 from isp.models.moe.router_losses import RouterLosses
-from isp.step.batch import MicroBatch
 from isp.step.objective import Documents
 
 if TYPE_CHECKING:

@@ -20,18 +20,13 @@ from isp.config import JobConfig
 from isp.core.comm import Channel, Mesh, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import Axis, Topology
+from isp.core.micro_batch import MicroBatch, document_bounds
+from isp.data.batch import BatchSampler, Prefetcher, held_out_micro_batches
 from isp.data.dataset import Dataset
 from isp.data.mixture import MixedDataset
 from isp.data.sources import Datasets, check_sources, open_datasets
 from isp.data.stream import StreamDataset
 from isp.data.tokenizer import Tokenizer, load_tokenizer
-from isp.step.batch import (
-    BatchSampler,
-    MicroBatch,
-    Prefetcher,
-    document_bounds,
-    held_out_micro_batches,
-)
 
 __all__ = ["StepData", "check_data", "open_for_rank", "share_micro_batches", "stacked"]
 

@@ -9,23 +9,20 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from isp.checkpoint.agreement import CheckpointError, exchange
 from isp.config import JobConfig, to_yaml
-from isp.core.comm import Mesh, RollCall, World
-from isp.core.comm.cuda import check_registers, compute_deterministically
-from isp.core.optim.newton_schulz import matrices_of
-from isp.core.optim.torch_optimizer import check_elementwise, optimizer_of
-from isp.core.optim.update_rules import check_groups, values_of
+from isp.core.comm import Mesh, RollCall
+from isp.core.comm.cuda import compute_deterministically
 from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
-from isp.models.build import trained_layouts
 from isp.models.huggingface.config_json import beyond_positions
-from isp.models.traced_model import TracedModel
 from isp.step.host_memory import check_host_memory
+from isp.step.setup import check_param_groups, make_world
 from isp.train.data import StepData, open_for_rank
 from isp.train.folder.environment import Environment, RankPlace
 from isp.train.folder.log_files import run_logging
@@ -35,26 +32,35 @@ from isp.train.signals import StopRequest
 from isp.train.state.resume import Start, open_run
 from isp.train.trainer import Trainer
 
-__all__ = [
-    "check_device",
-    "check_devices",
-    "check_param_groups",
-    "device_of",
-    "main",
-    "make_world",
-]
+__all__ = ["ChooseExchange", "main"]
 
 logger = logging.getLogger(__name__)
+
+
+class ChooseExchange(Protocol):
+    """Chooses how context ranks exchange keys and values (`isp.planner.exchange`)."""
+
+    def __call__(
+        self, config: JobConfig, world_size: int, memory_bytes: int | None, *, on_cpu: bool
+    ) -> tuple[JobConfig, str]:
+        """Return `config` with the exchange in place of `auto`, and the reason.
+
+        `memory_bytes`: of the smallest device; None: unknown.
+        """
+
 
 GRACE_SECONDS = 15.0
 """Time that ranks have to say where they wait, after a collective has timed out on one."""
 
 
-def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | None:
+def main(
+    config: JobConfig, *, store: Store | None = None, choose_exchange: ChooseExchange | None = None
+) -> signal.Signals | None:
     """Train as `config` says, on this rank of the world that torchrun has set (or alone).
 
     Returns the signal that stopped the run on this rank, after saving; None if it finished.
-    `store`: where the ranks have already met.
+    `store`: where the ranks have already met. `choose_exchange` replaces `auto` in
+    `parallel.sequence_2D.exchange`; None: `auto` is a gather.
     Raises ValueError (or OSError), before any process group starts, for what the user can put
     right, and CheckpointError, on rank 0 at the end, if the last checkpoint is not in
     `checkpoint.upload_to`.
@@ -106,7 +112,7 @@ def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | N
         if warning := beyond_positions(model.hf, model.hf_overrides, seq_len):
             logger.warning("%s", warning)
         if config.topology(world.size).context > 1:
-            config = _with_exchange(config, world.size, mesh, device)
+            config = _with_exchange(config, mesh, device, choose_exchange)
         data = stack.enter_context(StepData(config, datasets, mesh, device))
         stop = StopRequest()
         profiler, snapshots = config.profiler, None
@@ -139,84 +145,21 @@ def main(config: JobConfig, *, store: Store | None = None) -> signal.Signals | N
     return None if finished else stop.received
 
 
-def check_devices(config: JobConfig, ranks: int) -> None:
-    """Raise ValueError if this machine lacks what `ranks` ranks of it are to compute on."""
-    check_device(config.training.device, ranks)
-    on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
-    if config.parallel.weight.nccl_ub:
-        check_registers("parallel.weight.nccl_ub", "cpu" if on_cpu else "cuda")
-    if on_cpu:
-        config.model.attention_backend.check_fits(
-            "cpu", config.training.dtype, deterministic=config.training.deterministic
-        )
-
-
-def check_device(name: str, ranks: int) -> None:
-    """Raise ValueError if this machine lacks the devices `name` (auto, cpu, cuda) for `ranks`."""
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError(
-            "training.device=cuda, but torch finds no CUDA device: use cpu or auto, or install a"
-            " torch build for your CUDA driver"
-        )
-    if name != "cpu" and available and ranks > (count := torch.cuda.device_count()):
-        raise ValueError(
-            f"this machine has {count} CUDA devices and {ranks} ranks need one each: start at most"
-            f" {count} ranks on it, or use training.device=cpu"
-        )
-
-
-def check_param_groups(config: JobConfig, model: TracedModel | None = None) -> None:
-    """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in, or whose
-    `split` does not fit, or for an optimizer of torch that looks at more than single elements.
-
-    `model`: what is trained; None: what `config` describes.
-    """
-    if not (config.optimizer.is_torchs or config.optimizer.param_groups):
-        return
-    layouts = trained_layouts(config.language_model if model is None else model)
-    decayed = {name for name, layout in layouts.items() if layout.decays}
-    if (make := optimizer_of(config.optimizer, decayed)) is not None:
-        dims = {name: len(layout.global_shape) for name, layout in layouts.items()}
-        check_elementwise(make, dims, torch.device("cpu"))
-    check_groups(layouts, config.optimizer)
-    for name, layout in layouts.items():
-        if values_of(name, layout, config.optimizer).rule == "muon":
-            matrices_of(name, layout, config.optimizer)
-
-
-def device_of(name: str) -> torch.device:
-    """The device of this rank.  Raises ValueError if it is asked for and not there."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    check_device(name, local_rank + 1)
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank)
-
-
-def make_world(config: JobConfig, store: Store | None = None) -> World:
-    """Return this process among all, on its device.  Raises ValueError if that is not there."""
-    check_devices(config, int(os.environ.get("LOCAL_RANK", "0")) + 1)
-    return World(
-        device_of(config.training.device),
-        timeout_seconds=config.comm.init_timeout_seconds,
-        expands_segments=not config.parallel.weight.nccl_ub,
-        store=store,
-    )
-
-
 def _with_exchange(
-    config: JobConfig, world_size: int, mesh: Mesh, device: torch.device
+    config: JobConfig,
+    mesh: Mesh,
+    device: torch.device,
+    choose: ChooseExchange | None,
 ) -> JobConfig:
-    """`config` with the way in which keys and values reach other context ranks; a collective."""
-    from isp.planner.exchange import choose_exchange  # the planner is loaded only for this
-    from isp.planner.fabric import DeviceSpec
-
-    usable = 0
+    """Return `config` with one exchange of keys and values for all context ranks; a collective."""
+    if choose is None:
+        return config
+    memory = 0
     if device.type == "cuda":
-        usable = int(torch.cuda.get_device_properties(device).total_memory * DeviceSpec.usable)
-    least = min(exchange(mesh.host, usable)) or None
-    config, why = choose_exchange(config, world_size, least, on_cpu=device.type == "cpu")
+        memory = torch.cuda.get_device_properties(device).total_memory
+    # The smallest device decides, so that all ranks choose the same.
+    least = min(exchange(mesh.host, memory)) or None
+    config, why = choose(config, mesh.topology.world_size, least, on_cpu=device.type == "cpu")
     logger.info("keys and values of other context ranks: %s", why)
     return config
 

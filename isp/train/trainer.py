@@ -21,6 +21,7 @@ from isp.config.objective import second_model
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.update_rules import learning_rate
 from isp.metrics import (
     StepRecord,
@@ -30,9 +31,8 @@ from isp.metrics import (
     peak_tflops,
     shared_cores,
 )
-from isp.metrics.phases import PhaseClock, is_of_step
-from isp.step.batch import MicroBatch
 from isp.step.objective import DistillLoss, PreferenceLoss, RewardLoss, TokenLoss
+from isp.step.phases import PhaseClock, is_of_step
 from isp.step.step import make_train_step
 from isp.step.step_work import StepOutcome
 from isp.train.data import StepData

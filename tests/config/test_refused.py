@@ -15,7 +15,7 @@ from isp.config.keys import KeyTable
 from isp.config.sections import MetricsConfig, TrainingConfig
 from isp.config.yaml_file import read_yaml
 from isp.core.optim.config import OptimizerConfig
-from isp.train.run import make_world
+from isp.step.setup import make_world
 from tests.config.test_job import MINIMAL, faults_of
 
 

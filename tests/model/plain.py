@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
-from isp.step.batch import MicroBatch
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.core.optim.plain_muon import PlainMuon

@@ -11,8 +11,8 @@ import torch
 from isp.core.comm import Mesh
 from isp.core.comm.transfer_log import CommLog
 from isp.core.mesh import Axis
+from isp.core.micro_batch import MicroBatch
 from isp.planner.case import PlanCase
-from isp.step.batch import MicroBatch
 from isp.train.data import share_micro_batches, stacked
 from model.config import ModelConfig
 from tests.train.runs import SEQ_LEN, Layout

@@ -12,12 +12,12 @@ from isp.config.models import language_model
 from isp.core.comm.tag import Purpose
 from isp.core.mesh import ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.core.mesh.config import LaunchPoint, OverlapUnit
+from isp.core.micro_batch import MicroBatch
 from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.declared import shape_of
 from isp.planner.record import Launch
 from isp.planner.rehearsal import records_of
-from isp.step.batch import MicroBatch
 from model.config import ModelConfig
 from tests.planner.cases import Counts, counted, plan_case, share
 from tests.ranks import run_ranks

@@ -15,6 +15,7 @@ import transformers
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh
+from isp.core.micro_batch import MicroBatch
 from isp.core.mixers import key_choice
 from isp.models.moe.dispatch import ExpertExchange
 from isp.planner import rehearsal
@@ -22,7 +23,6 @@ from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.memory import memory, states
 from isp.planner.record import Compute, Work
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep, make_train_step
 from tests.models.folders import small_config, write_folder, write_job
 from tests.planner.cases import Counts, counted, share

@@ -14,6 +14,7 @@ from isp.config.models import language_model
 from isp.core.attention.backend import AttentionBackend
 from isp.core.attention.mask import AttentionMask
 from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.planner import rehearsal as rehearsals
 from isp.planner.case import PlanCase
@@ -24,7 +25,6 @@ from isp.planner.made import Made
 from isp.planner.memory import memory, moments, states
 from isp.planner.record import EventRecorder
 from isp.planner.rehearsal import records_of, rehearsal
-from isp.step.batch import MicroBatch
 from isp.train.monitor.out_of_memory import memory_owners
 from model.config import ModelConfig
 from tests.planner.cases import plan_case

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isp.core.layers.head import num_chunks
-from isp.step.batch import MicroBatch
+from isp.core.micro_batch import MicroBatch
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Task, make_run

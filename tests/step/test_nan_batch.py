@@ -15,9 +15,9 @@ from torch import Tensor
 from isp.core.comm import Mesh
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
+from isp.core.micro_batch import MicroBatch
 from isp.metrics import read_metrics
 from isp.models.runtime.stage_module import TracedChunk
-from isp.step.batch import MicroBatch
 from isp.train.data import StepData
 from model.config import ModelConfig
 from tests.ranks import run_ranks

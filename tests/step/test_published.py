@@ -12,10 +12,10 @@ from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis, ParallelConfig, WeightConfig
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.step import step as train_step
-from isp.step.batch import MicroBatch
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 

@@ -28,13 +28,13 @@ from isp.core.mesh import (
     Zero1Config,
 )
 from isp.core.mesh.config import ExpertConfig
+from isp.core.micro_batch import MicroBatch
 from isp.core.optim.buckets import DEFAULT_BUCKET_BYTES
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.build import build_model
-from isp.step.batch import MicroBatch
 from isp.step.step import TrainStep
 from model.config import ModelConfig
 

@@ -6,7 +6,7 @@ import torch
 
 from isp.core.comm import Channel
 from isp.core.mesh import Axis
-from isp.step.batch import MicroBatch
+from isp.core.micro_batch import MicroBatch
 from isp.train.data import share_micro_batches, stacked
 from model.config import ModelConfig
 from tests.ranks import run_ranks

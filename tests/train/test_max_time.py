@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from isp.config import ConfigError, load_config
+from isp.data.batch import BatchSampler
 from isp.metrics import read_metrics
-from isp.step.batch import BatchSampler
 from tests.train.jobs import run_folders, run_forked, write_job
 
 STEP_SECONDS = 100.0

@@ -11,9 +11,9 @@ import pytest
 
 from isp.config.models import language_model
 from isp.core.mesh import Mode, PipelineConfig, PipelineSchedule
+from isp.core.micro_batch import MicroBatch
 from isp.core.pipeline.order import Hop, PipelineOrder, program, split_layers, timeline
 from isp.core.weights.uses import Action, ActionKind
-from isp.step.batch import MicroBatch
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks

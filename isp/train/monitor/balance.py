@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from isp.config import JobConfig
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.mesh.sequence_split import ContextPlan
-from isp.step.batch import MicroBatch
+from isp.core.micro_batch import MicroBatch
 
 __all__ = ["ContextBalance", "balance_text"]
 

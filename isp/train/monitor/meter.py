@@ -14,6 +14,7 @@ from isp.config import JobConfig
 from isp.core.comm import Channel, CommLog
 from isp.core.comm.transfer_log import TimedTransfer
 from isp.core.mesh.phase import Phase
+from isp.core.micro_batch import MicroBatch
 from isp.metrics import (
     MetricsFile,
     ProgressBar,
@@ -22,9 +23,8 @@ from isp.metrics import (
     is_recorded,
     watched_stream,
 )
-from isp.metrics.phases import PhaseClock, PhaseTimes, training_seconds
 from isp.models.traced_model import TracedModel
-from isp.step.batch import MicroBatch
+from isp.step.phases import PhaseClock, PhaseTimes, training_seconds
 from isp.step.step_work import StepOutcome
 from isp.train.folder.run_folder import RunFolder
 from isp.train.monitor.trackers import run_trackers

@@ -21,9 +21,9 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis, Topology
 from isp.core.mesh.phase import Phase
 from isp.core.optim.zero1 import Zero1Optimizer
-from isp.metrics.phases import PhaseTimes, training_seconds
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord
+from isp.step.phases import PhaseTimes, training_seconds
 from isp.step.step_work import StepOutcome
 
 __all__ = [

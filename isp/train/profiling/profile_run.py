@@ -15,6 +15,7 @@ from isp.core.optim.update_rules import learning_rate
 from isp.metrics.device import reset_peak_memory
 from isp.profile import Profile
 from isp.profile.collectives import clock_lead
+from isp.step.setup import make_world
 from isp.step.step import make_train_step
 from isp.train.data import StepData, open_for_rank
 from isp.train.folder.run_folder import explained, make_unique, run_name
@@ -26,7 +27,6 @@ from isp.train.profiling.recording import (
     torch_profiler,
     write_profile,
 )
-from isp.train.run import make_world
 
 __all__ = ["ProfileOptions", "config_for", "profile_ranks"]
 

@@ -9,7 +9,7 @@ import pytest
 from isp.config import load_config
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.torch_optimizer import count_states, optimizer_of
-from isp.train.run import check_param_groups
+from isp.step.setup import check_param_groups
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 KEYS = ("--training.dtype", "float64", "--lr_scheduler.warmup_steps", "3")

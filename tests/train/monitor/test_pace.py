@@ -8,7 +8,7 @@ from isp.config import JobConfig
 from isp.config.data import DataConfig
 from isp.config.sections import CheckpointConfig, TrainingConfig, ValidationConfig
 from isp.core.mesh.phase import Phase
-from isp.metrics.phases import PhaseTimes
+from isp.step.phases import PhaseTimes
 from isp.train.monitor.watch import Pace
 from model.config import ModelConfig
 

@@ -18,8 +18,8 @@ from isp.core.comm import CommLog
 from isp.core.comm.tag import UNNAMED
 from isp.core.mesh import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.core.mesh.config import Mode
-from isp.metrics.phases import PhaseClock, PhaseTimes
 from isp.models.runtime.stage_module import TracedChunk
+from isp.step.phases import PhaseClock, PhaseTimes
 from isp.step.step_work import StepOutcome
 from isp.train.monitor.meter import StepMeter
 from isp.train.monitor.watch import LossWatch, SlowRankWatch

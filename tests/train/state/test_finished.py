@@ -14,9 +14,9 @@ import pytest
 from isp.cli import main
 from isp.config import load_config
 from isp.core.layers.vocab_loss import IGNORED
+from isp.core.micro_batch import MicroBatch
 from isp.metrics import StepRecord, read_metrics
 from isp.parity.forked import RankError
-from isp.step.batch import MicroBatch
 from isp.train.data import StepData
 from isp.train.folder.run_folder import RunFolder
 from isp.train.monitor.meter import StepOutputs

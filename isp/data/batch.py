@@ -1,88 +1,30 @@
-"""Micro-batches: which samples come at which step, as tensors; read one step ahead.
-
-Shapes: B `micro_bsz`, S `seq_len`, n documents of a micro-batch.
-"""
+"""Reads the micro-batches of each step, one step ahead."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from isp.core.comm import pinned_memory
+from isp.core.micro_batch import MicroBatch, document_bounds
 from isp.data.dataset import IGNORE_INDEX, Dataset, Sample
 
-__all__ = ["BatchSampler", "MicroBatch", "Prefetcher", "document_bounds", "held_out_micro_batches"]
+__all__ = ["BatchSampler", "Prefetcher", "held_out_micro_batches", "stacked"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """The input of one forward. Packed: rows are joined to one, and `cu_seqlens` cuts it."""
-
-    tokens: Tensor
-    """int64 [1, B * S] packed, else [B, S]."""
-
-    labels: Tensor
-    """As `tokens`: the token to predict, or -100 where there is none."""
-
-    positions: Tensor
-    """As `tokens`: for rotary embeddings, restarting in each document's piece when packed."""
-
-    cu_seqlens: Tensor | None
-    """int32 [n + 1], packed only: where each document's piece begins in the row; last: B * S.
-
-    In host memory, on whatever device the others are.
-    """
-
-    padding: tuple[int, ...] = ()
-    """Padding tokens at the end of each of the B rows; empty where none is known of."""
-
-    @classmethod
-    def from_samples(cls, samples: Sequence[Sample], *, pack: bool) -> Self:
-        """Stack samples; with `pack`, into one row with the bounds of its documents."""
-        shape = (1, -1) if pack else (len(samples), -1)
-        *rows, padding = zip(*samples, strict=True)
-        tokens, labels, positions = (
-            torch.from_numpy(np.concatenate(of_samples)).reshape(shape) for of_samples in rows
-        )
-        cu_seqlens = document_bounds(positions[0] == 0) if pack else None
-        return cls(tokens, labels, positions, cu_seqlens, padding if any(padding) else ())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are not padding."""
-        return self.tokens.numel() - sum(self.padding)
-
-    @property
-    def document_lengths(self) -> list[int]:
-        """Length in tokens of each document's piece, or of each row if not packed; no padding."""
-        num_rows = len(self.padding) or self.tokens.shape[0]
-        row_length = self.tokens.numel() // num_rows
-        padding = self.padding or (0,) * num_rows
-        if self.cu_seqlens is None:
-            return [row_length - of_row for of_row in padding]
-        # Where a row's padding begins, a piece begins that is no document.
-        ends = {(row + 1) * row_length - size for row, size in enumerate(padding) if size}
-        starts, lengths = self.cu_seqlens[:-1].tolist(), self.cu_seqlens.diff().tolist()
-        pieces = zip(starts, lengths, strict=True)
-        return [length for start, length in pieces if start not in ends]
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same micro-batch on another device."""
-        rows = (self.tokens, self.labels, self.positions)
-        tokens, labels, positions = (pinned_memory.send(x, device) for x in rows)
-        return MicroBatch(tokens, labels, positions, self.cu_seqlens, self.padding)
-
-
-def document_bounds(starts: Tensor) -> Tensor:
-    """`cu_seqlens` [n + 1], int32, of n documents that begin where `starts` [tokens] is true."""
-    begins = starts.nonzero().squeeze(-1)
-    return torch.cat((begins, torch.tensor([len(starts)]))).to(torch.int32)
+def stacked(samples: Sequence[Sample], *, pack: bool) -> MicroBatch:
+    """Stack samples to a micro-batch; with `pack`, into one row with bounds of documents."""
+    shape = (1, -1) if pack else (len(samples), -1)
+    *rows, padding = zip(*samples, strict=True)
+    tokens, labels, positions = (
+        torch.from_numpy(np.concatenate(of_samples)).reshape(shape) for of_samples in rows
+    )
+    cu_seqlens = document_bounds(positions[0] == 0) if pack else None
+    return MicroBatch(tokens, labels, positions, cu_seqlens, padding if any(padding) else ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +49,7 @@ class BatchSampler:
             index = (step * self.micro_num + micro) * data_size + data_rank  # of the whole run
             rows = range(index * self.micro_bsz, (index + 1) * self.micro_bsz)
             samples = [self.dataset.sample(row) for row in rows]
-            batches.append(MicroBatch.from_samples(samples, pack=self.dataset.pack))
+            batches.append(stacked(samples, pack=self.dataset.pack))
         return batches
 
 
@@ -132,7 +74,7 @@ def held_out_micro_batches(
         for row, sample in zip(rows, samples, strict=True):
             if row >= count:
                 sample.labels.fill(IGNORE_INDEX)
-        yield MicroBatch.from_samples(samples, pack=dataset.pack)
+        yield stacked(samples, pack=dataset.pack)
 
 
 class Prefetcher(Generic[T]):

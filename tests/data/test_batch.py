@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from isp.core.micro_batch import MicroBatch
+from isp.data.batch import BatchSampler, held_out_micro_batches, stacked
 from isp.data.dataset import IGNORE_INDEX, PackedDataset, Sample
 from isp.data.stores import EndedStore, MemoryStore
-from isp.step.batch import BatchSampler, MicroBatch, held_out_micro_batches
 
 SEQ_LEN = 8
 
@@ -28,7 +29,7 @@ def test_packed_rows_are_joined_with_their_bounds() -> None:
         Sample(*map(np.array, ([5, 6, 7], [6, -100, 8], [0, 1, 0]))),
         Sample(*map(np.array, ([8, 9, 1], [9, 1, -100], [0, 1, 2]))),
     ]
-    batch = MicroBatch.from_samples(samples, pack=True)
+    batch = stacked(samples, pack=True)
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 1]]
     assert batch.labels.tolist() == [[6, -100, 8, 9, 1, -100]]
     assert batch.positions.tolist() == [[0, 1, 0, 0, 1, 2]]
@@ -50,7 +51,7 @@ def test_padding_is_no_token_of_a_document(
     places = starts if pack else [[0, 1, 2]] * 2
     ids = np.arange(3)
     samples = [Sample(ids, ids, np.array(p), n) for p, n in zip(places, padding, strict=True)]
-    batch = MicroBatch.from_samples(samples, pack=pack)
+    batch = stacked(samples, pack=pack)
     for found in (batch, batch.to(torch.device("meta"))):
         assert found.num_tokens == 6 - sum(padding)
         assert found.document_lengths == lengths

@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from isp.step.batch import Prefetcher
+from isp.data.batch import Prefetcher
 
 
 def prefetch_threads() -> list[threading.Thread]:

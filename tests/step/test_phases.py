@@ -16,7 +16,7 @@ from isp.core.comm.transfer_log import CommLog
 from isp.core.mesh import Mode
 from isp.core.mesh.phase import Phase
 from isp.metrics import read_metrics
-from isp.metrics.phases import PhaseClock, training_seconds
+from isp.step.phases import PhaseClock, training_seconds
 from isp.train.run import main
 from model.config import ModelConfig
 from tests.metrics.test_progress import Terminal
