@@ -16,7 +16,7 @@ from isp.core.comm import pinned_memory
 from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
 from isp.core.mesh.config import ContextExchange
 from isp.core.optim.config import GradScalerConfig, OptimizerConfig
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from model.config import ModelConfig
 from tests.host_syncs import HostSyncs, syncs_on_cuda
 from tests.models.models import job, packed_rows, tiny
@@ -206,7 +206,7 @@ def _check(name: str, found: Found) -> None:
     assert found.followed > 100, name
     assert found.passes == [], name
     assert [wait.rpartition("/")[0] for wait in found.end] == ["tolist in isp/optim"]
-    assert found.evaluation == ["tolist in isp/step/step.py:evaluate"], name
+    assert found.evaluation == ["tolist in isp/step/train_step.py:evaluate"], name
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, OF_TWO), (4, OF_FOUR)], ids=["2", "4"])

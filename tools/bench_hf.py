@@ -35,7 +35,7 @@ from isp.core.comm import Mesh
 from isp.core.micro_batch import MicroBatch
 from isp.models.huggingface.weight_files import WeightFiles
 from isp.parity.forked import run_ranks
-from isp.step.step import TrainStep, make_train_step
+from isp.step.train_step import TrainStep, make_train_step
 from isp.utils.json_file import read_json
 
 SIZES = {

@@ -51,7 +51,7 @@ from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.models.build import build_model
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from isp.train.garbage import collected_every
 from model.config import ModelConfig
 

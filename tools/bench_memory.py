@@ -30,7 +30,7 @@ from isp.core.micro_batch import MicroBatch
 from isp.planner.case import PlanCase
 from isp.planner.made import Made
 from isp.planner.memory import memory
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "one_gpu.yaml"

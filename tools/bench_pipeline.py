@@ -45,7 +45,7 @@ from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.pipeline.order import PipelineOrder, timeline
 from isp.models.build import build_model
 from isp.parity.forked import run_ranks
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from model.config import ModelConfig
 
 CPU = torch.device("cpu")

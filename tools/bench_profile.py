@@ -27,7 +27,7 @@ from isp.core.mesh import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.core.micro_batch import MicroBatch
 from isp.parity.forked import run_ranks
 from isp.profile.recorder import Recorder
-from isp.step.step import TrainStep, make_train_step
+from isp.step.train_step import TrainStep, make_train_step
 from isp.train.profiling.recording import recorder_for
 from model.config import ModelConfig
 

@@ -37,7 +37,7 @@ from isp.core.comm.channel import _all_gather
 from isp.core.comm.tag import UNNAMED
 from isp.core.micro_batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
-from isp.step.step import TrainStep, make_train_step
+from isp.step.train_step import TrainStep, make_train_step
 
 TINY = ("--model.preset=tiny", "--training.dtype=float32")
 Numbers = list[dict[str, Any]]

@@ -17,7 +17,6 @@ from isp.config.data import DataConfig
 from isp.config.faults import describe_faults, place
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
-from isp.config.objective import check_logits, check_objective, second_model
 from isp.config.sections import (
     CHECKPOINT_FOLDER,
     ENVIRONMENT_FILE,
@@ -115,7 +114,7 @@ class JobConfig:
                 f"validation.freq={self.validation.freq} needs held-out text: give"
                 f" data.valid_source, or data.valid_fraction=0.01"
             )
-        check_objective(self)
+        _check_objective(self)
         steps, warmup = self.training.steps, self.lr_scheduler.warmup_steps
         ratio = self.lr_scheduler.decay_ratio
         decay = self.lr_scheduler.num_decay_steps(steps)
@@ -130,7 +129,7 @@ class JobConfig:
     def language_model(self) -> TracedModel:
         """The model that `model` describes; one of `model.hf` is read and traced, once."""
         model = language_model(self.model, self.training.dtype)
-        check_logits(self, model)
+        _check_logits(self, model)
         return model if self.training.objective == "sft" else model.computed(gives_scores=True)
 
     def check_folder_model(self) -> None:
@@ -245,6 +244,80 @@ class JobConfig:
                 f" of a micro-batch, which are one tile"
             )
         return found
+
+
+def _check_objective(config: JobConfig) -> None:
+    """Raise ValueError for sections that `training.objective` cannot have."""
+    objective, dpo = config.training.objective, config.training.dpo
+    teacher = config.training.distill.teacher
+    if (objective == "distill") != (teacher is not None):
+        raise ValueError(
+            f"training.objective={objective} and training.distill.teacher={teacher}: distill needs"
+            f" the folder of a teacher, and no other objective takes one"
+        )
+    if teacher is not None:
+        check_model_folder(teacher, config.parallel)
+    if objective not in ("dpo", "reward"):
+        return
+    if config.model.hf is None:
+        raise ValueError(
+            f"training.objective={objective} needs model.hf, the folder of the initial model:"
+            f" write one with `isp checkpoint export`"
+        )
+    if objective == "reward" and config.model.adapter is not None:
+        raise ValueError(
+            "training.objective=reward trains all weights of a reward model: leave out"
+            " model.adapter"
+        )
+    if not config.data.pack:
+        raise ValueError(f"training.objective={objective} needs data.pack=true")
+    if dpo.label_smoothing and dpo.loss_type == "ipo":
+        raise ValueError(
+            f"training.dpo.label_smoothing={dpo.label_smoothing} is not defined for"
+            f" training.dpo.loss_type=ipo: use 0, or sigmoid"
+        )
+
+
+def second_model(config: JobConfig) -> TracedModel | None:
+    """The frozen model of the objective, the reference or the teacher; None without.
+
+    Raises ValueError for a teacher that is of other tokens, or cannot be split as the model is.
+    """
+    training = config.training
+    if training.objective in ("sft", "reward"):
+        return None
+    if training.objective == "dpo":
+        return config.language_model.frozen()
+    how = replace(config.model, hf=training.distill.teacher, hf_overrides=None, adapter=None)
+    teacher = language_model(how, training.dtype, trains=False)
+    if teacher.vocab_size != config.language_model.vocab_size:
+        raise ValueError(
+            f"training.distill.teacher={training.distill.teacher} has {teacher.vocab_size}"
+            f" logits a token, and the model {config.language_model.vocab_size}: distill between"
+            f" models of one tokenizer"
+        )
+    if training.distill.top_k > teacher.vocab_size:
+        raise ValueError(
+            f"training.distill.top_k={training.distill.top_k} is more than the teacher's"
+            f" {teacher.vocab_size} logits of a token"
+        )
+    teacher.check_layout(config.parallel, config.row_tokens)
+    teacher.check_length(config.parallel, config.row_tokens)
+    return teacher.frozen()
+
+
+def _check_logits(config: JobConfig, model: TracedModel) -> None:
+    """Raise ValueError for a model whose logits are not those of `training.objective`."""
+    from isp.models.huggingface.interface import LogitsOf
+
+    rewards = model.host.logits_of(model.model) is LogitsOf.ROW_LABELS
+    if (config.training.objective == "reward") != rewards or (rewards and model.vocab_size != 1):
+        given = f"{model.vocab_size} labels of a sequence" if rewards else "a token's vocabulary"
+        raise ValueError(
+            f"training.objective={config.training.objective}: the logits of"
+            f" {type(model.model).__name__} are of {given}: reward takes the folder of a"
+            f" ...ForSequenceClassification with num_labels=1, and nothing else does"
+        )
 
 
 def load_config(

@@ -23,8 +23,7 @@ from isp.core.mesh import Axis
 from isp.core.micro_batch import MicroBatch
 from isp.core.weights.uses import Action, ActionKind
 from isp.models.runtime.stage_module import TracedChunk
-from isp.step.step import TrainStep
-from isp.step.step_work import StepOutcome, StepWork
+from isp.step.train_step import StepOutcome, StepWork, TrainStep
 
 __all__ = ["Asked", "CallersGraphs"]
 

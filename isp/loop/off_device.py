@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from isp.core.comm import pinned_memory
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 
 __all__ = ["OffDevice"]
 

@@ -18,7 +18,7 @@ from isp.core.mesh import Axis
 from isp.loop.asked import Asking, TokenScores, TopTokens
 from isp.loop.callers_graphs import Asked, CallersGraphs
 from isp.models.huggingface.interface import LogitsOf
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 
 __all__ = ["OwnLosses"]
 

@@ -36,8 +36,7 @@ from isp.loop.rows import RowReader
 from isp.models.build import parameter_shapes
 from isp.models.traced_model import TracedModel
 from isp.step.saved_step import SavedStep
-from isp.step.step import make_train_step
-from isp.step.step_work import StepOutcome
+from isp.step.train_step import StepOutcome, make_train_step
 
 __all__ = ["ParallelRun"]
 

@@ -63,7 +63,7 @@ class BuiltModel:
     def saved(self) -> tuple[ShardedParameter, ...]:
         """Those that checkpoints have, and buffers that training may change."""
         named = self.parameters if self.model.checkpoints_frozen else self.trained
-        return *named, *starmap(self._as_saved, saved_buffers(self.model).items())
+        return *named, *starmap(self._as_saved, _saved_buffers(self.model).items())
 
     def _as_saved(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
         """A buffer in its own memory."""
@@ -210,8 +210,13 @@ def trained_layouts(model: TracedModel) -> dict[str, ParameterLayout]:
 def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter and buffer that checkpoints of the whole model have, by name."""
     (whole,) = shape_only(model, Mode.ISP)
-    return saved_buffers(model) | {
+    return _saved_buffers(model) | {
         item.name: item.layout.global_shape
         for item in whole.shards()
         if model.checkpoints_frozen or item.parameter.requires_grad
     }
+
+
+def _saved_buffers(model: TracedModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of buffers in checkpoints; adapters are saved without the model's."""
+    return saved_buffers(model.shape, model.trace) if model.checkpoints_frozen else {}

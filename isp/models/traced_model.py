@@ -35,8 +35,7 @@ from isp.models.moe.router_losses import (
     check_router_losses,
     make_router_losses,
 )
-from isp.models.runtime.call_follower import CallFollower
-from isp.models.runtime.sequence_ops import local_of
+from isp.models.runtime.call_follower import CallFollower, local_of
 from isp.models.runtime.sharded_modules import InitialWeights
 from isp.models.runtime.stage_module import TracedChunk
 from isp.models.runtime.weight_holders import WeightHolders
@@ -277,7 +276,7 @@ class TracedModel:
         config = self.host.config(self.model)
         check_model_config(config, parallel)
         check_row(self.host.most_tokens(self.model), seq_len)
-        experts, tiles = experts_of(self), self.recomputation.mlp_tile_tokens
+        experts, tiles = experts_of(self.shape, self.trace), self.recomputation.mlp_tile_tokens
         check_spread(type(self.model).__name__, self.trace, config, parallel.expert)
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.splits_features:
             self._check_exchanged(parallel.tensor.size)
@@ -409,7 +408,7 @@ class TracedModel:
         holders = WeightHolders(model, layers, follower, plan, stages)
         routers = load = None
         if layers.device.type != "meta":
-            of, experts = self._router_losses(), experts_of(self)
+            of, experts = self._router_losses(), experts_of(self.shape, self.trace)
             routers = make_router_losses(model, self.host.config(model), of, layers.tensor)
             load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None
             if self.loss_chunk_tokens and self.trace.head is None:

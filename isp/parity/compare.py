@@ -38,8 +38,7 @@ from isp.parity.reference import (
     modules_of,
 )
 from isp.parity.subjects import Subject
-from isp.step.step import TrainStep
-from isp.step.step_work import StepOutcome
+from isp.step.train_step import StepOutcome, TrainStep
 
 __all__ = [
     "CASES",

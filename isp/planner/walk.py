@@ -326,6 +326,7 @@ class Walk:
         reached = len(self.case.language_model.trained_names)  # a number of each, and the norm
         for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
             self.dry.all_reduce_numbers(axis, (1 + reached,) if axis is Axis.WORLD else ())
-        if experts := experts_of(self.case.language_model):  # how many tokens each got
+        model = self.case.language_model
+        if experts := experts_of(model.shape, model.trace):  # how many tokens each got
             for axis in (Axis.STAGE, Axis.PIPELINE):
                 self.dry.all_reduce_numbers(axis, (len(experts), max(experts.values())))

@@ -13,7 +13,7 @@ from isp.checkpoint.storage import read_metadata
 from isp.core.mesh import Axis
 from isp.core.optim.torch_optimizer import TorchUpdates
 from isp.core.rng import generator_states, restore_generators
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 
 __all__ = ["SavedStep"]
 

@@ -17,7 +17,7 @@ import torch
 from isp.checkpoint import CheckpointError
 from isp.checkpoint.agreement import attempt, attempt_first
 from isp.config import JobConfig
-from isp.config.objective import second_model
+from isp.config.job import second_model
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
@@ -31,10 +31,9 @@ from isp.metrics import (
     peak_tflops,
     shared_cores,
 )
-from isp.step.objective import DistillLoss, PreferenceLoss, RewardLoss, TokenLoss
+from isp.step.objectives import DistillLoss, PreferenceLoss, RewardLoss
 from isp.step.phases import PhaseClock, is_of_step
-from isp.step.step import make_train_step
-from isp.step.step_work import StepOutcome
+from isp.step.train_step import StepOutcome, TokenLoss, make_train_step
 from isp.train.data import StepData
 from isp.train.garbage import collected_every
 from isp.train.monitor.balance import ContextBalance

@@ -23,7 +23,7 @@ from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.memory import memory, states
 from isp.planner.record import Compute, Work
-from isp.step.step import TrainStep, make_train_step
+from isp.step.train_step import TrainStep, make_train_step
 from tests.models.folders import small_config, write_folder, write_job
 from tests.planner.cases import Counts, counted, share
 from tests.planner.live import live_bytes, tensors_here

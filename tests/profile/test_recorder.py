@@ -12,7 +12,7 @@ from isp.core.mesh import Mode
 from isp.profile.collectives import RankTimes, align
 from isp.profile.recorder import RankRecord
 from isp.profile.totals import step_collectives, totals
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from isp.train.profiling.recording import recorder_for
 from model.config import ModelConfig
 from tests.ranks import run_ranks

@@ -35,7 +35,7 @@ from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.build import build_model
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from model.config import ModelConfig
 
 __all__ = [

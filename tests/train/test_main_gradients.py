@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isp.core.comm import Mesh
 from isp.core.mesh import Mode
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from model.config import ModelConfig
 from tests.core.megatron.layers import Made
 from tests.train.runs import Layout, Task, make_run

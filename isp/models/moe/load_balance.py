@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from isp.models.tracing.roles import ParameterRole, expert_stacks
 
 if TYPE_CHECKING:
-    from isp.models.traced_model import TracedModel
     from isp.models.tracing.trace import ModelTrace
 
 __all__ = [
@@ -43,19 +42,20 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
     return torch.promote_types(dtype, torch.float32) if wide else dtype
 
 
-def experts_of(model: TracedModel) -> dict[str, int]:
-    """Modules of experts called as transformers' are, with the number of experts in each."""
-    names = dict.fromkeys(call.module for call in model.trace.calls if call.route is not None)
-    stacks = {name: expert_stacks(model.shape.get_submodule(name)) for name in names}
+def experts_of(shape: nn.Module, trace: ModelTrace) -> dict[str, int]:
+    """Return the modules of experts that are called as in transformers, with their sizes E.
+
+    `shape`: the traced model, on whatever device.
+    """
+    names = dict.fromkeys(call.module for call in trace.calls if call.route is not None)
+    stacks = {name: expert_stacks(shape.get_submodule(name)) for name in names}
     return {name: len(next(iter(weights.values()))) for name, weights in stacks.items()}
 
 
-def saved_buffers(model: TracedModel) -> dict[str, tuple[int, ...]]:
-    """Buffers that training may change, which checkpoints have, with their shapes."""
-    if not model.checkpoints_frozen:
-        return {}
-    biases = {*_biases_of(model.shape, experts_of(model)).values()}
-    return {name: tuple(b.shape) for name, b in model.shape.named_buffers() if name in biases}
+def saved_buffers(shape: nn.Module, trace: ModelTrace) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of buffers that training may change and checkpoints have, by name."""
+    biases = {*_biases_of(shape, experts_of(shape, trace)).values()}
+    return {name: tuple(b.shape) for name, b in shape.named_buffers() if name in biases}
 
 
 def _biases_of(model: nn.Module, experts: Mapping[str, int]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from isp.metrics import (
 )
 from isp.models.traced_model import TracedModel
 from isp.step.phases import PhaseClock, PhaseTimes, training_seconds
-from isp.step.step_work import StepOutcome
+from isp.step.train_step import StepOutcome
 from isp.train.folder.run_folder import RunFolder
 from isp.train.monitor.trackers import run_trackers
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isp.metrics import peak_memory_gib
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from isp.train.folder.environment import RankPlace
 from isp.utils.files import written_whole
 

@@ -24,7 +24,7 @@ from isp.core.optim.zero1 import Zero1Optimizer
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord
 from isp.step.phases import PhaseTimes, training_seconds
-from isp.step.step_work import StepOutcome
+from isp.step.train_step import StepOutcome
 
 __all__ = [
     "LossWatch",

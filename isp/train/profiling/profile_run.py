@@ -16,7 +16,7 @@ from isp.metrics.device import reset_peak_memory
 from isp.profile import Profile
 from isp.profile.collectives import clock_lead
 from isp.step.setup import make_world
-from isp.step.step import make_train_step
+from isp.step.train_step import make_train_step
 from isp.train.data import StepData, open_for_rank
 from isp.train.folder.run_folder import explained, make_unique, run_name
 from isp.train.garbage import collected_every

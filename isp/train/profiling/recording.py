@@ -29,7 +29,7 @@ from isp.profile.recorder import RankRecord, Recorder
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from isp.utils.files import write_whole, written_whole
 
 __all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_profile"]

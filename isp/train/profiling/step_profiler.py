@@ -13,7 +13,7 @@ from isp.config import JobConfig
 from isp.profile.collectives import clock_lead
 from isp.profile.recorder import Recorder
 from isp.profile.table import sentence
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from isp.train.folder.run_folder import RunFolder
 from isp.train.profiling.recording import (
     Measured,

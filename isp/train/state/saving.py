@@ -16,7 +16,7 @@ from isp.core.comm import Mesh
 from isp.core.mesh import Axis
 from isp.metrics import StepRecord
 from isp.step.saved_step import SavedStep
-from isp.step.step import TrainStep
+from isp.step.train_step import TrainStep
 from isp.train.state.resume import STREAM, Start, check_changes, saved_values, stream_place
 
 __all__ = ["Progress", "RunCheckpoints"]

@@ -363,7 +363,7 @@ def test_a_teacher_is_not_overridden(tmp_path: Path) -> None:
     values["training"] |= {"objective": "distill", "distill": {"teacher": str(folder)}}
     values["model"]["hf_overrides"] = LONGER
     job.write_text(yaml.safe_dump(values))
-    from isp.config.objective import second_model
+    from isp.config.job import second_model
 
     config: JobConfig = load_config(job)
     teacher = second_model(config)

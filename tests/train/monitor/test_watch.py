@@ -20,7 +20,7 @@ from isp.core.mesh import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.core.mesh.config import Mode
 from isp.models.runtime.stage_module import TracedChunk
 from isp.step.phases import PhaseClock, PhaseTimes
-from isp.step.step_work import StepOutcome
+from isp.step.train_step import StepOutcome
 from isp.train.monitor.meter import StepMeter
 from isp.train.monitor.watch import LossWatch, SlowRankWatch
 from isp.train.run import main

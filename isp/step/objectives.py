@@ -7,75 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from isp.config.sections import DistillConfig, DPOConfig
-from isp.core.comm import pinned_memory
 from isp.core.comm.tag import Tag
 from isp.core.layers.token_results import AllLogits, DivergenceRules, TokenScoreRules, TopLogits
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.micro_batch import MicroBatch
+from isp.step.train_step import Documents, StepWork, TokenLoss, TrainStep
 
-if TYPE_CHECKING:
-    from isp.step.step import TrainStep
-    from isp.step.step_work import StepWork
-
-__all__ = ["DistillLoss", "Documents", "PreferenceLoss", "RewardLoss", "TokenLoss"]
-
-
-class TokenLoss:
-    """The mean cross-entropy of the tokens that have a label: what a step's loss is by default."""
-
-    def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Called before the passes of `batches`, of training or of an evaluation."""
-
-    def count(self, batch: MicroBatch) -> Tensor:
-        """What the loss of a micro-batch, all of its tokens, is the sum of; [], whole number."""
-        return (batch.labels != IGNORED).sum()
-
-    def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        """This rank's part of the sum, of what the last chunk gave; [].
-
-        `expected` is the gradient that it is going to have.
-        """
-        return work.step.chunks[-1].loss(output, work.labels(micro_batch), expected)
-
-
-class Documents(NamedTuple):
-    """The documents of a micro-batch, in its order."""
-
-    numbers: Tensor
-    """That of each token, int64, of the shape of the tokens."""
-    num_labels: Tensor
-    """[d]; none of padding."""
-
-    @classmethod
-    def of(cls, batch: MicroBatch) -> Documents:
-        rows, tokens = batch.labels.shape
-        lengths = torch.tensor([tokens]).repeat(rows)
-        if batch.cu_seqlens is not None:
-            lengths = batch.cu_seqlens.diff().long()
-        numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-        numbers = pinned_memory.send(numbers, batch.labels.device)
-        labelled = (batch.labels != IGNORED).long().flatten()
-        num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
-        return cls(numbers.view_as(batch.labels), num_labels)
-
-    def num_pairs(self) -> Tensor:
-        """The number of pairs, []; each is two documents that follow each other."""
-        return (self.num_labels > 0).sum() // 2
-
-    def margins(self, gains: Tensor) -> Tensor:
-        """What each pair's first document gains more than its second one, [d]; 0 of others."""
-        labelled = self.num_labels > 0
-        place = (labelled.cumsum(0) - 1).clamp(min=0)
-        signed = gains * (1 - 2 * (place % 2)) * labelled
-        return torch.zeros_like(gains).index_add(0, place // 2, signed)
+__all__ = ["DistillLoss", "PreferenceLoss", "RewardLoss"]
 
 
 class _SecondModel(TokenLoss):
