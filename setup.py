@@ -38,7 +38,7 @@ setup(
     packages=find_packages(include=["isp", "isp.*", "model", "model.*"]),
     package_data={
         "isp": ["py.typed"],
-        "isp.models.huggingface.patches": ["known_code.txt"],
+        "isp.models": ["known_code.txt"],
         "isp.planner": ["fabrics/*.yaml"],
         "model": ["py.typed"],
     },

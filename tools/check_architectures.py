@@ -31,11 +31,11 @@ from isp.core.mesh import Mode, ParallelConfig
 from isp.core.mesh.config import SequenceScan
 from isp.models.huggingface.patches.attention import ALIBI_FEATURES
 from isp.models.huggingface.patches.calls import FREE_FUNCTIONS, REPLACED
-from isp.models.huggingface.patches.known_code import KNOWN, known_code, source_hash, unknown_code
+from isp.models.huggingface.tiny import tiny_model
 from isp.models.huggingface.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
-from isp.models.testing.tiny import tiny_model
+from isp.models.known_code import KNOWN, known_code, source_hash, unknown_code
+from isp.models.roles import ParameterRole
 from isp.models.traced_model import TracedModel
-from isp.models.tracing.roles import ParameterRole
 from isp.models.tracing.trace import AttentionSizes, Kind, ModelTrace
 from isp.parity.compare import Check, CheckCase, Verdict
 from isp.parity.forked import RankError, run_ranks
@@ -252,7 +252,7 @@ def has_unknown_code(architecture: str) -> bool:
 
 
 def sources(packages: Iterable[str | Path]) -> str:
-    """Return the text of isp/models/huggingface/patches/known_code.txt, with the code of folders of
+    """Return the text of isp/models/known_code.txt, with the code of folders of
     transformers added.
 
     To be written when all tests and `--compare` of all have passed with their versions.
@@ -275,7 +275,7 @@ def sources(packages: Iterable[str | Path]) -> str:
     return "\n".join([_SOURCES.format(" ".join(sorted(versions))), *lines, ""])
 
 
-_SOURCES = """# Hashes of code that isp replaces: see isp/models/huggingface/patches/known_code.py.
+_SOURCES = """# Hashes of code that isp replaces: see isp/models/known_code.py.
 # Written by tools/check_architectures.py --sources, of transformers {}"""
 
 

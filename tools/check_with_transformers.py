@@ -37,7 +37,7 @@ from isp.config.data import DataConfig
 from isp.config.sections import TrainingConfig
 from isp.core.mesh.config import ExpertConfig, Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.loop.parallelize import ParallelRun, parallelize  # here, not in every forked rank
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
 from isp.parity.forked import RankError, run_ranks
 from model.config import ModelConfig
 

@@ -25,7 +25,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.utils.losses import sft_loss
 
 from isp.integrations.verl import ISPEngineConfig
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
 CONFIG = "parallel: {tensor: {size: 2}, weight: {size: 4}}\ntraining: {dtype: float64}\n"

@@ -292,7 +292,7 @@ def _add_prefetch(_: argparse.ArgumentParser) -> Run:
 
 def _prefetch(args: argparse.Namespace) -> int:
     from isp.config import load_config
-    from isp.models.sharding.prefetch_schedule import schedule_text
+    from isp.models.prefetch_schedule import schedule_text
     from isp.train.monitor.balance import balance_text
 
     config = load_config(args.config, args.overrides)

@@ -32,7 +32,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
     require(f"model.hf={model.hf}", "transformers", "safetensors")
     if model.adapter is not None:
         require("model.adapter", "peft", extra="peft")
-    from isp.models.huggingface.loading import folder_model
+    from isp.models.loading import folder_model
 
     return folder_model(
         model.hf,
@@ -46,7 +46,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
 
 def how_computed(model: ModelConfig) -> dict[str, Any]:
     """The keys that say how, as `TracedModel` takes them."""
-    from isp.models.moe.router_losses import RouterCoefficients
+    from isp.models.huggingface.interface import RouterCoefficients
 
     return {
         "recomputation": model.recomputation,
@@ -67,7 +67,7 @@ def _decoder(model: ModelConfig) -> TracedModel:
     """The plain decoder of these sizes, traced once for all ways of computing it."""
     import torch
 
-    from isp.models.huggingface.loading import begun_by_the_model
+    from isp.models.loading import begun_by_the_model
     from isp.models.traced_model import TracedModel
     from model.decoder import Decoder
     from model.weight_names import earlier_names

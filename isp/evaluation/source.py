@@ -29,8 +29,8 @@ from isp.models.build import build_model, parameter_shapes
 from isp.models.huggingface.adapter_config import ADAPTER_FILE, with_adapter
 from isp.models.huggingface.adapters import adapted, with_trained_adapters
 from isp.models.huggingface.config_json import read_text_config
-from isp.models.huggingface.loading import meta_model, plain_model
 from isp.models.huggingface.make import limited_model, take_out_tower
+from isp.models.loading import meta_model, plain_model
 from isp.models.traced_model import TracedModel, position_rows
 from isp.train.state.export import as_saved, plain_decoder, saved_model
 from isp.train.state.resume import saved_config

@@ -20,8 +20,8 @@ from isp.core.mesh import Axis
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.loop.peft_adapters import merged
 from isp.models.build import BuiltModel
-from isp.models.huggingface.loading import kept_buffers
 from isp.models.huggingface.weight_files import WeightWriter
+from isp.models.loading import kept_buffers
 from isp.models.traced_model import TracedModel
 
 __all__ = ["GatheredWeights"]

@@ -22,10 +22,10 @@ from isp.core.section import KeyRole, defaults_of, section
 from isp.loop.parallel_run import ParallelRun
 from isp.loop.parameter_guard import refuse_data_parallel, refuse_optimizers
 from isp.models.build import trained_layouts
-from isp.models.huggingface.loading import begun_by_the_model, empty_model
+from isp.models.huggingface.initial_weights import InitialWeights
 from isp.models.huggingface.make import limited_model
-from isp.models.huggingface.patches.known_code import check_code
-from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.known_code import check_code
+from isp.models.loading import begun_by_the_model, empty_model
 from isp.models.traced_model import TracedModel
 from isp.step.host_memory import check_memory_of_states
 from isp.step.setup import check_param_groups, make_world

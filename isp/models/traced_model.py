@@ -26,25 +26,21 @@ from isp.core.mesh.sequence_split import Windows
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.recompute.config import Recomputation
 from isp.models.huggingface.config_json import check_layout, check_model_config
-from isp.models.huggingface.interface import HuggingFace, check_row, host_of
-from isp.models.huggingface.make import copied, leave_alone, on_meta
+from isp.models.huggingface.initial_weights import InitialWeights
+from isp.models.huggingface.interface import HuggingFace, RouterCoefficients, check_row, host_of
+from isp.models.meta import copied, leave_alone, on_meta
 from isp.models.moe.dispatch import check_spread
 from isp.models.moe.load_balance import ExpertLoad, experts_of
-from isp.models.moe.router_losses import (
-    RouterCoefficients,
-    check_router_losses,
-    make_router_losses,
-)
+from isp.models.moe.router_losses import check_router_losses, make_router_losses
+from isp.models.roles import ParameterRole
 from isp.models.runtime.call_follower import CallFollower, local_of
-from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.runtime.share import check_shares, run_with_a_share
 from isp.models.runtime.stage_module import TracedChunk
 from isp.models.runtime.weight_holders import WeightHolders
 from isp.models.sharding.pipeline_split import Stage, check_stages, stages_of, tied_weight
-from isp.models.sharding.share import check_shares, run_with_a_share
 from isp.models.sharding.tensor_plan import TensorPlan, tensor_plan
 from isp.models.tracing.long_rows import LengthCheck
 from isp.models.tracing.probe import check_local
-from isp.models.tracing.roles import ParameterRole
 from isp.models.tracing.trace import check_supported, trace_model
 
 __all__ = ["TracedModel", "position_rows"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from isp.config import ConfigError
 from isp.core.mesh import Mode, ParallelConfig, PipelineConfig, PipelineSchedule, WeightConfig
-from isp.models.tracing.roles import ParameterRole
+from isp.models.roles import ParameterRole
 from isp.parity.subjects import Subject
 
 __all__ = ["TOKENS", "Layout", "fault_of", "layouts_of", "most_stages"]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from isp.core.recompute.config import Recomputation
 from isp.models.huggingface.make import limited_model
 from isp.models.huggingface.overrides import OverrideError, check_overrides, overridden_config
+from isp.models.huggingface.tiny import fewer_heads, kept_in_float64, tiny_model
 from isp.models.huggingface.weight_files import read_json
-from isp.models.testing.tiny import fewer_heads, kept_in_float64, tiny_model
 from isp.models.traced_model import TracedModel
 from isp.utils.packages import require
 from model.config import ModelConfig

@@ -21,7 +21,7 @@ from isp.cli import main
 from isp.cli.generate_command import _chosen, _Streamer
 from isp.config.job import load_config
 from isp.data.tokenizer import ByteTokenizer, HFTokenizer
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
 from isp.train.run import main as train
 from tests.evaluation.models import saved
 from tests.models.folders import write_folder

@@ -16,7 +16,7 @@ from isp.config import JobConfig
 from isp.core.mesh import Mode
 from isp.core.optim.config import ParamGroupConfig
 from isp.loop.asked import TokenScores
-from isp.models.huggingface.make import parameters_on_meta
+from isp.models.meta import parameters_on_meta
 from isp.step import host_memory
 from isp.step.host_memory import check_memory_of_states
 from tests.models.models import TOLERANCE, VOCAB, Rows, job, plain_loss, tiny

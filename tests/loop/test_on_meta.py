@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import isp
 from isp.config import JobConfig
 from isp.core.mesh import Axis
-from isp.models.huggingface.loading import parameters_on_meta
+from isp.models.loading import parameters_on_meta
 from tests.models.models import VOCAB, Rows, job, packed_rows, tiny
 from tests.models.own import OwnBlock
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
 from model.config import ModelConfig
 from model.huggingface import config_json
 

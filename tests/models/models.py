@@ -29,9 +29,9 @@ from isp.core.mesh.config import (
 from isp.core.optim.config import OptimizerConfig
 from isp.loop.asked import TokenScores
 from isp.loop.parallel_run import ParallelRun
-from isp.models.huggingface.patches.known_code import local_layers
+from isp.models.huggingface.tiny import kept_in_float64
+from isp.models.known_code import local_layers
 from isp.models.runtime.stage_module import TracedChunk
-from isp.models.testing.tiny import kept_in_float64
 from isp.models.traced_model import TracedModel
 from model.config import ModelConfig
 

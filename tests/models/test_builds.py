@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from isp.models.huggingface.interface import host_of
+from isp.models.huggingface.tiny import tiny_model
+from isp.models.roles import ParameterRole
 from isp.models.runtime.stage_module import TracedChunk
-from isp.models.testing.tiny import tiny_model
 from isp.models.traced_model import TracedModel
-from isp.models.tracing.roles import ParameterRole
 from tests.models.models import alone, tiny
 from tests.models.own import Own
 

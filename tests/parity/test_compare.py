@@ -22,10 +22,11 @@ from isp.core.mesh import Mode, ParallelConfig
 from isp.core.optim.buckets import BucketManager
 from isp.core.recompute.config import Recomputation
 from isp.core.weights.plan import PlanCursor
-from isp.models.runtime import forward_pass, sharded_modules
+from isp.models.huggingface import tiny
+from isp.models.huggingface.tiny import tiny_config
+from isp.models.runtime import sharded_modules
 from isp.models.runtime.tiles import TiledModule
-from isp.models.testing import tiny
-from isp.models.testing.tiny import tiny_config
+from isp.models.tracing import forward_pass
 from isp.parity.api import _subject_of, keys_from
 from isp.parity.compare import CASES, TOLERANCE, Check
 from isp.parity.forked import RankError, run_ranks

@@ -18,7 +18,7 @@ from isp.data.dataset import IGNORE_INDEX, Sample
 from isp.data.examples import SourceReader
 from isp.data.sources import open_datasets
 from isp.data.tokenizer import load_tokenizer
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
 from isp.train.data import check_data
 from tests.data.chat_folder import CHATML, chat_folder, write_lines
 from tests.models.folders import small_config, write_folder

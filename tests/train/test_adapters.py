@@ -21,7 +21,7 @@ from isp.data.batch import BatchSampler
 from isp.data.sources import open_datasets
 from isp.evaluation.source import open_source
 from isp.models.build import build_model
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
 from isp.train.state.export import export
 from tests.models.folders import write_folder, write_job
 from tests.models.models import Rows, Trained, trained_plainly

@@ -12,7 +12,7 @@ import torch
 
 from isp.core.mesh import Mode, PipelineSchedule
 from isp.core.optim.config import OptimizerConfig
-from isp.models.huggingface.loading import begun_by_the_model
+from isp.models.loading import begun_by_the_model
 from isp.models.traced_model import TracedModel
 from model.decoder import Decoder
 from tests.ranks import run_ranks

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from isp.core.layers.module import MasterStream, RowsOf
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.huggingface.adapter_config import AdapterConfig
-from isp.models.huggingface.initial_weights import Drawing, drawings
-from isp.models.huggingface.make import parameters_on_meta
-from isp.models.runtime.sharded_modules import InitialWeights
-from isp.models.tracing.roles import is_linear
+from isp.models.huggingface.initial_weights import Drawing, InitialWeights, drawings
+from isp.models.meta import parameters_on_meta
+from isp.models.roles import is_linear
 from isp.utils.files import check_regular
 from isp.utils.limits import limited
 

@@ -7,19 +7,20 @@ models, the same is done to the tiles of a shard [Note: Tiles].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.core.layers.module import MasterStream
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.tensors import memory_of, tensors_in
+from isp.core.weights.sharded_parameter import ShardedParameter
 
-__all__ = ["Drawing", "drawings"]
+__all__ = ["Drawing", "InitialWeights", "drawings"]
 
 _aten = torch.ops.aten
 _RANDOM = (_aten.normal_.default, _aten.uniform_.default)
@@ -38,6 +39,13 @@ _ARITHMETIC = (
 _IN_PLACE = (*_RANDOM, *_FILLS, *_ARITHMETIC)
 """In-place and element by element; what they take beside the parameter are numbers."""
 _VIEWS = (_aten.detach.default, _aten.alias.default, _aten.select.int)
+
+
+class InitialWeights(Protocol):
+    """A source of the weights that a model begins from."""
+
+    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
+        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
 
 
 @dataclass(eq=False)

@@ -8,24 +8,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from isp.core.attention.api import AttentionOptions
 from isp.core.mixers.api import current_mixers
+from isp.models.huggingface.expert_adapters import hand_on_factors
 from isp.models.huggingface.patches.attention import check_dropout
 from isp.models.huggingface.patches.calls import use_registered_mixers, wrap_free_functions
 from isp.models.huggingface.patches.indexers import chosen_by
 from isp.models.huggingface.versions import warn_of_version
-from isp.models.moe.lora import hand_on_factors
-from isp.models.moe.router_losses import RouterCoefficients
-from isp.models.runtime.positions import at_positions, give_positions
+from isp.models.positions import at_positions, give_positions
 
-__all__ = ["Host", "HuggingFace", "LogitsOf", "check_row", "host_of"]
+__all__ = ["Host", "HuggingFace", "LogitsOf", "RouterCoefficients", "check_row", "host_of"]
 
 _COUNTS = "create_position_ids_from_input_ids"
 _WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+class RouterCoefficients(NamedTuple):
+    """The weights of the router losses, and the rate of updates of biases; 0: without."""
+
+    aux: float = 0.0
+    """Of load balancing, num_experts * sum(f * p)."""
+    z: float = 0.0
+    """Of the mean square of the logits' log-sum-exp over layers and tokens."""
+    bias_rate: float = 0.0
+    """How much a step moves the biases by which routers choose: see `load_balance`."""
+
+    @property
+    def of_losses(self) -> bool:
+        """Whether there are losses."""
+        return bool(self.aux or self.z)
 
 
 class LogitsOf(Enum):

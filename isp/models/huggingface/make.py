@@ -6,11 +6,8 @@ of tokens alone does not call (its tower and projector) is then taken out.
 
 from __future__ import annotations
 
-import copy
-import logging
 import os
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,19 +19,13 @@ from isp.utils.files import check_regular_files
 from isp.utils.limits import limited
 
 __all__ = [
-    "copied",
     "folder_config",
-    "leave_alone",
     "limited_model",
     "made",
-    "on_meta",
-    "parameters_on_meta",
     "sees",
     "take_out_tower",
     "without_implementations",
 ]
-
-logger = logging.getLogger(__name__)
 
 _CONFIG_SECONDS, _CONFIG_BYTES = 60.0, 2**30
 """Limits of reading a config.json: some kinds make a list with an entry for each layer."""
@@ -43,63 +34,6 @@ _GPU_ADDRESSES = 2**46
 _MODEL_SECONDS, _MODEL_BYTES = 1200.0, 2**35
 """Limits of making and tracing a model: its modules, buffers such as tables of angles, and what the
 probe's backward keeps (4 GB for 70B parameters). At most half of the machine's memory."""
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """In this context parameters lose their memory as modules take them; buffers keep theirs."""
-    register = nn.Module.register_parameter
-
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            grad = parameter.requires_grad
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
-        register(module, name, parameter)
-
-    setattr(nn.Module, "register_parameter", without_memory)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(nn.Module, "register_parameter", register)  # noqa: B010
-
-
-def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` without memory for its parameters and buffers."""
-    empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
-    for parameter in model.parameters():
-        value = torch.empty_like(parameter, device="meta")
-        empty[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    return copied(model, empty)
-
-
-def copied(model: nn.Module, instead: dict[int, Any]) -> nn.Module:
-    """Copy a model, with the values of `instead` in place of the objects with these ids.
-
-    As `copy.deepcopy`, two to four times as fast: it is slow for the empty dicts of hooks, of which
-    each module has a dozen. Adds entries for those to `instead`.
-    """
-    for module in model.modules():
-        for value in vars(module).values():
-            if type(value) in (dict, OrderedDict) and not value:
-                instead.setdefault(id(value), type(value)())
-    return copy.deepcopy(model, instead)
-
-
-def leave_alone(shape: nn.Module, unused: Iterable[str]) -> None:
-    """Freeze the `unused` parameters, which torch's optimizers would not change either.
-
-    In `shape`, a model without memory. The model itself is frozen where it is built.
-    """
-    trained = [name for name in unused if shape.get_parameter(name).requires_grad]
-    for name in trained:
-        shape.get_parameter(name).requires_grad_(False)
-    if trained:
-        logger.warning(
-            "%d parameters of %s get no gradient from a forward of tokens and are not trained (%s)",
-            len(trained),
-            type(shape).__name__,
-            ", ".join(trained[:3]) + ", ..." * (len(trained) > 3),
-        )
 
 
 def sees(config: Any) -> bool:

@@ -14,12 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from isp.models.huggingface.make import (
-    folder_config,
-    made,
-    parameters_on_meta,
-    without_implementations,
-)
+from isp.models.huggingface.make import folder_config, made, without_implementations
+from isp.models.meta import parameters_on_meta
 from isp.utils.json_file import read_json
 from isp.utils.safe_text import first_line
 from isp.utils.suggestion import nearest

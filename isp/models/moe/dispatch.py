@@ -38,7 +38,7 @@ from isp.core.megatron.mappings import (
 )
 from isp.core.mesh.experts import ExpertConfig
 from isp.core.mesh.partition import chunk_range
-from isp.models.tracing.roles import ParameterRole
+from isp.models.roles import ParameterRole
 from isp.models.tracing.trace import Kind, ModelTrace
 
 __all__ = [

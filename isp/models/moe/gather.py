@@ -30,10 +30,10 @@ from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.tensors import memory_of
 from isp.core.weights.wp import WPCommunicator
+from isp.models.moe.ahead import ComputedAhead
 from isp.models.moe.dispatch import ExpertExchange, ExpertSubset, on_other_tokens
-from isp.models.runtime.ahead import ComputedAhead
+from isp.models.roles import expert_stacks
 from isp.models.tracing.calls import weights_among
-from isp.models.tracing.roles import expert_stacks
 
 __all__ = ["ExpertPlace", "ExpertWeight", "SwappedExperts"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from isp.models.tracing.roles import ParameterRole, expert_stacks
+from isp.models.roles import ParameterRole, expert_stacks
 
 if TYPE_CHECKING:
     from isp.models.tracing.trace import ModelTrace

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,10 @@ from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.compiled import widened
+from isp.models.huggingface.interface import RouterCoefficients
 from isp.models.moe.load_balance import check_bias_update
 
-__all__ = ["RouterCoefficients", "RouterLosses", "check_router_losses", "make_router_losses"]
-
-
-class RouterCoefficients(NamedTuple):
-    """The weights of the router losses, and the rate of updates of biases; 0: without."""
-
-    aux: float = 0.0
-    """Of load balancing, num_experts * sum(f * p)."""
-    z: float = 0.0
-    """Of the mean square of the logits' log-sum-exp over layers and tokens."""
-    bias_rate: float = 0.0
-    """How much a step moves the biases by which routers choose: see `load_balance`."""
-
-    @property
-    def of_losses(self) -> bool:
-        """Whether there are losses."""
-        return bool(self.aux or self.z)
+__all__ = ["RouterLosses", "check_router_losses", "make_router_losses"]
 
 
 def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:

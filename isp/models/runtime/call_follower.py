@@ -30,12 +30,12 @@ from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.core.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
 from isp.core.recompute.config import Recomputation
 from isp.models.moe.gather import ExpertPlace
+from isp.models.positions import at_positions, current_positions
 from isp.models.runtime.activation_checkpointing import BlockRecomputer
-from isp.models.runtime.forward_pass import ForwardPass
-from isp.models.runtime.positions import at_positions, current_positions
 from isp.models.runtime.tiles import Holder, TiledModule
 from isp.models.sharding.pipeline_split import Stage
 from isp.models.tracing.calls import Ahead, AttentionSizes, Call, ForwardEnd, Kind
+from isp.models.tracing.forward_pass import ForwardPass
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = ["CallFollower", "LocalOf", "TracedMixers", "local_of"]

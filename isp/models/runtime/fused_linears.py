@@ -34,8 +34,8 @@ from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.wp import FullWeights, WPCommunicator
+from isp.models.roles import ParameterRole
 from isp.models.tracing.calls import Call, Kind
-from isp.models.tracing.roles import ParameterRole
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = ["FusedLinears", "FusedRows", "groups_of", "rows_of"]

@@ -6,10 +6,10 @@ The model keeps its modules and names: `module.weight` is this rank's shard, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,27 +21,20 @@ from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.moe.load_balance import router_dtype
-from isp.models.runtime.fused_linears import FusedRows
-from isp.models.sharding.matrices import matrices_in
-from isp.models.sharding.region import Entrance
-from isp.models.sharding.tensor_plan import TensorPlan
-from isp.models.tracing.roles import (
+from isp.models.roles import (
     ParameterRole,
     holds_experts,
     is_decayed,
     is_transposed,
 )
+from isp.models.runtime.fused_linears import FusedRows
+from isp.models.sharding.matrices import matrices_in
+from isp.models.sharding.region import Entrance
+from isp.models.sharding.tensor_plan import TensorPlan
 from isp.models.tracing.trace import ModelTrace
 from isp.models.tracing.weight_reads import looked_up
 
-__all__ = ["InitialWeights", "SwappedLinear", "SwappedTable", "shard_parameters"]
-
-
-class InitialWeights(Protocol):
-    """A source of the weights that a model begins from."""
-
-    def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """Put values into a rank's shards of `model`'s parameters, and into its kept buffers."""
+__all__ = ["SwappedLinear", "SwappedTable", "shard_parameters"]
 
 
 Called = Callable[[], Callable[[Tensor], Tensor] | None]

@@ -24,15 +24,15 @@ from isp.core.layers.vocab_loss import vocab_parallel_cross_entropy
 from isp.core.rng import generator_states, restore_generators, seed_generators
 from isp.core.weights.declare import DeclaredBlock
 from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.models.huggingface.initial_weights import InitialWeights
 from isp.models.huggingface.interface import Host, check_row
 from isp.models.moe.load_balance import ExpertLoad
 from isp.models.moe.router_losses import RouterLosses
-from isp.models.runtime.forward_pass import ForwardPass, Instead, Masks
-from isp.models.runtime.positions import by_document, token_lengths
-from isp.models.runtime.sharded_modules import InitialWeights
+from isp.models.positions import by_document, token_lengths
 from isp.models.runtime.weight_holders import WeightHolders
 from isp.models.sharding.pipeline_split import Stage
 from isp.models.tracing.calls import Call, ForwardEnd, Kind
+from isp.models.tracing.forward_pass import ForwardPass, Instead, Masks
 from isp.models.tracing.trace import check_not_compiled
 
 __all__ = ["TracedChunk"]

@@ -14,9 +14,10 @@ from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.config import LaunchPoint
 from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.core.weights.uses import Use
+from isp.models.moe.ahead import ComputedAhead
 from isp.models.moe.dispatch import ExpertExchange
 from isp.models.moe.gather import ExpertWeight, SwappedExperts
-from isp.models.runtime.ahead import ComputedAhead
+from isp.models.roles import ParameterRole, expert_stacks
 from isp.models.runtime.call_follower import CallFollower
 from isp.models.runtime.fused_linears import FusedLinears, groups_of, rows_of
 from isp.models.runtime.sharded_modules import SwappedLinear, SwappedTable, shard_parameters
@@ -25,7 +26,6 @@ from isp.models.sharding.pipeline_split import Stage
 from isp.models.sharding.region import Entrance
 from isp.models.sharding.tensor_plan import TensorPlan, in_features
 from isp.models.tracing.calls import Call, Kind
-from isp.models.tracing.roles import ParameterRole, expert_stacks
 
 __all__ = ["WeightHolders"]
 

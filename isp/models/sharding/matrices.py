@@ -5,14 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from isp.core.mesh.layout import Matrices
-from isp.models.tracing.calls import AttentionSizes, Kind
-from isp.models.tracing.roles import (
+from isp.models.roles import (
     ParameterRole,
     expert_stacks,
     holds_experts,
     is_table_of_biases,
     is_transposed,
 )
+from isp.models.tracing.calls import AttentionSizes, Kind
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = ["matrices_in"]

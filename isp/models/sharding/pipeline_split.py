@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from isp.core.pipeline.order import split_layers
-from isp.models.huggingface.make import copied
+from isp.models.meta import copied
+from isp.models.roles import ParameterRole
 from isp.models.tracing.calls import BlockOutput, ForwardEnd
 from isp.models.tracing.probe import Forward, local_calls, without_weights
-from isp.models.tracing.roles import ParameterRole
 from isp.models.tracing.trace import BEHIND, ModelTrace
 
 __all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]

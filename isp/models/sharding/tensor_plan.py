@@ -19,7 +19,7 @@ from isp.core.comm import Channel, Pending
 from isp.core.comm.tag import Tag
 from isp.core.layers.linear import Moves, Role, moves_for
 from isp.core.mesh import Mode
-from isp.models.tracing.roles import ParameterRole, is_linear, is_transposed
+from isp.models.roles import ParameterRole, is_linear, is_transposed
 from isp.models.tracing.trace import Call, Kind, ModelTrace
 
 __all__ = ["LinearCut", "Region", "TensorPlan", "in_features", "tensor_plan"]

@@ -48,9 +48,9 @@ from isp.core.attention.api import AttentionOptions
 from isp.core.mixers.api import mix_by
 from isp.core.mixers.key_choice import Indexer
 from isp.core.mixers.recurrence import Inputs, Recurrence
-from isp.models.huggingface.make import copied
+from isp.models.meta import copied
+from isp.models.roles import ParameterRole, holds_experts
 from isp.models.tracing.recorder import replaced_forward
-from isp.models.tracing.roles import ParameterRole, holds_experts
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = [

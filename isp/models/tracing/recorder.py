@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from isp.core.attention.api import AttentionOptions
 from isp.core.mixers.key_choice import Indexer
 from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.models.roles import holds_experts, is_linear
 from isp.models.tracing.calls import (
     Ahead,
     AttentionSizes,
@@ -26,7 +27,6 @@ from isp.models.tracing.calls import (
     weights_among,
 )
 from isp.models.tracing.linear_outputs import LinearOutputs
-from isp.models.tracing.roles import holds_experts, is_linear
 from isp.models.tracing.weight_reads import Reads
 
 __all__ = [

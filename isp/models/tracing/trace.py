@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from isp.core.mixers.api import mix_by
-from isp.models.tracing.calls import AttentionSizes, BlockOutput, Call, Kind, TokenOutput
-from isp.models.tracing.linear_outputs import LinearOutputs
-from isp.models.tracing.recorder import TOKENS, CallRecorder, list_entries, list_of
-from isp.models.tracing.roles import (
+from isp.models.roles import (
     ParameterRole,
     holds_experts,
     is_transposed,
     roles_of,
 )
+from isp.models.tracing.calls import AttentionSizes, BlockOutput, Call, Kind, TokenOutput
+from isp.models.tracing.linear_outputs import LinearOutputs
+from isp.models.tracing.recorder import TOKENS, CallRecorder, list_entries, list_of
 from isp.models.tracing.weight_reads import (
     Reads,
     check_reads,

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from isp.core.tensors import tensors_in
 from isp.models.huggingface.patches.indexers import indexer_parameters
+from isp.models.roles import ParameterRole, holds_experts, is_linear
 from isp.models.tracing.calls import Call, Kind
-from isp.models.tracing.roles import ParameterRole, holds_experts, is_linear
 
 __all__ = [
     "Reads",

@@ -192,7 +192,7 @@ def as_saved(
     weights: WholeWeights, folder: str, dtype: str, overrides: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a run's weights as transformers saves those of the model in `folder`."""
-    from isp.models.huggingface.loading import saved_again
+    from isp.models.loading import saved_again
 
     return saved_again(
         folder, weights.shapes, lambda name: _in_dtype(weights.read(name), dtype), overrides

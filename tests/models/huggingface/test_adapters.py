@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
+from isp.models.huggingface.expert_adapters import hand_on_factors
 from isp.models.huggingface.interface import host_of
-from isp.models.moe.lora import hand_on_factors
 from tests.models.models import (
     TOLERANCE,
     Rows,

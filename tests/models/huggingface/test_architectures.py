@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.models.testing.tiny import tiny_config
+from isp.models.huggingface.tiny import tiny_config
 from isp.parity.compare import CASES, Check, CheckCase, Differences, worst_of
 from isp.parity.layouts import Layout
 from isp.parity.subjects import Subject

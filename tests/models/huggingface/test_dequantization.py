@@ -14,9 +14,9 @@ from torch import Tensor
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
 from isp.models.huggingface.dequantization import DequantisedFiles
-from isp.models.huggingface.loading import saved_again
+from isp.models.loading import saved_again
 from tests.models.folders import write_folder
-from tests.models.huggingface.test_loading import parts_of, state, whole
+from tests.models.test_loading import parts_of, state, whole
 from tests.ranks import run_ranks
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [4, 4], "activation_scheme": "dynamic"}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
-from isp.models.huggingface.loading import saved_again
-from isp.models.testing.tiny import tiny_config
+from isp.models.huggingface.tiny import tiny_config
+from isp.models.loading import saved_again
 from tests.models.folders import load_folder, write_folder, write_job
 from tests.train.jobs import run_folders, run_forked
 from tools.architectures import config_of

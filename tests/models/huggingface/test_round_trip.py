@@ -14,9 +14,9 @@ from torch import Tensor
 from isp.checkpoint.whole import WholeWeights
 from isp.cli import main
 from isp.metrics import StepRecord, read_metrics
-from isp.models.huggingface.loading import folder_model
+from isp.models.huggingface.tiny import kept_in_float64
+from isp.models.loading import folder_model
 from isp.models.runtime.stage_module import TracedChunk
-from isp.models.testing.tiny import kept_in_float64
 from tests.models.folders import write_folder, write_job
 from tests.models.models import alone
 from tests.train.jobs import numbers, run_folders, run_forked

@@ -18,15 +18,15 @@ import setuptools
 from torch import nn
 
 import isp
+from isp.models import known_code
 from isp.models.huggingface.patches import calls as adapters
-from isp.models.huggingface.patches import known_code
-from isp.models.huggingface.patches.known_code import check_code, source_hash
+from isp.models.huggingface.tiny import tiny_model
 from isp.models.huggingface.versions import (
     NEWEST_TRANSFORMERS,
     OLDEST_TRANSFORMERS,
     warn_of_version,
 )
-from isp.models.testing.tiny import tiny_model
+from isp.models.known_code import check_code, source_hash
 from isp.models.traced_model import TracedModel
 from isp.parity.compare import Check, CheckCase
 from isp.parity.layouts import Layout

@@ -21,8 +21,8 @@ from isp.core.mesh import Axis, ParallelConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.models.build import build_model
 from isp.models.huggingface.config_json import with_sizes
-from isp.models.huggingface.loading import folder_model
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
+from isp.models.loading import folder_model
 from tests.models.folders import TEXT_SIZES, write_job
 from tests.models.models import OF_ITS_OWN, job
 from tests.toolkit import topology

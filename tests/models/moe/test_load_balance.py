@@ -19,7 +19,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
 from isp.core.mesh.config import PipelineConfig
 from isp.loop.parallel_run import ParallelRun
-from isp.models.moe.router_losses import RouterCoefficients
+from isp.models.huggingface.interface import RouterCoefficients
 from isp.models.traced_model import TracedModel
 from tests.loop.test_loops import raised
 from tests.models.models import (

@@ -15,7 +15,7 @@ from isp.config import JobConfig
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
 from isp.core.mesh.config import PipelineConfig
-from isp.models.moe.router_losses import RouterCoefficients
+from isp.models.huggingface.interface import RouterCoefficients
 from isp.models.traced_model import TracedModel
 from model.config import ModelConfig
 from model.decoder import Decoder

@@ -13,7 +13,7 @@ from isp.core.attention.api import Relative
 from isp.core.attention.backends.cpu import CpuAttention
 from isp.core.attention.kinds import AttentionKind
 from isp.core.mesh import ParallelConfig, PipelineConfig
-from isp.models.huggingface.patches.known_code import local_layers
+from isp.models.known_code import local_layers
 from isp.models.traced_model import TracedModel
 from isp.parity.compare import Check, CheckCase
 from isp.parity.layouts import layouts_of

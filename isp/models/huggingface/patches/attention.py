@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from isp.core.attention.api import Relative, attention
 from isp.models.huggingface.patches.mixers import windows_of
-from isp.models.runtime.positions import current_positions
+from isp.models.positions import current_positions
 
 __all__ = ["ALIBI_FEATURES", "OWN_FORWARDS", "OWN_METHODS", "check_dropout"]
 

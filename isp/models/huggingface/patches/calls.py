@@ -16,8 +16,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,8 +33,7 @@ from isp.models.huggingface.patches.indexers import (
     has_indexers,
 )
 from isp.models.huggingface.patches.mixers import OWN_MIXERS
-from isp.models.runtime.ahead import SHARED_BEHIND
-from isp.models.testing.tiny import as_wide
+from isp.models.huggingface.tiny import as_wide
 
 __all__ = [
     "FREE_FUNCTIONS",
@@ -43,6 +43,29 @@ __all__ = [
     "use_registered_mixers",
     "wrap_free_functions",
 ]
+
+
+def _shared_behind(module: Any, hidden_states: Tensor) -> Tensor:
+    """The block of Qwen2-MoE, whose own forward calls the shared expert before the experts."""
+    x = hidden_states.flatten(0, -2)
+    share = torch.sigmoid(module.shared_expert_gate(x))
+    _, weights, numbers = module.gate(x)
+    y = module.experts(x, numbers, weights)
+    y = y + share * module.shared_expert(x)
+    return cast(Tensor, y).view_as(hidden_states)
+
+
+SHARED_BEHIND: dict[str, Callable[..., Any]] = dict.fromkeys(
+    (
+        "qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "qwen3_next.modeling_qwen3_next.Qwen3NextSparseMoeBlock",
+        "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeSparseMoeBlock",
+        "qwen4_exp.modeling_qwen4_exp.Qwen4ExpTextSparseMoeBlock",
+    ),
+    _shared_behind,
+)
+"""Forwards of classes, so that their shared expert can be computed ahead."""
+
 
 REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_BEHIND
 """Code of ISP that must compute what the class of transformers by this name computes."""

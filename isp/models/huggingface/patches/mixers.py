@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.core.mixers.api import causal_conv1d, state_space_scan
-from isp.models.tracing.roles import is_linear
+from isp.models.roles import is_linear
 
 __all__ = ["OWN_MIXERS", "windows_of"]
 

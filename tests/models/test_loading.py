@@ -17,8 +17,8 @@ from isp.core.comm import Mesh
 from isp.core.mesh import Axis, Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.core.recompute.config import Recomputation
 from isp.models.build import BuiltModel, build_model
-from isp.models.huggingface.loading import folder_model, parameters_on_meta
 from isp.models.huggingface.weight_files import WeightFiles
+from isp.models.loading import folder_model, parameters_on_meta
 from tests.core.layers.test_initial_weights import Drawn
 from tests.models.folders import small_config, write_folder
 from tests.ranks import run_ranks

@@ -13,39 +13,17 @@ N tokens, D and E features
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isp.core.autograd import Function, once_differentiable
-from isp.models.runtime.forward_pass import ForwardPass
 from isp.models.tracing.calls import Ahead, same_rows
+from isp.models.tracing.forward_pass import ForwardPass
 
-__all__ = ["SHARED_BEHIND", "ComputedAhead"]
-
-
-def _shared_behind(module: Any, hidden_states: Tensor) -> Tensor:
-    """The block of Qwen2-MoE, whose own forward calls the shared expert before the experts."""
-    x = hidden_states.flatten(0, -2)
-    share = torch.sigmoid(module.shared_expert_gate(x))
-    _, weights, numbers = module.gate(x)
-    y = module.experts(x, numbers, weights)
-    y = y + share * module.shared_expert(x)
-    return cast(Tensor, y).view_as(hidden_states)
-
-
-SHARED_BEHIND: dict[str, Callable[..., Any]] = dict.fromkeys(
-    (
-        "qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-        "qwen3_next.modeling_qwen3_next.Qwen3NextSparseMoeBlock",
-        "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeSparseMoeBlock",
-        "qwen4_exp.modeling_qwen4_exp.Qwen4ExpTextSparseMoeBlock",
-    ),
-    _shared_behind,
-)
-"""Forwards of classes, so that their shared expert can be computed ahead."""
+__all__ = ["ComputedAhead"]
 
 
 class ComputedAhead:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from isp.models.huggingface.make import made, parameters_on_meta, sees, take_out_tower
+from isp.models.huggingface.make import made, sees, take_out_tower
+from isp.models.meta import parameters_on_meta
 
 __all__ = ["as_wide", "fewer_heads", "kept_in_float64", "tiny_config", "tiny_model"]
 

@@ -24,13 +24,13 @@ from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.huggingface.adapter_config import AdapterConfig
 from isp.models.huggingface.adapters import AdapterWeights, adapted
 from isp.models.huggingface.dequantization import check_readable
-from isp.models.huggingface.initial_weights import Drawing, drawings
-from isp.models.huggingface.make import limited_model, made, parameters_on_meta, take_out_tower
+from isp.models.huggingface.initial_weights import Drawing, InitialWeights, drawings
+from isp.models.huggingface.make import limited_model, made, take_out_tower
 from isp.models.huggingface.overrides import OverrideError, check_overrides, overridden_config
-from isp.models.huggingface.patches.known_code import check_code
 from isp.models.huggingface.renaming import ConvertedFiles
-from isp.models.runtime.sharded_modules import InitialWeights
-from isp.models.testing.tiny import kept_in_float64
+from isp.models.huggingface.tiny import kept_in_float64
+from isp.models.known_code import check_code
+from isp.models.meta import parameters_on_meta
 from isp.models.traced_model import TracedModel
 from isp.utils.safe_text import first_line
 
@@ -428,7 +428,7 @@ def begun_by_the_model(
         if config is None or hasattr(model, "peft_config"):
             raise ValueError(
                 f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
-                f" it inside isp.models.huggingface.loading.parameters_on_meta(), which keeps"
+                f" it inside isp.models.loading.parameters_on_meta(), which keeps"
                 f" buffers"
             )
         with parameters_on_meta():

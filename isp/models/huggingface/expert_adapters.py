@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from isp.models.tracing.roles import holds_experts
+from isp.models.roles import holds_experts
 
 __all__ = ["hand_on_factors"]
 

@@ -39,8 +39,8 @@ from isp.core.weights.wp import LocalWeights
 from isp.models.huggingface.interface import HuggingFace, host_of
 from isp.models.huggingface.patches.calls import FREE_FUNCTIONS, replaced_code
 from isp.models.huggingface.patches.indexers import PLACE
+from isp.models.huggingface.tiny import tiny_model
 from isp.models.huggingface.versions import NEWEST_TRANSFORMERS, is_first_rank
-from isp.models.testing.tiny import tiny_model
 from isp.models.traced_model import TracedModel
 
 __all__ = ["KNOWN", "check_code", "known_code", "local_layers", "source_hash", "unknown_code"]

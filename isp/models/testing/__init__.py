@@ -1,1 +1,0 @@
-"""Small copies of models, for checks on a CPU."""
