@@ -31,8 +31,8 @@ from isp.core.weights.pool import MemoryPool
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import sequential_actions
 from isp.core.weights.wp import LocalWeights, WPCommunicator
-from isp.models.runtime.sharded_modules import SwappedTable
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.sharded_modules import ShardedEmbedding
+from isp.models.runtime.stage_module import StageModule
 from model.config import ModelConfig
 from model.decoder import Decoder
 
@@ -90,7 +90,7 @@ class Row:
 class Built(NamedTuple):
     """The decoder on a rank."""
 
-    chunk: TracedChunk
+    chunk: StageModule
     parameters: tuple[ShardedParameter, ...]
     gradients: MainGradients
 
@@ -153,7 +153,7 @@ class Compute:
 
     def pause(self, layer: Any) -> float:
         """Seconds that a product with the weight of `layer` takes; a lookup takes none."""
-        if isinstance(layer, SwappedTable):
+        if isinstance(layer, ShardedEmbedding):
             return 0.0
         rows, columns = layer.layouts["weight"].global_shape
         if layer.name == "lm_head":  # three products in one use and one gradient
@@ -175,7 +175,7 @@ class Compute:
         loss.backward()
         return StepResult(loss.detach(), forward_ended)
 
-    def by_chunk(self, chunk: TracedChunk) -> LossOf:
+    def by_chunk(self, chunk: StageModule) -> LossOf:
         """The losses of a traced decoder."""
 
         def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.loop.callers_graphs import Asked
 from isp.loop.rows import RowReader, check_tensors
 from isp.models.huggingface.interface import LogitsOf
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.traced_model import TracedModel
 
 __all__ = ["Asking", "TokenScores", "TopTokens"]
@@ -189,12 +189,12 @@ class Asking:
 
 
 def _find(
-    rules: Callable[..., ResultRules], chunk: TracedChunk, output: Tensor, beside: Tensor
+    rules: Callable[..., ResultRules], chunk: StageModule, output: Tensor, beside: Tensor
 ) -> Tensor:
     return chunk.results(output, beside, rules)
 
 
-def _hidden(_: TracedChunk, output: Tensor, __: Tensor) -> Tensor:
+def _hidden(_: StageModule, output: Tensor, __: Tensor) -> Tensor:
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 

@@ -22,7 +22,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.micro_batch import MicroBatch
 from isp.core.weights.uses import Action, ActionKind
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.step.train_step import StepOutcome, StepWork, TrainStep
 
 __all__ = ["Asked", "CallersGraphs"]
@@ -41,7 +41,7 @@ class Asked(NamedTuple):
     """Whole rows, in the caller's order, [B, S]."""
     width: int
     """K."""
-    find: Callable[[TracedChunk, Tensor, Tensor], Tensor]
+    find: Callable[[StageModule, Tensor, Tensor], Tensor]
     """Of what the model's last chunk gave, and `beside` of the tokens: [B, N, K]."""
     beside: Tensor
     """Something of each token of the whole rows, [B, S, ..]."""

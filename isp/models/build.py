@@ -24,7 +24,7 @@ from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.wp import LocalWeights
 from isp.models.moe.load_balance import saved_buffers
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.traced_model import TracedModel
 
 __all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only", "trained_layouts"]
@@ -35,7 +35,7 @@ class BuiltModel:
     """This rank's parts of a model, and the communicator of its weights."""
 
     model: TracedModel
-    chunks: tuple[TracedChunk, ...]
+    chunks: tuple[StageModule, ...]
     """One for each stage that this rank has, in forward order."""
     stages: tuple[int, ...]
     """The stage that each chunk is."""
@@ -185,7 +185,7 @@ def shape_only(
     *,
     embed_split_hidden: bool = False,
     experts_stay: bool = False,
-) -> tuple[TracedChunk, ...]:
+) -> tuple[StageModule, ...]:
     """Stages of the model as one rank would have them alone, without memory for weights."""
     solo = Channel.solo()
     layers = RankLayers(

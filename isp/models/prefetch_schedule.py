@@ -10,12 +10,12 @@ from isp.core.mesh.layout import ParameterLayout
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.recompute.config import Recomputation
 from isp.core.weights.declare import as_chunks, weight_names
-from isp.core.weights.plan import Plan, plan
 from isp.core.weights.plan_table import grid
+from isp.core.weights.prefetch_plan import PrefetchPlan, plan
 from isp.core.weights.sharded_parameter import by_whole
 from isp.core.weights.uses import Action, Block, Chunks, inputs_kept, recomputed_blocks
 from isp.models.build import shape_only
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.sharding.pipeline_split import stages_of
 from isp.models.traced_model import TracedModel
 
@@ -37,7 +37,7 @@ class RankShape(NamedTuple):
 
 
 def rank_shapes(
-    model: TracedModel, whole: TracedChunk, order: PipelineOrder
+    model: TracedModel, whole: StageModule, order: PipelineOrder
 ) -> tuple[RankShape, ...]:
     """The shape of each rank of a pipeline.
 
@@ -51,7 +51,7 @@ def rank_shapes(
     )
 
 
-def _rank_shape(model: TracedModel, own: list[TracedChunk]) -> RankShape:
+def _rank_shape(model: TracedModel, own: list[StageModule]) -> RankShape:
     declared = tuple(chunk.weight_blocks() for chunk in own)
     shards = [item for chunk in own for item in chunk.shards()]
     items = [item for chunk in own for item in by_whole(chunk.shards())]
@@ -85,7 +85,7 @@ class RankPlan(NamedTuple):
 
     title: str
     """Its stages, such as `stage 0 and 4`."""
-    plan: Plan
+    plan: PrefetchPlan
     chunks: Chunks
     actions: tuple[Action, ...]
 

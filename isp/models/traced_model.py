@@ -35,7 +35,7 @@ from isp.models.moe.router_losses import check_router_losses, make_router_losses
 from isp.models.roles import ParameterRole
 from isp.models.runtime.call_follower import CallFollower, local_of
 from isp.models.runtime.share import check_shares, run_with_a_share
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.runtime.weight_holders import WeightHolders
 from isp.models.sharding.pipeline_split import Stage, check_stages, stages_of, tied_weight
 from isp.models.sharding.tensor_plan import TensorPlan, tensor_plan
@@ -375,7 +375,7 @@ class TracedModel:
         num_stages: int = 1,
         *,
         attention: LocalAttention | None = None,
-    ) -> tuple[TracedChunk, ...]:
+    ) -> tuple[StageModule, ...]:
         """The chunks of a rank that has these of `num_stages` stages, weights uninitialised.
 
         A weight that two of them use is one parameter. `attention` computes the attention of whole
@@ -390,7 +390,7 @@ class TracedModel:
 
     def _chunk(
         self, layers: RankLayers, attention: LocalAttention | None, stages: tuple[Stage, ...]
-    ) -> TracedChunk:
+    ) -> StageModule:
         if layers.device.type == "meta":
             model = self._empty()
         else:
@@ -414,7 +414,7 @@ class TracedModel:
                     self.loss_chunk_tokens,
                     type(self.model).__name__,
                 )
-        return TracedChunk(
+        return StageModule(
             self.host,
             holders,
             weights=self._weights,

@@ -26,7 +26,7 @@ from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import StepResult, Zero1Optimizer
 from isp.core.weights.declare import WeightHolder, declared_uses, weight_names
-from isp.core.weights.plan import ActKind, Plan
+from isp.core.weights.prefetch_plan import PrefetchPlan, WeightOpKind
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.parity.forked import RankError, run_ranks
 from isp.parity.layouts import TOKENS, Layout
@@ -365,11 +365,11 @@ def _planned(built: BuiltModel, rank: int, micro_num: int) -> _Counts:
     planned: _Counts = Counter()
     if built.communicator is None:
         return planned
-    plan: Plan = built.communicator.plan(built.order.actions(rank, micro_num))
+    plan: PrefetchPlan = built.communicator.plan(built.order.actions(rank, micro_num))
     acts = [*plan.start, *plan.start]
-    acts += [act for step in plan.steps for act in (*step.before, *step.after)]
+    acts += [act for step in plan.entries for act in (*step.before, *step.after)]
     for act in acts:
-        if act.kind is ActKind.GATHER:
+        if act.kind is WeightOpKind.GATHER:
             planned.update((Purpose.WEIGHT, parameter) for parameter in act.parameters)
     for layer, local, name in _uses(built):
         parameter = layer.weight if local == layer.weight_name else layer.bias

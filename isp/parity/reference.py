@@ -20,7 +20,7 @@ from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.core.optim.newton_schulz import Matrix, matrices_of
 from isp.core.optim.update_rules import group_values
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.parity.subjects import Subject
 
 __all__ = [
@@ -233,7 +233,7 @@ def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
     return x
 
 
-def modules_of(chunks: Iterable[TracedChunk]) -> dict[str, nn.Module]:
+def modules_of(chunks: Iterable[StageModule]) -> dict[str, nn.Module]:
     """All modules of the chunks' parts, by their names in the model."""
     return {
         f"{name}.{below}" if below else name: module

@@ -23,7 +23,7 @@ from isp.core.weights.uses import Block, Use
 from isp.models.build import shape_only
 from isp.models.prefetch_schedule import RankShape, marked, rank_shapes
 from isp.models.roles import ParameterRole
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.planner.case import Coordinates, PlanCase
 from model.config import ModelConfig
 
@@ -52,7 +52,7 @@ def bare(model: ModelConfig) -> ModelConfig:
 
 
 @lru_cache(maxsize=32)
-def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) -> TracedChunk:
+def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) -> StageModule:
     """All of the model on one rank, which every pipeline cuts."""
     traced = language_model(model, dtype)
     (whole,) = shape_only(traced, mode, embed_split_hidden=split, experts_stay=stay)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from isp.core.mesh import ParallelConfig
 from isp.core.mesh.config import Prefetch
-from isp.core.weights.plan import ActKind, plan
+from isp.core.weights.prefetch_plan import WeightOpKind, plan
 from isp.core.weights.uses import Action, Block, Chunks
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import bare, shape_of
@@ -107,13 +107,13 @@ def _reserved(
     steps, kind_of = plan(chunks, actions, prefetch), dict(kinds)
     leased: Counter[int] = Counter()
     reserved: Counter[int] = Counter()
-    acts = [*steps.start, *(act for step in steps.steps for act in (*step.before, *step.after))]
+    acts = [*steps.start, *(act for step in steps.entries for act in (*step.before, *step.after))]
     for act in acts:
         for kind in (kind_of[name] for name in act.parameters):
-            if act.kind is ActKind.GATHER:
+            if act.kind is WeightOpKind.GATHER:
                 leased[kind] += 1
                 reserved[kind] = max(reserved[kind], leased[kind])
-            elif act.kind is ActKind.FREE:
+            elif act.kind is WeightOpKind.FREE:
                 leased[kind] -= 1
     return reserved
 

@@ -38,7 +38,7 @@ from isp.core.mesh.sequence_split import Windows
 from isp.core.weights.declare import as_chunks
 from isp.core.weights.sharded_parameter import by_whole
 from isp.core.weights.uses import Block
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.sharding.pipeline_split import with_blocks
 from isp.models.traced_model import TracedModel
 from isp.planner.case import Coordinates, PlanCase
@@ -286,7 +286,7 @@ def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
     return sorted({*last.values(), *(kinds.index(kind) for kind in last)})
 
 
-def _forward(whole: TracedChunk, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def _forward(whole: StageModule, ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     try:
         return whole(ids, ids, cu_seqlens)
     except (NotImplementedError, RuntimeError) as error:
@@ -308,7 +308,7 @@ _PRODUCTS = 3
 
 
 def _loss(
-    whole: TracedChunk, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
+    whole: StageModule, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
 ) -> tuple[Tensor, int]:
     """The loss, and bytes of the gradient of the tokens in chunks that are not run.
 

@@ -18,7 +18,7 @@ from isp.core.comm.tag import Purpose, Tag, Transfer
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
 from isp.core.optim.matrices import in_turn
-from isp.core.weights.plan import Act, ActKind, plan
+from isp.core.weights.prefetch_plan import WeightOp, WeightOpKind, plan
 from isp.core.weights.uses import Action, ActionKind, Block, Span, trace
 from isp.models.moe.load_balance import experts_of
 from isp.planner.case import PlanCase
@@ -98,7 +98,7 @@ class Clock:
             self.now += late
 
 
-Acts = dict[tuple[Phase, int], tuple[Act, ...]]
+Acts = dict[tuple[Phase, int], tuple[WeightOp, ...]]
 """The plan's acts before the uses of a block, by phase and use."""
 
 
@@ -116,7 +116,7 @@ class Walk:
         self._wires = {axis: fabric.wire(case, axis) for axis in Axis}
         self.sent = Counter[Transfer]()
         self._seconds: dict[tuple[str, str, int], float] = {}
-        self._gathers: dict[Act, list[Transfer]] = {}
+        self._gathers: dict[WeightOp, list[Transfer]] = {}
         self._number = self._launched = 0
         self._published: dict[str | None, Hashable] = {}
         """The transfer with which a block's weights are there, by weight."""
@@ -234,7 +234,7 @@ class Walk:
                 assert name is not None
                 self.dry.deliver(name, last=self._last)
 
-    def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[Act, ...]) -> None:
+    def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[WeightOp, ...]) -> None:
         reads = block.uses[use].weight is not None
         if phase is Phase.BACKWARD:
             self._pass_back((block, use))
@@ -243,11 +243,11 @@ class Walk:
         if not reads or (phase is Phase.BACKWARD and self.overlap):
             self._gather(acts)
 
-    def _read(self, phase: Phase, acts: tuple[Act, ...]) -> None:
+    def _read(self, phase: Phase, acts: tuple[WeightOp, ...]) -> None:
         if not self.overlap:
             self._gather(acts)
         for act in acts:
-            if act.kind is ActKind.WAIT:
+            if act.kind is WeightOpKind.WAIT:
                 self.clock.wait(act.weight)
         if self.overlap and phase is not Phase.BACKWARD:
             self._gather(acts)
@@ -276,8 +276,8 @@ class Walk:
         wire = HOST if transfer.channel == HOST else self._wires[axis_of(transfer)]
         self.clock.launch(key, wire, seconds, behind=behind)
 
-    def _gather(self, acts: Iterable[Act]) -> None:
-        for act in (act for act in acts if act.kind is ActKind.GATHER):
+    def _gather(self, acts: Iterable[WeightOp]) -> None:
+        for act in (act for act in acts if act.kind is WeightOpKind.GATHER):
             if act not in self._gathers:
                 self._gathers[act] = self._transfers_of(act.parameters)
             for transfer in self._gathers[act]:

@@ -18,7 +18,7 @@ from isp.core.optim.update_rules import update_rule
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.weights.uses import ActionKind
 from isp.models.build import shape_only
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 
 __all__ = ["check_host_memory", "check_memory_of_states", "input_bytes_on_host"]
 
@@ -167,7 +167,7 @@ def _elements(config: JobConfig, topology: Topology, stage: int, trained: bool =
     return sum(map(math.prod, shapes.values())) // topology.weight
 
 
-def _chunks(config: JobConfig, stage: int) -> tuple[TracedChunk, ...]:
+def _chunks(config: JobConfig, stage: int) -> tuple[StageModule, ...]:
     """Those of pipeline rank `stage`, without memory."""
     order = PipelineOrder(config.parallel.pipeline)
     stages = order.stages_of(stage)

@@ -31,7 +31,7 @@ from isp.loop.asked import TokenScores
 from isp.loop.parallel_run import ParallelRun
 from isp.models.huggingface.tiny import kept_in_float64
 from isp.models.known_code import local_layers
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.traced_model import TracedModel
 from model.config import ModelConfig
 
@@ -313,7 +313,7 @@ def instead_of(
     monkeypatch.setattr(package, model, getattr(changed, model))
 
 
-def alone(traced: TracedModel) -> TracedChunk:
+def alone(traced: TracedModel) -> StageModule:
     """The model on one rank, in float64, its weights not filled."""
     layers = local_layers()
     (chunk,) = traced.build(layers)

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from isp.models.huggingface.interface import host_of
 from isp.models.huggingface.tiny import tiny_model
 from isp.models.roles import ParameterRole
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.traced_model import TracedModel
 from tests.models.models import alone, tiny
 from tests.models.own import Own
@@ -24,7 +24,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @torch.no_grad()
-def _logits(chunk: TracedChunk) -> Tensor:
+def _logits(chunk: StageModule) -> Tensor:
     ids = torch.arange(20)[None]
     return chunk.logits(chunk(ids, ids, None))
 

@@ -21,7 +21,7 @@ from isp.cli import main
 from isp.core.mesh import Mode, ParallelConfig
 from isp.core.optim.buckets import BucketManager
 from isp.core.recompute.config import Recomputation
-from isp.core.weights.plan import PlanCursor
+from isp.core.weights.prefetch_plan import PlanCursor
 from isp.models.huggingface import tiny
 from isp.models.huggingface.tiny import tiny_config
 from isp.models.runtime import sharded_modules

@@ -17,7 +17,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
 from isp.core.micro_batch import MicroBatch
 from isp.metrics import read_metrics
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.train.data import StepData
 from model.config import ModelConfig
 from tests.ranks import run_ranks
@@ -61,13 +61,13 @@ def _bad_step(
     wanted: Weights,
 ) -> tuple[float, float]:
     """Its loss and norm."""
-    as_it_is = TracedChunk.loss
+    as_it_is = StageModule.loss
     run = make_run(mesh, layout, Task(model=MODEL))
     found, before = run.numbers(range(2)), run.weights()
     if mesh.rank >= 2:  # one of two data ranks
-        TracedChunk.loss = lambda *args: poison(as_it_is(*args))  # type: ignore[method-assign]
+        StageModule.loss = lambda *args: poison(as_it_is(*args))  # type: ignore[method-assign]
     ((loss, norm),) = run.numbers(range(2, 3))
-    TracedChunk.loss = as_it_is  # type: ignore[method-assign]
+    StageModule.loss = as_it_is  # type: ignore[method-assign]
     assert all((weight == before[name]).all() for name, weight in run.weights().items())
     assert run.optimizer.num_skipped == 1
     found += run.numbers(range(3, 6))
@@ -109,9 +109,9 @@ def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.Mon
     """Catches a skipped step that is not shown, not counted, or taken for the end; NaN in the loss
     of step 3, and no label in step 5.
     """
-    loss, calls, training = TracedChunk.loss, [], StepData.training
+    loss, calls, training = StageModule.loss, [], StepData.training
 
-    def bad_once(self: TracedChunk, *args: Tensor) -> Tensor:
+    def bad_once(self: StageModule, *args: Tensor) -> Tensor:
         calls.append(0)
         bad = os.environ["RANK"] == "1" and len(calls) == 3
         return loss(self, *args) * (math.nan if bad else 1.0)
@@ -122,7 +122,7 @@ def test_a_run_goes_on_after_a_bad_batch(tmp_path: Path, monkeypatch: pytest.Mon
             batches = [replace(b, labels=torch.full_like(b.labels, IGNORED)) for b in batches]
         return batches
 
-    monkeypatch.setattr(TracedChunk, "loss", bad_once)
+    monkeypatch.setattr(StageModule, "loss", bad_once)
     monkeypatch.setattr(StepData, "training", empty_once)
     run_forked(write_job(tmp_path), "--optimizer.max_skipped_steps", "2")
     (run,) = run_folders(tmp_path / "job.yaml")

@@ -1,10 +1,10 @@
 """`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
 
-[Note: Plan and cursor] What to do where is decided by the plan (`isp.core.weights.plan`), which
-knows the order of the whole step. The layers report where they are: `unshard` around the use of a
-weight, a module hook at launch points without one. A cursor follows the plan with them, and its
-acts are executed. A use that the plan does not have (a module called once more than declared, an
-evaluation nobody announced) gathers for itself and leaves the cursor alone; a use that did not
+[Note: Plan and cursor] What to do where is decided by the plan (`isp.core.weights.prefetch_plan`),
+which knows the order of the whole step. The layers report where they are: `unshard` around the use
+of a weight, a module hook at launch points without one. A cursor follows the plan with them, and
+its acts are executed. A use that the plan does not have (a module called once more than declared,
+an evaluation nobody announced) gathers for itself and leaves the cursor alone; a use that did not
 happen is caught up with when a later one does. Uses may be nested; what one holds is there until it
 ends, whatever the plan frees meanwhile.
 
@@ -49,8 +49,8 @@ from isp.core.weights.gather_reduce import (
     GradientSink,
     WeightGatherer,
 )
-from isp.core.weights.plan import ActKind, Plan, PlanCursor, Step, plan
 from isp.core.weights.pool import MemoryPool
+from isp.core.weights.prefetch_plan import PlanCursor, PlanEntry, PrefetchPlan, WeightOpKind, plan
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import Action, ActionKind, Chunks
 from isp.core.weights.wp import WPCommunicator
@@ -84,7 +84,7 @@ class ISPOverlapState:
 
 
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
-_GATHER = ActKind.GATHER
+_GATHER = WeightOpKind.GATHER
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +94,7 @@ class _Use:
     communicator: ISPCommunicator
     layer: WeightHolder
     with_bias: bool
-    step: Step | None
+    step: PlanEntry | None
     """Of the plan, if it has this use."""
     cursor: PlanCursor | None
     """In that plan."""
@@ -236,7 +236,7 @@ class ISPCommunicator(WPCommunicator):
 
     # -- a step ------------------------------------------------------------------------------
 
-    def plan(self, actions: Sequence[Action]) -> Plan:
+    def plan(self, actions: Sequence[Action]) -> PrefetchPlan:
         """The acts of a step of these actions."""
         return plan(self._chunks, tuple(actions), self.prefetch)
 
@@ -355,7 +355,7 @@ class ISPCommunicator(WPCommunicator):
             self._gatherer.launch(step.before)
             self._gatherer.free(step.after)
 
-    def _arrive(self, key: Hashable, phase: Phase) -> Step | None:
+    def _arrive(self, key: Hashable, phase: Phase) -> PlanEntry | None:
         """The planned step of a use; what was planned on the way to it is done."""
         if self._latch.error is not None:
             self._latch.check()
@@ -373,7 +373,7 @@ class ISPCommunicator(WPCommunicator):
             self._gatherer.free(passed.after)
         return step
 
-    def _begin_pass(self, key: Hashable) -> tuple[Step, tuple[Step, ...]] | None:
+    def _begin_pass(self, key: Hashable) -> tuple[PlanEntry, tuple[PlanEntry, ...]] | None:
         """A forward that nobody has announced has come to `key` [Note: Unannounced]."""
         keys = self._keys.values()
         if key not in keys:  # a layer that nobody has declared is in no plan

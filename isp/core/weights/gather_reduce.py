@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.core.comm import Channels, Pending, streams
 from isp.core.mesh.topology import Axis
-from isp.core.weights.plan import Act, ActKind
 from isp.core.weights.pool import Lease, MemoryPool
+from isp.core.weights.prefetch_plan import WeightOp, WeightOpKind
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "gather",
 ]
 
-_GATHER = ActKind.GATHER  # Python 3.11 looks members up by hand
+_GATHER = WeightOpKind.GATHER  # Python 3.11 looks members up by hand
 
 
 class ErrorLatch:
@@ -144,7 +144,7 @@ class WeightGatherer:
         """Let gathers wait for what is queued now, such as an update of the weights."""
         streams.follow(self._stream)
 
-    def launch(self, acts: Sequence[Act]) -> None:
+    def launch(self, acts: Sequence[WeightOp]) -> None:
         """Gather what the plan says, if it is not there; a wait is the layer's own."""
         ready = None
         try:
@@ -162,7 +162,7 @@ class WeightGatherer:
             self._latch.error = failed
             raise
 
-    def free(self, acts: Sequence[Act], held: GatheredLayer | None = None) -> None:
+    def free(self, acts: Sequence[WeightOp], held: GatheredLayer | None = None) -> None:
         """Let go of what was `held`, and drop what the plan frees, if it is there."""
         try:
             if held is not None:

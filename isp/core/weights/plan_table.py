@@ -8,7 +8,7 @@ from itertools import groupby, islice
 from typing import NamedTuple
 
 from isp.core.mesh.phase import Phase
-from isp.core.weights.plan import Act, ActKind, Plan, Step
+from isp.core.weights.prefetch_plan import PlanEntry, PrefetchPlan, WeightOp, WeightOpKind
 from isp.core.weights.simulate import Occupancy, Simulation, simulate
 from isp.core.weights.uses import Action, Block, Chunks, Site, trace
 
@@ -21,7 +21,9 @@ _HEADER = (
 _NUMERIC = {"ahead", "blocks", "weights"}
 
 
-def grid(plan: Plan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bool = True) -> str:
+def grid(
+    plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bool = True
+) -> str:
     """The table of `plan`, and a line with its totals.
 
     `ahead` is the number of uses from the gather to the wait; `blocks` and `weights` are gathered
@@ -30,7 +32,7 @@ def grid(plan: Plan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bo
     """
     result = simulate(plan, chunks, actions)
     table = _Table(chunks, result)
-    steps = zip(plan.steps, result.occupancy, strict=True)
+    steps = zip(plan.entries, result.occupancy, strict=True)
     lines: list[tuple[str, ...]] = [_HEADER, table.start(plan.start)]
     shown: set[object] = set()
     hidden: list[str] = []  # actions in a row that are like one above
@@ -69,26 +71,26 @@ class _Table:
                         self.homes[use.weight] = Site(Phase.FORWARD, c, b, v)
                         self.sizes[c, b] += 1
 
-    def start(self, acts: Iterable[Act]) -> tuple[str, ...]:
+    def start(self, acts: Iterable[WeightOp]) -> tuple[str, ...]:
         weights = [act.weight for act in acts]
         blocks = len({self.homes[weight][1:3] for weight in weights})
         names = self.names(weights, None)
         return ("start", *[""] * 5, names, "", str(blocks), str(len(weights)))
 
-    def line(self, action: Action, step: Step, here: Occupancy) -> _Line:
+    def line(self, action: Action, step: PlanEntry, here: Occupancy) -> _Line:
         _, c, b, v = step.site
         block = self.chunks[c][b]
-        acts: dict[ActKind, list[str]] = {kind: [] for kind in ActKind}
+        acts: dict[WeightOpKind, list[str]] = {kind: [] for kind in WeightOpKind}
         for act in (*step.before, *step.after):
             acts[act.kind].append(act.weight)
-        ahead = [next(self.lookaheads).uses for _ in acts[ActKind.WAIT]]
+        ahead = [next(self.lookaheads).uses for _ in acts[WeightOpKind.WAIT]]
         homes = [(act.kind, self.homes[act.weight]) for act in (*step.before, *step.after)]
         relative = [(kind, home.chunk - c, home.block - b, home.use) for kind, home in homes]
         cells = (
             *(str(action), step.site.phase, block.name, block.uses[v].name),
-            self.names(acts[ActKind.WAIT], block),
+            self.names(acts[WeightOpKind.WAIT], block),
             " ".join(map(str, ahead)),
-            *(self.names(acts[kind], block) for kind in (ActKind.GATHER, ActKind.FREE)),
+            *(self.names(acts[kind], block) for kind in (WeightOpKind.GATHER, WeightOpKind.FREE)),
             *(str(here.blocks), str(here.weights)),
         )
         return _Line(cells, (step.site.phase, block.uses[v].name, *ahead, *relative))

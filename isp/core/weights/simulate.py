@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple, NoReturn
 
 from isp.core.mesh.phase import Phase
-from isp.core.weights.plan import Act, ActKind, Plan, Step
+from isp.core.weights.prefetch_plan import PlanEntry, PrefetchPlan, WeightOp, WeightOpKind
 from isp.core.weights.uses import Action, Chunks, Site, Span, trace
 
 __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
@@ -48,7 +48,7 @@ class Simulation(NamedTuple):
     """One for each gather."""
 
 
-def simulate(plan: Plan, chunks: Chunks, actions: tuple[Action, ...]) -> Simulation:
+def simulate(plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...]) -> Simulation:
     """Replay `plan` as the step does that it was made for.
 
     Raises AssertionError, naming the place, at a step that the trace does not have there, a read
@@ -83,11 +83,11 @@ class _Replay:
     """The state of a replay: which weights are flying, in order of launch, ready, and read."""
 
     def __init__(
-        self, plan: Plan, spans: list[Span], groups: dict[str, tuple[int, int, int]]
+        self, plan: PrefetchPlan, spans: list[Span], groups: dict[str, tuple[int, int, int]]
     ) -> None:
         self.plan, self.spans, self.groups = plan, spans, groups
         self.step = -1
-        self.place: str | Step = "start"
+        self.place: str | PlanEntry = "start"
         self.flying: deque[str] = deque()
         self.ready: set[str] = set()
         self.unread: set[str] = set()
@@ -105,18 +105,18 @@ class _Replay:
         occupancy = [self.occupancy(-1, 0)]
         expected = [(n, offset) for n, s in enumerate(self.spans) for offset in range(len(s.sites))]
         for self.step, (number, offset) in enumerate(expected):
-            if self.step >= len(self.plan.steps):
-                self.fail(f"the plan has {len(self.plan.steps)} of {len(expected)} steps")
-            occupancy.append(self.unshard(self.plan.steps[self.step], number, offset))
+            if self.step >= len(self.plan.entries):
+                self.fail(f"the plan has {len(self.plan.entries)} of {len(expected)} steps")
+            occupancy.append(self.unshard(self.plan.entries[self.step], number, offset))
         self.place = "end"
-        if len(self.plan.steps) > len(expected):
-            self.fail(f"the plan has {len(self.plan.steps)} steps, the trace {len(expected)}")
+        if len(self.plan.entries) > len(expected):
+            self.fail(f"the plan has {len(self.plan.entries)} steps, the trace {len(expected)}")
         if self.launched:
             self.fail(f"left behind: {', '.join(self.launched)}")
         peak = Occupancy(*map(max, zip(*occupancy, strict=True)))
         return Simulation(peak, tuple(occupancy[1:]), self.gathers, tuple(self.lookaheads))
 
-    def unshard(self, step: Step, number: int, offset: int) -> Occupancy:
+    def unshard(self, step: PlanEntry, number: int, offset: int) -> Occupancy:
         span = self.spans[number]
         site, weight = span.sites[offset], span.reads[offset]
         self.place = step
@@ -135,14 +135,14 @@ class _Replay:
             self.do(act, site)
         return occupancy
 
-    def do(self, act: Act, site: Site | None) -> None:
+    def do(self, act: WeightOp, site: Site | None) -> None:
         weight = act.weight
-        if act.kind is ActKind.GATHER:
+        if act.kind is WeightOpKind.GATHER:
             if weight in self.launched:
                 self.fail(f"gathers {weight}, which is there or under way")
             self.launched[weight] = self.step
             self.flying.append(weight)
-        elif act.kind is ActKind.WAIT:
+        elif act.kind is WeightOpKind.WAIT:
             if site is None or weight not in self.flying:
                 self.fail(f"waits for {weight}, which is not under way")
             if self.flying.popleft() != weight:
@@ -184,6 +184,6 @@ class _Replay:
 
     def fail(self, message: str) -> NoReturn:
         place = self.place
-        if isinstance(place, Step):
+        if isinstance(place, PlanEntry):
             place = f"step {self.step} (micro-batch {place.micro_batch}, {place.site})"
         raise AssertionError(f"{place}: {message}")

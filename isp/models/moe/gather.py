@@ -35,7 +35,7 @@ from isp.models.moe.dispatch import ExpertExchange, ExpertSubset, on_other_token
 from isp.models.roles import expert_stacks
 from isp.models.tracing.calls import weights_among
 
-__all__ = ["ExpertPlace", "ExpertWeight", "SwappedExperts"]
+__all__ = ["ExpertPlace", "ExpertWeight", "ShardedExperts"]
 
 
 class ExpertWeight:
@@ -62,7 +62,7 @@ class ExpertPlace(NamedTuple):
     """Whether the block is."""
 
 
-class SwappedExperts:
+class ShardedExperts:
     """A module that holds experts, whose weights are read together."""
 
     def __init__(
@@ -270,7 +270,7 @@ class _SavedParts(saved_tensors_hooks):
     know what to compute again for by the backward that asks, and a graph inside has its own.
     """
 
-    def __init__(self, experts: SwappedExperts, full: Sequence[Tensor], recomputing: bool) -> None:
+    def __init__(self, experts: ShardedExperts, full: Sequence[Tensor], recomputing: bool) -> None:
         kinds = [(memory_of(x), x.dtype, int(x.storage_offset())) for x in full]
         hooks = None
         if not recomputing:
@@ -320,7 +320,7 @@ class _Experts(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        experts: SwappedExperts = inputs[-2]
+        experts: ShardedExperts = inputs[-2]
         given: _Given = inputs[-1]
         tensors = inputs[: -2 - len(experts.weights)]
         ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
@@ -351,7 +351,7 @@ class _Experts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        experts: SwappedExperts = ctx.experts
+        experts: ShardedExperts = ctx.experts
         (_,) = ctx.saved_tensors  # reading it computes again [Note: A graph again]
         graph = ctx.graph
         if graph is None:

@@ -34,14 +34,14 @@ from isp.models.sharding.tensor_plan import TensorPlan
 from isp.models.tracing.trace import ModelTrace
 from isp.models.tracing.weight_reads import looked_up
 
-__all__ = ["SwappedLinear", "SwappedTable", "shard_parameters"]
+__all__ = ["ShardedEmbedding", "ShardedLinear", "shard_parameters"]
 
 
 Called = Callable[[], Callable[[Tensor], Tensor] | None]
 """Called first in each call; gives what is called in its place, None: nothing."""
 
 
-class _Swapped:
+class _ShardedModule:
     """A module of the model as the runtime sees it: a holder of a sharded weight."""
 
     weight_name = "weight"
@@ -75,7 +75,7 @@ class _Swapped:
         return weight
 
 
-class SwappedLinear(_Swapped):
+class ShardedLinear(_ShardedModule):
     """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O].
 
     A column of a region reads at its `entrance`. A row's output is a sum over ranks, and its bias
@@ -121,7 +121,7 @@ class SwappedLinear(_Swapped):
         return bias
 
 
-class SwappedTable(_Swapped):
+class ShardedEmbedding(_ShardedModule):
     """An `nn.Embedding`, or a class made of it, whose own lookup is replaced and nothing else."""
 
     bias: nn.Parameter | None = None

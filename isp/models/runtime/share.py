@@ -30,7 +30,7 @@ from isp.core.comm.channel import DryChannel
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import Mode
 from isp.core.weights.wp import LocalWeights
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.models.sharding.region import OnlyColumnsRead
 from isp.models.sharding.tensor_plan import TensorPlan
 from isp.models.tracing.probe import Forward, ProbeRun, local_calls, without_weights
@@ -41,7 +41,7 @@ __all__ = ["check_shares", "run_with_a_share"]
 
 
 def run_with_a_share(
-    build: Callable[[RankLayers, LocalAttention], TracedChunk],
+    build: Callable[[RankLayers, LocalAttention], StageModule],
     trace: ModelTrace,
     plan: TensorPlan,
     size: int,

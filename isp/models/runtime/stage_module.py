@@ -1,4 +1,4 @@
-"""`TracedChunk`: a traced model on one rank, or a pipeline stage of it.
+"""`StageModule`: a traced model on one rank, or a pipeline stage of it.
 
 B batch, S sequence, D hidden size, V vocabulary; S' the tokens of this rank
 """
@@ -35,10 +35,10 @@ from isp.models.tracing.calls import Call, ForwardEnd, Kind
 from isp.models.tracing.forward_pass import ForwardPass, Instead, Masks
 from isp.models.tracing.trace import check_not_compiled
 
-__all__ = ["TracedChunk"]
+__all__ = ["StageModule"]
 
 
-class TracedChunk:
+class StageModule:
     """A traced model on this rank: its modules hold shards, its calls are followed."""
 
     def __init__(
@@ -107,7 +107,7 @@ class TracedChunk:
 
     # -- what the runtime asks ---------------------------------------------------------------
 
-    def of_stage(self, stage: Stage) -> TracedChunk:
+    def of_stage(self, stage: Stage) -> StageModule:
         """The same chunk, of which one stage is run and has parameters."""
         other = copy.copy(self)
         other._stage = stage

@@ -36,14 +36,14 @@ from isp.core.mesh.partition import chunk_range
 from isp.core.mesh.phase import Phase
 from isp.core.rng import RngStatesTracker
 from isp.core.weights.wp import FullWeights, WPCommunicator
-from isp.models.moe.gather import SwappedExperts
+from isp.models.moe.gather import ShardedExperts
 from isp.models.runtime.fused_linears import FusedLinears
-from isp.models.runtime.sharded_modules import SwappedLinear, SwappedTable
+from isp.models.runtime.sharded_modules import ShardedEmbedding, ShardedLinear
 from isp.models.tracing.calls import TokenOutput
 
 __all__ = ["Holder", "TiledModule"]
 
-Holder = SwappedLinear | SwappedTable | SwappedExperts | FusedLinears
+Holder = ShardedLinear | ShardedEmbedding | ShardedExperts | FusedLinears
 
 
 class TiledModule:
@@ -66,7 +66,7 @@ class TiledModule:
         """Of what the module gives: one packed tensor has the widest."""
         self.tokens, self.layers = tokens, layers
         of_batches = layers.expert.size > 1 and layers.weight.size > layers.tensor.size
-        self._shares_experts = of_batches and any(isinstance(h, SwappedExperts) for h in holders)
+        self._shares_experts = of_batches and any(isinstance(h, ShardedExperts) for h in holders)
         """With ranks that may have another number of tokens."""
         self._holders = holders if layers.communicator.gathers_weights else ()
         self.weights = [weight for holder in self._holders for weight in holder.weights]

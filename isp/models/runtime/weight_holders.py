@@ -16,11 +16,11 @@ from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.core.weights.uses import Use
 from isp.models.moe.ahead import ComputedAhead
 from isp.models.moe.dispatch import ExpertExchange
-from isp.models.moe.gather import ExpertWeight, SwappedExperts
+from isp.models.moe.gather import ExpertWeight, ShardedExperts
 from isp.models.roles import ParameterRole, expert_stacks
 from isp.models.runtime.call_follower import CallFollower
 from isp.models.runtime.fused_linears import FusedLinears, groups_of, rows_of
-from isp.models.runtime.sharded_modules import SwappedLinear, SwappedTable, shard_parameters
+from isp.models.runtime.sharded_modules import ShardedEmbedding, ShardedLinear, shard_parameters
 from isp.models.runtime.tiles import Holder
 from isp.models.sharding.pipeline_split import Stage
 from isp.models.sharding.region import Entrance
@@ -64,10 +64,10 @@ class WeightHolders:
         self._give_layouts()
         follower.follow(model, self._of)
 
-    def linear(self, name: str) -> SwappedLinear:
+    def linear(self, name: str) -> ShardedLinear:
         """The holder of a linear that is not fused with others."""
         found = self._of[name]
-        assert isinstance(found, SwappedLinear)
+        assert isinstance(found, ShardedLinear)
         return found
 
     def zeros_of(self, names: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -75,7 +75,7 @@ class WeightHolders:
         found = dict[str, Callable[[Tensor], Tensor]]()
         for name in names:
             holder = self._of[name]
-            assert isinstance(holder, SwappedLinear | SwappedTable)
+            assert isinstance(holder, ShardedLinear | ShardedEmbedding)
             found[name] = partial(_zeros, holder.width, self.layers.dtype)
         return found
 
@@ -125,7 +125,7 @@ class WeightHolders:
         """
         if self._plan is None and not self.layers.experts_stay:
             return self._of
-        return {n: h for n, h in self._of.items() if not isinstance(h, SwappedExperts)}
+        return {n: h for n, h in self._of.items() if not isinstance(h, ShardedExperts)}
 
     def _enter_regions(self) -> None:
         tensor = self.layers.tensor
@@ -160,18 +160,18 @@ class WeightHolders:
             module, called = self.model.get_submodule(name), partial(follower.arrive, kind, name)
             if kind is Kind.LINEAR:
                 entrance, role = self.entrances.get(name), follower.trace.roles.get(f"{name}.bias")
-                self._of[name] = SwappedLinear(
+                self._of[name] = ShardedLinear(
                     module, name, layers, called, plan, entrance, role is ParameterRole.VECTOR
                 )
             elif kind is Kind.TABLE:
                 moves = Moves() if plan is None else moves_for(layers.mode, Role.ROW, layers.tensor)
-                self._of[name] = SwappedTable(module, name, layers, called, moves)
+                self._of[name] = ShardedEmbedding(module, name, layers, called, moves)
             else:
                 self._of[name] = self._experts(call, module, called)
 
     def _experts(
         self, call: Call, module: nn.Module, called: Callable[[], object]
-    ) -> SwappedExperts:
+    ) -> ShardedExperts:
         name, communicator = call.module, self.layers.communicator
         exchange = self._exchange(name, module)
         travels = communicator.gathers_weights or exchange is not None
@@ -181,7 +181,7 @@ class WeightHolders:
             ahead_module = self.model.get_submodule(what.module)
             ahead = ComputedAhead(ahead_module, what, self.follower.under_way)
         place = self.follower.place
-        return SwappedExperts(module, name, communicator, called, place, exchange, ahead)
+        return ShardedExperts(module, name, communicator, called, place, exchange, ahead)
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
         """Between the ranks that share these experts; None: no token travels."""
@@ -280,7 +280,7 @@ def _passes(weight: WeightHolder, call: Call) -> int:
     if isinstance(weight, ExpertWeight):
         return 2 * min(weight.weight.shape[1:]) * (call.route or 0)
     rows, columns = weight.layouts["weight"].global_shape
-    turned = isinstance(weight, SwappedLinear) and weight.transposed
+    turned = isinstance(weight, ShardedLinear) and weight.transposed
     return 2 * (rows if turned else columns)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from isp.core.mesh.config import LaunchPoint
 from isp.core.mesh.phase import Phase
-from isp.core.weights.plan import Act, Plan
+from isp.core.weights.prefetch_plan import PrefetchPlan, WeightOp
 from isp.core.weights.uses import (
     Action,
     ActionKind,
@@ -71,11 +71,11 @@ def interleaved(stage: int, stages: int, chunks: int, rounds: int) -> tuple[Acti
     return (*forward[:warm_up], *steady, *backward[total - warm_up :])
 
 
-def events(plan: Plan, chunks: Chunks) -> list[str]:
+def events(plan: PrefetchPlan, chunks: Chunks) -> list[str]:
     """One line for each step, `F0 a.wo: wait a.wo; gather b.wqkv b.wo | free a.wo`."""
     letters = {Phase.FORWARD: "F", Phase.RECOMPUTE: "R", Phase.BACKWARD: "B"}
     lines = [f"start: {_acts(plan.start)}".rstrip()]
-    for step in plan.steps:
+    for step in plan.entries:
         block = chunks[step.site.chunk][step.site.block]
         place = f"{letters[step.site.phase]}{step.micro_batch} {block.name}"
         before, after = _acts(step.before), _acts(step.after)
@@ -84,7 +84,7 @@ def events(plan: Plan, chunks: Chunks) -> list[str]:
     return lines
 
 
-def _acts(acts: Iterable[Act]) -> str:
+def _acts(acts: Iterable[WeightOp]) -> str:
     words: list[str] = []
     kind = None
     for act in acts:

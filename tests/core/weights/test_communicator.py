@@ -20,7 +20,7 @@ from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.core.mesh.phase import Phase
 from isp.core.optim.main_grads import MainGradients
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.core.weights.plan import PlanCursor, plan
+from isp.core.weights.prefetch_plan import PlanCursor, plan
 from isp.core.weights.uses import sequential_actions
 from tests.core.weights.echo import CPU, Net, echo_net, leased_bytes
 from tests.core.weights.schedules import decoder
@@ -284,7 +284,7 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     chunks = decoder(2)
     order = sequential_actions(2)
     planned = plan(chunks, order, Prefetch())
-    places = [step.site[1:] for step in planned.steps]
+    places = [step.site[1:] for step in planned.entries]
     cursor = PlanCursor(planned, {place: place for place in places})
     forward = places[: places.index((0, 3, 0)) + 1]
     for place in forward:

@@ -13,7 +13,7 @@ from isp.core.mesh import PipelineConfig, PipelineSchedule
 from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.core.mesh.phase import Phase
 from isp.core.pipeline.order import PipelineOrder, one_forward_one_backward
-from isp.core.weights.plan import plan
+from isp.core.weights.prefetch_plan import plan
 from isp.core.weights.simulate import Simulation, simulate
 from isp.core.weights.uses import (
     Action,
@@ -102,7 +102,7 @@ def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: Ove
     assert all(ahead.uses > 0 for ahead in result.lookaheads)
     reads = [weight for span in trace(chunks, order) for weight in span.reads]
     last = {weight: i for i, weight in enumerate(reads) if weight is not None}
-    assert last == {act.weight: i for i, step in enumerate(made.steps) for act in step.after}
+    assert last == {act.weight: i for i, step in enumerate(made.entries) for act in step.after}
 
 
 def every_size() -> Iterator[tuple[Chunks, tuple[Action, ...]]]:

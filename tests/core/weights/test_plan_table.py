@@ -7,8 +7,8 @@ from textwrap import dedent
 import pytest
 
 from isp.core.mesh.config import OverlapUnit, Prefetch
-from isp.core.weights.plan import plan
 from isp.core.weights.plan_table import grid
+from isp.core.weights.prefetch_plan import plan
 from isp.core.weights.uses import Action, Chunks, sequential_actions
 from tests.core.weights.schedules import EMBEDDING, HEAD, block, decoder
 
@@ -71,7 +71,7 @@ def test_actions_that_are_alike_are_shown_once() -> None:
 def test_the_whole_grid_has_a_row_for_every_site() -> None:
     """Catches: sites left out where all of them were asked for."""
     chunks, order = decoder(8), sequential_actions(2)
-    steps = plan(chunks, order, Prefetch()).steps
+    steps = plan(chunks, order, Prefetch()).entries
     lines = shown(chunks, order, compact=False).splitlines()
     assert len(lines) == len(steps) + len(["header", "start", "", "totals", "peak"])
 

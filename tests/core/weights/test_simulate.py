@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from isp.core.mesh.config import OverlapUnit, Prefetch
-from isp.core.weights.plan import Act, ActKind, Plan, Step, plan
+from isp.core.weights.prefetch_plan import PlanEntry, PrefetchPlan, WeightOp, WeightOpKind, plan
 from isp.core.weights.simulate import simulate
 from isp.core.weights.uses import Action, Chunks, sequential_actions
 from tests.core.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, actions, block, decoder
@@ -23,25 +23,28 @@ CASES: list[tuple[Chunks, tuple[Action, ...]]] = [
 every_plan = pytest.mark.parametrize("unit", list(OverlapUnit))
 every_case = pytest.mark.parametrize(("chunks", "order"), CASES)
 
-Slots = list[list[Act]]
+Slots = list[list[WeightOp]]
 """The acts of a plan in order of place: start, then before and after each step."""
 
 
-def slots(made: Plan) -> Slots:
-    return [list(made.start), *(list(s) for step in made.steps for s in (step.before, step.after))]
+def slots(made: PrefetchPlan) -> Slots:
+    return [
+        list(made.start),
+        *(list(s) for step in made.entries for s in (step.before, step.after)),
+    ]
 
 
-def rebuilt(made: Plan, acts: Slots) -> Plan:
+def rebuilt(made: PrefetchPlan, acts: Slots) -> PrefetchPlan:
     sides = [tuple(slot) for slot in acts]
-    pairs = zip(made.steps, sides[1::2], sides[2::2], strict=True)
-    return Plan(sides[0], tuple(s._replace(before=b, after=a) for s, b, a in pairs))
+    pairs = zip(made.entries, sides[1::2], sides[2::2], strict=True)
+    return PrefetchPlan(sides[0], tuple(s._replace(before=b, after=a) for s, b, a in pairs))
 
 
-def edits(acts: Slots) -> Iterator[tuple[int, int, Act]]:
+def edits(acts: Slots) -> Iterator[tuple[int, int, WeightOp]]:
     return ((s, i, act) for s, slot in enumerate(acts) for i, act in enumerate(slot))
 
 
-def made_for(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> Plan:
+def made_for(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> PrefetchPlan:
     return plan(chunks, order, Prefetch(unit=unit))
 
 
@@ -66,8 +69,8 @@ def test_steps_that_are_not_those_of_the_trace_are_found(
 ) -> None:
     """Catches: a plan for another model or another order of work."""
     made = made_for(chunks, order, unit)
-    steps = made.steps
-    wrong: list[tuple[Step, ...]] = [
+    steps = made.entries
+    wrong: list[tuple[PlanEntry, ...]] = [
         steps[:-1],
         (*steps, steps[-1]),
         *((*steps[:i], *steps[i + 1 :]) for i in range(len(steps))),
@@ -76,14 +79,14 @@ def test_steps_that_are_not_those_of_the_trace_are_found(
     ]
     for other in wrong:
         with pytest.raises(AssertionError):
-            simulate(made._replace(steps=other), chunks, order)
+            simulate(made._replace(entries=other), chunks, order)
 
 
 CHUNKS: Chunks = ((block("a", ("w1",)), block("b", ("w1",)), block("c", ("w1",))),)
 ORDER = actions("F0")
-GATHER_C = Act(ActKind.GATHER, "c.w1")
-WAIT_C = Act(ActKind.WAIT, "c.w1")
-FREE_C = Act(ActKind.FREE, "c.w1")
+GATHER_C = WeightOp(WeightOpKind.GATHER, "c.w1")
+WAIT_C = WeightOp(WeightOpKind.WAIT, "c.w1")
+FREE_C = WeightOp(WeightOpKind.FREE, "c.w1")
 
 
 @pytest.mark.parametrize(
@@ -97,10 +100,16 @@ FREE_C = Act(ActKind.FREE, "c.w1")
         (0, [WAIT_C], "start: waits for c.w1, which is not under way"),
         (6, [], "end: left behind: c.w1"),
         (5, [WAIT_C, FREE_C], "step 2 .*: frees c.w1, which nobody read"),
-        (0, [Act(ActKind.GATHER, "b.w1"), Act(ActKind.GATHER, "a.w1")], "a.w1 out of turn"),
+        (
+            0,
+            [WeightOp(WeightOpKind.GATHER, "b.w1"), WeightOp(WeightOpKind.GATHER, "a.w1")],
+            "a.w1 out of turn",
+        ),
     ],
 )
-def test_what_is_wrong_is_said_with_its_place(slot: int, acts: list[Act], message: str) -> None:
+def test_what_is_wrong_is_said_with_its_place(
+    slot: int, acts: list[WeightOp], message: str
+) -> None:
     """Catches: a failure that does not say where."""
     made = plan(CHUNKS, ORDER, Prefetch())
     changed = slots(made)

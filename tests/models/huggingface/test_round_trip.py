@@ -16,7 +16,7 @@ from isp.cli import main
 from isp.metrics import StepRecord, read_metrics
 from isp.models.huggingface.tiny import kept_in_float64
 from isp.models.loading import folder_model
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from tests.models.folders import write_folder, write_job
 from tests.models.models import alone
 from tests.train.jobs import numbers, run_folders, run_forked
@@ -96,7 +96,7 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
     return text, _logits(chunk, text)
 
 
-def _logits(chunk: TracedChunk, tokens: Tensor) -> Tensor:
+def _logits(chunk: StageModule, tokens: Tensor) -> Tensor:
     """[1, S] -> [1, S, V]."""
     return chunk.logits(chunk(tokens, torch.arange(tokens.shape[1])[None], None))
 

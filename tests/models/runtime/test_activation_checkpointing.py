@@ -17,7 +17,7 @@ import isp
 from isp.config import JobConfig
 from isp.core.comm.tag import Purpose
 from isp.core.mesh import Mode
-from isp.core.weights.plan import ActKind
+from isp.core.weights.prefetch_plan import WeightOpKind
 from isp.core.weights.uses import sequential_actions
 from isp.loop.parallel_run import ParallelRun
 from tests.models.huggingface.test_adapters import _with_lora
@@ -130,7 +130,7 @@ def _check_plan(run: ParallelRun, sent: Counter[tuple[Purpose, str]]) -> None:
     assert communicator is not None
     start, steps = communicator.plan(sequential_actions(1))
     acts = [*start, *(act for step in steps for act in step.before)]
-    gathers = Counter(name for a in acts if a.kind is ActKind.GATHER for name in a.parameters)
+    gathers = Counter(name for a in acts if a.kind is WeightOpKind.GATHER for name in a.parameters)
     expected = {(Purpose.WEIGHT, name): len(DATA) * n for name, n in gathers.items()}
     assert {key: n for key, n in sent.items() if key[0] is Purpose.WEIGHT} == expected
     reduced = {n for (purpose, _), n in sent.items() if purpose is Purpose.WEIGHT_GRADIENT}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isp.core.mesh import Axis, Mode
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.train.monitor.out_of_memory import (
     MemoryGuard,
     OutOfMemory,
@@ -106,15 +106,15 @@ def test_an_error_that_led_to_another_is_found() -> None:
 
 def test_a_run_tells_who_held_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a rank that dies with the allocator's line alone, or blames the wrong phase."""
-    forward, calls = TracedChunk.__call__, []
+    forward, calls = StageModule.__call__, []
 
-    def forward_or_fail(self: TracedChunk, *args: Tensor) -> Tensor:
+    def forward_or_fail(self: StageModule, *args: Tensor) -> Tensor:
         calls.append(0)
         if os.environ["RANK"] == "1" and len(calls) == 3:
             allocate_too_much()
         return forward(self, *args)
 
-    monkeypatch.setattr(TracedChunk, "__call__", forward_or_fail)
+    monkeypatch.setattr(StageModule, "__call__", forward_or_fail)
     job = write_job(tmp_path)
     with pytest.raises(RuntimeError, match=r"rank 1 failed"):
         run_forked(job, "--profiler.enable_memory_snapshot")

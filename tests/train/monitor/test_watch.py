@@ -18,7 +18,7 @@ from isp.core.comm import CommLog
 from isp.core.comm.tag import UNNAMED
 from isp.core.mesh import ParallelConfig, PipelineConfig, TensorConfig, Topology
 from isp.core.mesh.config import Mode
-from isp.models.runtime.stage_module import TracedChunk
+from isp.models.runtime.stage_module import StageModule
 from isp.step.phases import PhaseClock, PhaseTimes
 from isp.step.train_step import StepOutcome
 from isp.train.monitor.meter import StepMeter
@@ -118,15 +118,15 @@ def test_a_run_names_its_slow_rank_and_its_spike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches the rank that waits named for the one it waits for, and a watch nobody asks."""
-    forward, loss = TracedChunk.__call__, TracedChunk.loss
+    forward, loss = StageModule.__call__, StageModule.loss
     end_step, own = StepMeter.end_step, []
 
-    def slow_forward(self: TracedChunk, *args: Tensor) -> Tensor:
+    def slow_forward(self: StageModule, *args: Tensor) -> Tensor:
         if os.environ["RANK"] == "1":
             time.sleep(SLEEP_SECONDS)
         return forward(self, *args)
 
-    def spiking(self: TracedChunk, *args: Tensor) -> Tensor:
+    def spiking(self: StageModule, *args: Tensor) -> Tensor:
         return loss(self, *args) * (4 if len(own) == 23 else 1)
 
     def told(self: StepMeter) -> PhaseTimes:
@@ -135,8 +135,8 @@ def test_a_run_names_its_slow_rank_and_its_spike(
         self.own_seconds = 1.6 if os.environ["RANK"] == "1" else 1.0
         return times
 
-    monkeypatch.setattr(TracedChunk, "__call__", slow_forward)
-    monkeypatch.setattr(TracedChunk, "loss", spiking)
+    monkeypatch.setattr(StageModule, "__call__", slow_forward)
+    monkeypatch.setattr(StageModule, "loss", spiking)
     monkeypatch.setattr(StepMeter, "end_step", told)
     job = write_job(tmp_path)
     words = ["--training.steps", "25", "--metrics.slow_rank_steps", "5", "--optimizer.lr", "1e-9"]

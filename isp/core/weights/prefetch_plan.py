@@ -46,10 +46,10 @@ from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.core.mesh.phase import Phase
 from isp.core.weights.uses import Action, Chunks, Site, Span, trace
 
-__all__ = ["Act", "ActKind", "Plan", "PlanCursor", "Step", "plan"]
+__all__ = ["PlanCursor", "PlanEntry", "PrefetchPlan", "WeightOp", "WeightOpKind", "plan"]
 
 
-class ActKind(StrEnum):
+class WeightOpKind(StrEnum):
     """A kind of act on weights."""
 
     GATHER = "gather"
@@ -57,10 +57,10 @@ class ActKind(StrEnum):
     FREE = "free"
 
 
-class Act(NamedTuple):
+class WeightOp(NamedTuple):
     """One thing to do with one weight."""
 
-    kind: ActKind
+    kind: WeightOpKind
     weight: str
     bias: str | None = None
     """That of the first layer that reads the weight and has one, if a forward reads it before the
@@ -72,25 +72,25 @@ class Act(NamedTuple):
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
-class Step(NamedTuple):
+class PlanEntry(NamedTuple):
     """One site of one micro-batch, with what to do before and after the use."""
 
     site: Site
     micro_batch: int
-    before: tuple[Act, ...]
-    after: tuple[Act, ...]
+    before: tuple[WeightOp, ...]
+    after: tuple[WeightOp, ...]
 
 
-class Plan(NamedTuple):
+class PrefetchPlan(NamedTuple):
     """All acts of one training step. A runtime need not come by steps that have none."""
 
-    start: tuple[Act, ...]
+    start: tuple[WeightOp, ...]
     """To be done once the optimizer has published the weights, before data is read."""
-    steps: tuple[Step, ...]
+    entries: tuple[PlanEntry, ...]
 
 
 @lru_cache(maxsize=8)
-def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Plan:
+def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> PrefetchPlan:
     """The acts of a step in which this stage runs `actions` on `chunks`.
 
     A block that does not have the launch point requests the next before its first use. Without
@@ -109,18 +109,18 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pla
 class PlanCursor:
     """A place in a plan. `keys` names the use at each (chunk, block, use), as `arrive` will."""
 
-    def __init__(self, plan: Plan, keys: Mapping[tuple[int, int, int], Hashable]) -> None:
+    def __init__(self, plan: PrefetchPlan, keys: Mapping[tuple[int, int, int], Hashable]) -> None:
         self.plan, self.keys = plan, keys
         self.position = 0
         """The next step that has not been arrived at."""
 
-    def arrive(self, key: Hashable, phase: Phase) -> tuple[Step, tuple[Step, ...]] | None:
+    def arrive(self, key: Hashable, phase: Phase) -> tuple[PlanEntry, tuple[PlanEntry, ...]] | None:
         """The step of this use and those skipped on the way to it; None if it is not planned.
 
         Looks through the rest of the current action, and through the first block of the next one:
         further away lies another use of the same layer, which this one is not.
         """
-        steps, keys, start = self.plan.steps, self.keys, self.position
+        steps, keys, start = self.plan.entries, self.keys, self.position
         if start < len(steps):
             step = steps[start]
             if step.site.phase is phase and keys[step.site[1:]] == key:  # nothing was skipped
@@ -141,7 +141,7 @@ class PlanCursor:
         return None
 
 
-def _action(step: Step) -> tuple[int, int, bool]:
+def _action(step: PlanEntry) -> tuple[int, int, bool]:
     return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD
 
 
@@ -296,21 +296,21 @@ def _next_others(reads: list[_Read]) -> list[int]:
     return others
 
 
-def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> Plan:
+def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> PrefetchPlan:
     """Put the acts of every lifetime to their sites; waits come before launches."""
-    before: defaultdict[int, list[Act]] = defaultdict(list)
-    after: defaultdict[int, list[Act]] = defaultdict(list)
+    before: defaultdict[int, list[WeightOp]] = defaultdict(list)
+    after: defaultdict[int, list[WeightOp]] = defaultdict(list)
     for life in lifetimes:
         if life.launched is None:
-            before[life.first].append(Act(ActKind.GATHER, life.weight, life.bias))
-        before[life.first].append(Act(ActKind.WAIT, life.weight, life.bias))
-        after[life.last].append(Act(ActKind.FREE, life.weight, life.bias))
+            before[life.first].append(WeightOp(WeightOpKind.GATHER, life.weight, life.bias))
+        before[life.first].append(WeightOp(WeightOpKind.WAIT, life.weight, life.bias))
+        after[life.last].append(WeightOp(WeightOpKind.FREE, life.weight, life.bias))
     for life in lifetimes:
         if life.launched is not None:
-            before[life.launched].append(Act(ActKind.GATHER, life.weight, life.bias))
+            before[life.launched].append(WeightOp(WeightOpKind.GATHER, life.weight, life.bias))
     sites = ((site, span.action.micro_batch) for span in spans for site in span.sites)
     steps = (
-        Step(site, micro_batch, tuple(before.get(i, ())), tuple(after.get(i, ())))
+        PlanEntry(site, micro_batch, tuple(before.get(i, ())), tuple(after.get(i, ())))
         for i, (site, micro_batch) in enumerate(sites)
     )
-    return Plan(tuple(before.get(_START, ())), tuple(steps))
+    return PrefetchPlan(tuple(before.get(_START, ())), tuple(steps))

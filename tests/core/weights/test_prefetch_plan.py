@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
-from isp.core.weights.plan import ActKind, plan
+from isp.core.weights.prefetch_plan import WeightOpKind, plan
 from isp.core.weights.simulate import simulate
 from isp.core.weights.uses import Block, Chunks, Use, sequential_actions
 from tests.core.weights.schedules import EMBEDDING, HEAD, actions, block, decoder, events
@@ -124,8 +124,8 @@ def test_the_bias_of_a_tied_head_is_gathered_with_the_weight(between: int) -> No
     head = Block("head", (Use("head", "embedding", bias="head.bias"),))
     chunks = ((EMBEDDING, *(block(name, ("w1",)) for name in "abc"[:between]), head),)
     found = plan(chunks, actions("F0 B0"), Prefetch())
-    acts = [*found.start, *(act for step in found.steps for act in step.before)]
-    gathers = [act for act in acts if act.kind is ActKind.GATHER and act.weight == "embedding"]
+    acts = [*found.start, *(act for step in found.entries for act in step.before)]
+    gathers = [act for act in acts if act.kind is WeightOpKind.GATHER and act.weight == "embedding"]
     biases = [act.bias for act in gathers]
     assert biases == (["head.bias"] if between == 1 else [None, "head.bias"])
 
