@@ -205,7 +205,7 @@ def _check(name: str, found: Found) -> None:
     """The norm says whether the step is skipped; loss and tokens are there when it is."""
     assert found.followed > 100, name
     assert found.passes == [], name
-    assert [wait.rpartition("/")[0] for wait in found.end] == ["tolist in isp/optim"]
+    assert [wait.rpartition("/")[0] for wait in found.end] == ["tolist in isp/core/optim"]
     assert found.evaluation == ["tolist in isp/step/train_step.py:evaluate"], name
 
 
