@@ -1,21 +1,21 @@
 """`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
 
 [Note: Plan and cursor] What to do where is decided by the plan (`isp.core.weights.prefetch_plan`),
-which knows the order of the whole step. The layers report where they are: `unshard` around the use
-of a weight, a module hook at launch points without one. A cursor follows the plan with them, and
-its acts are executed. A use that the plan does not have (a module called once more than declared,
-an evaluation nobody announced) gathers for itself and leaves the cursor alone; a use that did not
-happen is caught up with when a later one does. Uses may be nested; what one holds is there until it
-ends, whatever the plan frees meanwhile.
+which knows the order of the whole step. Layers report their position: `unshard` around the use of a
+weight, a module hook at launch points without one. A cursor follows the plan with them, and the
+communicator runs the operations of the entries it reaches. A use that the plan lacks (a module
+called once more than declared, an evaluation without `begin`) gathers its own weight and leaves the
+cursor alone. Entries that were skipped are run when a later use arrives. Uses may be nested; a
+weight that a use holds stays until the use ends, even if the plan frees it before.
 
-[Note: Unannounced] Nobody says when weights change if nobody calls `begin`, and not every write can
-be seen [Note: Versions]. So what is gathered ahead then lives no longer than the pass that it was
-gathered for: a forward that is at any but the next place of the plan is another pass. The plan is
-given up, what is there is dropped, and the layers gather for themselves until the next forward from
-the start. Behind a forward without a backward what is kept for that is there until then.
+[Note: Unannounced] Without `begin` the communicator is not told when weights change, and not every
+write can be seen [Note: Versions]. So a weight gathered ahead lives no longer than the pass it was
+gathered for. A forward at any position but the plan's next one is a new pass: the plan is given
+up, gathered weights are dropped, and layers gather their own weights until the next forward from
+the start. Weights kept for a backward that does not come are dropped then, too.
 
-[Note: What stays exposed] The first gather of a step, as far as nothing is left to hide it, and the
-last reduce-scatter: no compute is left when it is launched.
+[Note: What stays exposed] The first gather of a step, where no compute is left to hide it, and the
+last reduce-scatter, which is launched after the last compute.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ __all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
 
 @dataclass(frozen=True, kw_only=True)
 class ISPCommModelConfig:
-    """What the communicator has to know of the model."""
+    """Facts about the model that the communicator needs."""
 
     device: torch.device
     """Device of the weights."""
     reduce_dtype: torch.dtype | None = torch.float32
-    """Gradients are summed and delivered in it if it is wider than their own; None: in theirs."""
+    """Dtype of sums and of delivered gradients, if wider than their own; None: their own."""
     max_reduce_bytes: int = 1 << 28
-    """Full gradients kept at most while their sums are under way, in bytes as they travel."""
+    """Limit, in bytes as sent, of full gradients kept while their reduce-scatters are in flight."""
 
     @classmethod
     def of(cls, weight: WeightConfig, device: torch.device) -> ISPCommModelConfig:
@@ -78,7 +78,7 @@ class ISPCommModelConfig:
 
 @dataclass(eq=False)
 class ISPOverlapState:
-    """The weights of one model chunk, each with what is gathered of it, flying or there."""
+    """The weights of one model chunk, each with its gathered tensors, in flight or ready."""
 
     weights: list[DeclaredWeight] = field(default_factory=list)
 
@@ -94,12 +94,12 @@ class _Use:
     communicator: ISPCommunicator
     layer: WeightHolder
     with_bias: bool
-    step: PlanEntry | None
-    """Of the plan, if it has this use."""
+    entry: PlanEntry | None
+    """The entry of the plan for this use; None if it is not planned."""
     cursor: PlanCursor | None
-    """In that plan."""
+    """The cursor at the start of the use; a later one follows another plan."""
     launches: bool
-    """Whether there is something to gather here for later uses."""
+    """Whether the entry has gathers for later uses to launch."""
     held: GatheredLayer | None = None
 
     def __enter__(self) -> _Use:
@@ -127,10 +127,10 @@ class ISPCommunicator(WPCommunicator):
         ...                                           # n times forward and backward
         communicator.finish()                         # the gradients are delivered
 
-    Who does not call `begin` gets the plan of one forward and one backward, again and again, as
-    long as layers come in its order [Note: Unannounced].
+    Without `begin`, the plan of one forward and one backward repeats, as long as layers run in its
+    order [Note: Unannounced].
     `prefetch`, `overlap` (None: as `prefetch` says) and `enable_memory_pool` change when and where
-    things happen, never a bit of the result. Several communicators may live in one process; each
+    transfers happen, never a bit of the result. A process may have several communicators; each
     serves one thread.
     """
 
@@ -149,20 +149,23 @@ class ISPCommunicator(WPCommunicator):
         poison: bool = False,
         allocate: Allocate | None = None,
     ) -> None:
-        """`reduce_channel`: for gradients; None: `channel`. `experts`: both, of the ranks that
-        gather the same experts; None: they are gathered by all."""
+        """Make a communicator over `channel`, the ranks that shard the weights.
+
+        `reduce_channel`: for gradients; None: `channel`. `experts`: both channels for weights of
+        experts, over the ranks that gather the same experts; None: as all other weights.
+        """
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.overlap = self.prefetch.overlap
-        """Whether weights are gathered ahead and gradients reduced behind."""
+        """Whether gathers and reduce-scatters overlap with compute."""
         self.pool = MemoryPool(reuse=enable_memory_pool, poison=poison, allocate=allocate)
-        """Buffers weights are gathered into, as many as the plan has there at once."""
+        """Buffers for gathered weights: as many as the plan has gathered at one time."""
         self.reduce_pool = MemoryPool(reuse=enable_memory_pool, poison=poison)
-        """Buffers gradients are reduced into where the sink has no tensor for them."""
+        """Buffers for reduced gradients, where the sink provides no tensor."""
         self.model_chunk: int | None = None
-        """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
+        """The running chunk, if `switch_current_model_chunk` was called."""
         self.states: list[ISPOverlapState] = []
-        """Of each chunk."""
+        """The state of each model chunk."""
         self._latch = ErrorLatch()
         own = channel, reduce_channel or channel
         gathers, reduces = (
@@ -178,12 +181,12 @@ class ISPCommunicator(WPCommunicator):
         )
         self._chunks: Chunks = ()
         self._layers: dict[int, tuple[DeclaredWeight, tuple[ShardedParameter, ...]]] = {}
-        """Weight and own parameters of each layer, by the id of it or of its weight."""
+        """Weight and parameters of each layer, by the id of the layer and of its weight."""
         self._keys: dict[tuple[int, int, int], Hashable] = {}
-        """The name that the use at a place of the model gives itself, in forward order."""
+        """The key of the use at each place (chunk, block, use), in forward order."""
         self._cursor: PlanCursor | None = None
         self._announced = False
-        """Whether somebody calls `begin` [Note: Unannounced]."""
+        """Whether `begin` has been called [Note: Unannounced]."""
         self.is_recomputing = False
 
     @property
@@ -193,7 +196,10 @@ class ISPCommunicator(WPCommunicator):
     # -- before training ---------------------------------------------------------------------
 
     def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
-        """Take up the model: its chunks, each with its blocks in forward order."""
+        """Declare the model: its chunks, each with its blocks in forward order; once.
+
+        Raises RuntimeError if a model was declared before.
+        """
         if self._chunks:
             raise RuntimeError("this communicator has a model: make another for another model")
         declared = tuple(tuple(chunk) for chunk in chunks)
@@ -220,7 +226,7 @@ class ISPCommunicator(WPCommunicator):
                 use.at.register_forward_pre_hook(partial(self._pass_by, key))
 
     def deliver_to(self, sink: GradientSink) -> None:
-        """Give reduced gradients to `sink`; without it they are added to `parameter.grad`."""
+        """Deliver reduced gradients to `sink`; by default they are added to `parameter.grad`."""
         self._reducer.sink = sink
 
     def register_prerequisite_for_forward_prefetch_hooks(
@@ -237,34 +243,34 @@ class ISPCommunicator(WPCommunicator):
     # -- a step ------------------------------------------------------------------------------
 
     def plan(self, actions: Sequence[Action]) -> PrefetchPlan:
-        """The acts of a step of these actions."""
+        """Return the prefetch plan of a step that runs these actions."""
         return plan(self._chunks, tuple(actions), self.prefetch)
 
     def begin(self, actions: Sequence[Action]) -> None:
-        """Follow the plan of `actions` from here on, and launch its first gathers.
+        """Follow the plan of `actions` from now on, and launch its first gathers.
 
-        To be called as soon as the weights of the next step are published. What an earlier plan
-        left behind is drained.
+        Call it as soon as the weights of the next step are published. Gathers left over from an
+        earlier plan are drained.
         """
         self._announced = True
         self._follow(actions)
 
     def finish(self) -> None:
-        """Deliver all gradients and give all buffers back; to be called after the last backward."""
+        """Deliver all gradients and give all buffers back; call it after the last backward."""
         self._latch.check()
         with self._latch:
             self._reducer.finish()
         self.drain()
 
     def drain(self) -> None:
-        """Wait for the gathers on their way and drop what is there; nothing of it is used again."""
+        """Wait for gathers in flight and drop all gathered weights."""
         self._latch.check()
         self._cursor = None
         self._gatherer.drain()
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Forward passes in this context compute again what a backward is about to need."""
+        """Mark forward passes in this context as recomputation."""
         before, self.is_recomputing = self.is_recomputing, True
         try:
             yield
@@ -272,7 +278,7 @@ class ISPCommunicator(WPCommunicator):
             self.is_recomputing = before
 
     def switch_current_model_chunk(self, chunk: int) -> None:
-        """Say which chunk's forward or backward runs from here on."""
+        """Set the chunk whose forward or backward runs from now on.  Raises ValueError."""
         if not 0 <= chunk < len(self._chunks):
             raise ValueError(f"chunk {chunk} is not one of the {len(self._chunks)} model chunks")
         self.model_chunk = chunk
@@ -291,17 +297,17 @@ class ISPCommunicator(WPCommunicator):
                     f"{module.name} has another parameter than when the model was declared: write"
                     f" into the declared one, by copy_ or load_state_dict without assign=True"
                 )
-        step = self._arrive(id(module), phase)
-        before = () if step is None else step.before
+        entry = self._arrive(id(module), phase)
+        before = () if entry is None else entry.before
         launches = bool(before) and before[-1].kind is _GATHER  # waits come first
-        use = _Use(self, module, bias is not None, step, self._cursor, launches)
+        use = _Use(self, module, bias is not None, entry, self._cursor, launches)
         # A backward has the weight gradient to compute before it reads the weight.
         if launches and phase is _BACKWARD and self.overlap:
             self._launch_ahead(use)
         return use
 
     def wait(self, use: _Use, index: int) -> Tensor:
-        """The full weight of `use`, or the bias behind it; waits for it."""
+        """Wait for the full weight (`index` 0) or bias (1) of a use and return it."""
         try:
             if use.held is None:
                 use.held = self._hold(use)
@@ -309,16 +315,16 @@ class ISPCommunicator(WPCommunicator):
         except Exception as failed:
             self._latch.error = failed
             raise
-        # Only now: what is needed at once does not share the wire with what is needed next.
+        # Only now, so that this weight does not share the link with the next ones.
         if use.launches:
             self._launch_ahead(use)
         return full
 
     def reshard(self, use: _Use, *, failed: bool) -> None:
-        """The end of a use: nothing that it waited for is read any more."""
+        """End a use: its weight and bias are not read any more."""
         if self._latch.error is None:
-            step = None if failed or use.cursor is not self._cursor else use.step
-            self._gatherer.free(() if step is None else step.after, use.held)
+            entry = None if failed or use.cursor is not self._cursor else use.entry
+            self._gatherer.free(() if entry is None else entry.after, use.held)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._reducer.travels_in(dtype)
@@ -332,7 +338,7 @@ class ISPCommunicator(WPCommunicator):
         if returned:
             with self._latch:
                 return self._reducer.reduce(sharded, grad)
-        # Outside: a sink that refuses has not harmed the group.
+        # Outside of the latch: a sink that refuses has not broken the group.
         place = self._reducer.promise(sharded, grad.dtype)
         with self._latch:
             self._reducer.launch(sharded, grad, place)
@@ -350,33 +356,33 @@ class ISPCommunicator(WPCommunicator):
         return cursor
 
     def _pass_by(self, key: Hashable, *_: object) -> None:
-        """A launch point without a weight, as a module's hook."""
-        if (step := self._arrive(key, Phase.FORWARD)) is not None:
-            self._gatherer.launch(step.before)
-            self._gatherer.free(step.after)
+        """Pass a launch point that has no weight; a hook of its module."""
+        if (entry := self._arrive(key, Phase.FORWARD)) is not None:
+            self._gatherer.launch(entry.before)
+            self._gatherer.free(entry.after)
 
     def _arrive(self, key: Hashable, phase: Phase) -> PlanEntry | None:
-        """The planned step of a use; what was planned on the way to it is done."""
+        """Return the plan's entry for a use, after running the entries skipped before it."""
         if self._latch.error is not None:
             self._latch.check()
-        if self.is_recomputing and phase is _FORWARD:  # a layer does not know that it is
+        if self.is_recomputing and phase is _FORWARD:  # layers do not know that they recompute
             phase = Phase.RECOMPUTE
         found = None if self._cursor is None else self._cursor.arrive(key, phase)
         if not self._announced and phase is _FORWARD and (found is None or found[1]):
             found = self._begin_pass(key)
         if found is None:
             return None
-        step, skipped = found
-        assert self.model_chunk in (None, step.site.chunk), (self.model_chunk, step.site)
+        entry, skipped = found
+        assert self.model_chunk in (None, entry.site.chunk), (self.model_chunk, entry.site)
         for passed in skipped:
             self._gatherer.launch(passed.before)
             self._gatherer.free(passed.after)
-        return step
+        return entry
 
     def _begin_pass(self, key: Hashable) -> tuple[PlanEntry, tuple[PlanEntry, ...]] | None:
-        """A forward that nobody has announced has come to `key` [Note: Unannounced]."""
+        """Start following a forward without `begin` that has reached `key` [Note: Unannounced]."""
         keys = self._keys.values()
-        if key not in keys:  # a layer that nobody has declared is in no plan
+        if key not in keys:  # an undeclared layer is in no plan
             return None
         self.drain()
         if key != next(iter(keys)):
@@ -390,17 +396,17 @@ class ISPCommunicator(WPCommunicator):
 
     def _launch_ahead(self, use: _Use) -> None:
         use.launches = False
-        if use.step is not None and use.cursor is self._cursor:
-            self._gatherer.launch(use.step.before)
+        if use.entry is not None and use.cursor is self._cursor:
+            self._gatherer.launch(use.entry.before)
 
     def _hold(self, use: _Use) -> GatheredLayer:
-        """What a use reads, there until it lets go: as planned, or gathered for it alone."""
+        """Return what a use reads, held for it: gathered as planned, or for this use alone."""
         layers, layer, gather = self._layers, use.layer, self._gatherer.gather_now
         known = layers.get(id(layer)) or layers.get(id(layer.weight))
-        if known is None:  # nobody has declared this weight
+        if known is None:  # an undeclared weight
             return gather(self._parameters(layer)[: 1 + use.with_bias])
         weight = known[0]
-        if use.with_bias and weight.has_other_biases:  # a plan knows one of them
+        if use.with_bias and weight.has_other_biases:  # the plan gathers only one of them
             return gather(self._parameters(layer), weight.block)
         found = weight.gathered
         if found is not None and found.is_stale():
@@ -409,10 +415,10 @@ class ISPCommunicator(WPCommunicator):
             found = None
         if found is not None and (len(found.full) > 1 or not use.with_bias):
             return found.hold()
-        if found is not None or use.step is None or use.cursor is not self._cursor:
+        if found is not None or use.entry is None or use.cursor is not self._cursor:
             return gather(self._parameters(layer)[: 1 + use.with_bias], weight.block)
-        # It stays until the plan frees it, with the bias if one is read until then.
-        biases = [act.bias for act in use.step.before if act.weight == weight.name]
+        # The weight stays until the plan frees it, with a bias if one is read until then.
+        biases = [op.bias for op in use.entry.before if op.weight == weight.name]
         with_bias = use.with_bias or any(biases)
         weight.gathered = gather(weight.shards[: 1 + with_bias], weight.block)
         return weight.gathered.hold()

@@ -1,7 +1,6 @@
-"""A model's declaration to a communicator: its linears, in order.
+"""The declaration of a model to a communicator: its blocks, and the uses in each, in order.
 
-Nothing is found by matching names, so any model will do: it lists its blocks, and in each the
-places that a forward passes.
+Nothing is found by matching names, so any model can be declared.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class WeightHolder(Protocol):
     name: str
     layouts: dict[str, ParameterLayout]
     weight_name: str
-    """Of the weight in its module."""
+    """Name of the weight in the module: usually `weight`."""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -47,7 +46,7 @@ class WeightHolder(Protocol):
 
 
 def parameters_of(layer: WeightHolder) -> tuple[ShardedParameter, ...]:
-    """The weight of a layer, and its bias if it has one."""
+    """Return the weight of a layer, and its bias if it has one."""
     found = {layer.weight_name: layer.weight, "bias": layer.bias}
     return tuple(
         ShardedParameter(f"{layer.name}.{name}", parameter, layer.layouts[name])
@@ -61,12 +60,12 @@ class DeclaredUse:
     """A place that a forward passes: a layer that reads its weight, or a bare launch point."""
 
     use: Use
-    """What the plan is told of it, without the names of its weight and bias."""
+    """The use as the plan sees it, without the names of weight and bias."""
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
-    """The module whose call marks the place, if that is not the layer itself; several uses of a
-    block may lie in one call."""
+    """The module whose call marks the place, if not the layer itself; one call may contain several
+    uses."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,12 +74,12 @@ class DeclaredBlock:
 
     name: str
     module: nn.Module
-    """Given to the prerequisites of its prefetch."""
+    """The module that prerequisites of its prefetch are called with."""
     uses: tuple[DeclaredUse, ...]
     recomputed: bool = False
     """Whether its activations are recomputed in backward."""
     input_kept: bool = True
-    """Whether its input is there for that; else it is computed again, from an earlier one."""
+    """Whether its input is kept for that; else it is recomputed from an earlier one."""
 
 
 DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
@@ -90,7 +89,7 @@ DeclaredChunks = tuple[tuple[DeclaredBlock, ...], ...]
 def declared_uses(
     declared: DeclaredChunks,
 ) -> Iterator[tuple[Site, DeclaredBlock, DeclaredUse]]:
-    """All uses in forward order, each with its place and block."""
+    """Yield all uses in forward order, each with its place and block."""
     for c, chunk in enumerate(declared):
         for b, block in enumerate(chunk):
             for v, use in enumerate(block.uses):
@@ -98,7 +97,7 @@ def declared_uses(
 
 
 def weight_names(declared: DeclaredChunks) -> dict[int, str]:
-    """The name of each weight, by the id of its shard; a shared one is named by its first layer.
+    """Return the name of each weight by the id of its shard; the first layer names a shared one.
 
     Raises ValueError if two weights have the same name.
     """
@@ -113,7 +112,7 @@ def weight_names(declared: DeclaredChunks) -> dict[int, str]:
 
 
 def as_chunks(declared: DeclaredChunks) -> Chunks:
-    """The declaration as the plan wants it."""
+    """Return the declaration in the form that the plan takes."""
     weights = weight_names(declared)
 
     def planned(v: DeclaredUse) -> Use:

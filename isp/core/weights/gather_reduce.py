@@ -1,10 +1,9 @@
-"""Weights and gradients on their way.
+"""All-gathers of weights and reduce-scatters of gradients.
 
 [Note: Pieces] A dim of N on p ranks is cut as `torch.chunk` cuts: ceil(N / p) each, the last ranks
-less or none. Collectives move equal pieces, so short pieces travel padded, and the padding, which
-lies behind the last one, is cut off as a view. Rows (dim 0) lie one piece behind the other in the
-full tensor: they are gathered where they are read and sent from where they are. Any other dim costs
-a copy.
+less or none. Collectives move equal pieces, so short pieces are sent padded, and the padding at the
+end is cut off as a view. Pieces of rows (dim 0) are contiguous in the full tensor, so they are
+gathered to where they are read and sent from where they are. Any other dim costs a copy.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _GATHER = WeightOpKind.GATHER  # Python 3.11 looks members up by hand
 
 
 class ErrorLatch:
-    """Keeps the last error within it: a collective that failed leaves ranks at other places."""
+    """A context that keeps the last error: after a failed collective, ranks are out of step."""
 
     error: Exception | None = None
 
@@ -53,7 +52,7 @@ class ErrorLatch:
             self.error = error
 
     def check(self) -> None:
-        """Raises RuntimeError if there was one."""
+        """Raise RuntimeError if there was an error."""
         if self.error is not None:
             raise RuntimeError(
                 f"a collective of this communicator failed ({self.error}): its ranks are no"
@@ -65,12 +64,12 @@ class ErrorLatch:
 
 
 class GatheredLayer:
-    """The full weight of a layer, and its bias where one is read; there until all let go of it.
+    """The full weight of a layer, and its bias where one is read; kept until all users let go.
 
     [Note: Versions] torch counts the in-place changes of a tensor, but not those of fused
-    optimizers. A full tensor is stale if since the launch of its gather its shard has changed or
-    any optimizer has stepped: it is not used, but gathered anew. What is written through `.data`
-    nobody sees: that is for `begin` and `drain`.
+    optimizers. A full tensor is stale if, since the launch of its gather, its shard has changed or
+    any optimizer has stepped; then it is gathered again. Writes through `.data` cannot be seen:
+    call `begin` or `drain` after them.
     """
 
     __slots__ = ("_holders", "_leases", "_shards", "_version", "full")
@@ -79,21 +78,21 @@ class GatheredLayer:
         self._shards = shards
         self._version = self._now()
         self.full: list[Pending] = []
-        """The full weight, and the bias behind it."""
+        """The full weight, and after it the bias."""
         self._leases: list[Lease] = []
         self._holders = 1
 
     def is_stale(self) -> bool:
-        """Whether a shard may have changed since its gather was launched."""
+        """Return True if a shard may have changed since its gather was launched."""
         return self._now() != self._version
 
     def hold(self) -> GatheredLayer:
-        """Itself, with one more that has to let go of it."""
+        """Add a user, who has to call `let_go`; return itself."""
         self._holders += 1
         return self
 
     def let_go(self) -> None:
-        """The last one waits for what is still under way, and gives the buffers back."""
+        """Remove a user; the last one waits for the gathers and gives the buffers back."""
         self._holders -= 1
         if self._holders == 0:
             for full in self.full:
@@ -102,7 +101,7 @@ class GatheredLayer:
                 lease.release()
 
     def _now(self) -> int:
-        """A number that grows with each visible write [Note: Versions]."""
+        """Return a number that grows with each visible write [Note: Versions]."""
         number: int = _optimizer_steps()[0]
         for shard in self._shards:
             number += shard.parameter._version
@@ -111,23 +110,23 @@ class GatheredLayer:
 
 @dataclass(eq=False, slots=True)
 class DeclaredWeight:
-    """A weight of the model, and what is gathered of it until the plan frees that."""
+    """A weight of the model, and its gathered tensors until the plan frees them."""
 
     name: str
     block: nn.Module
-    """Given to the prerequisites of its gather."""
+    """The block that prerequisites of the gather are called with."""
     shards: tuple[ShardedParameter, ...]
-    """It, and the first bias of the layers that read it."""
+    """The weight, and the first bias of the layers that read it."""
     has_other_biases: bool = False
-    """Whether layers that share it have biases of their own, which are gathered with it anew."""
+    """Whether layers that share the weight have other biases, which are gathered at each use."""
     gathered: GatheredLayer | None = None
 
 
 class WeightGatherer:
-    """Gathers weights over the ranks that they are cut over, ahead of their use or for it.
+    """Gathers weights over the ranks that shard them, before a use or at it.
 
-    [Note: Gather stream] A gather waits for what is on its own stream: the last use of its buffer,
-    and what published the weight. It does not wait for compute queued before it.
+    [Note: Gather stream] Gathers run on a stream of their own. They wait for the last use of their
+    buffer and for what published the weight, not for compute queued before them.
     """
 
     def __init__(
@@ -135,21 +134,24 @@ class WeightGatherer:
     ) -> None:
         self.weights: dict[str, DeclaredWeight] = {}
         self.prerequisites: list[Callable[[nn.Module], None]] = []
-        """Called with the block of a weight before its gather."""
+        """Functions called with the block of a weight before its gather."""
         self._stream = streams.new(device)
         self._gather = partial(gather, channels=channels, pool=pool)
         self._latch = latch
 
     def follow(self) -> None:
-        """Let gathers wait for what is queued now, such as an update of the weights."""
+        """Make gathers wait for work queued so far, such as an update of the weights."""
         streams.follow(self._stream)
 
-    def launch(self, acts: Sequence[WeightOp]) -> None:
-        """Gather what the plan says, if it is not there; a wait is the layer's own."""
+    def launch(self, ops: Sequence[WeightOp]) -> None:
+        """Launch the gathers among `ops` of weights that are not gathered yet.
+
+        Waits are left to the layers: a weight is waited for where it is read.
+        """
         ready = None
         try:
             with streams.on(self._stream):
-                for kind, name, bias in acts:
+                for kind, name, bias in ops:
                     weight = self.weights[name]
                     if kind is _GATHER and weight.gathered is None:
                         if weight.block is not ready:
@@ -162,12 +164,12 @@ class WeightGatherer:
             self._latch.error = failed
             raise
 
-    def free(self, acts: Sequence[WeightOp], held: GatheredLayer | None = None) -> None:
-        """Let go of what was `held`, and drop what the plan frees, if it is there."""
+    def free(self, ops: Sequence[WeightOp], held: GatheredLayer | None = None) -> None:
+        """Let go of `held`, and drop the weights of `ops`, which are frees, if gathered."""
         try:
             if held is not None:
                 held.let_go()
-            for _, name, _ in acts:
+            for _, name, _ in ops:
                 weight = self.weights[name]
                 gathered, weight.gathered = weight.gathered, None
                 if gathered is not None:
@@ -179,7 +181,7 @@ class WeightGatherer:
     def gather_now(
         self, shards: Sequence[ShardedParameter], block: nn.Module | None = None
     ) -> GatheredLayer:
-        """Gather for a use that waits for it, what has written the weight being queued before."""
+        """Launch a gather for a use that waits for it, after all work queued so far."""
         self.follow()
         with streams.on(self._stream):
             if block is not None:
@@ -188,7 +190,7 @@ class WeightGatherer:
             return self._gather(shards)
 
     def drain(self) -> None:
-        """Wait for the gathers on their way and drop what is there."""
+        """Wait for gathers in flight and drop all gathered weights."""
         with self._latch:
             for weight in self.weights.values():
                 gathered, weight.gathered = weight.gathered, None
@@ -199,10 +201,10 @@ class WeightGatherer:
 def gather(
     shards: Sequence[ShardedParameter], channels: Channels, pool: MemoryPool
 ) -> GatheredLayer:
-    """Set the full tensors of a layer's `shards` on their way into buffers of `pool`.
+    """Launch all-gathers of a layer's `shards` into buffers of `pool`.
 
-    Where the rows divide, the shard itself is sent and the buffer itself is what the matmul reads:
-    no copy. Elsewhere see [Note: Pieces].
+    If the rows divide evenly, the shard is sent and the buffer read by the matmul without a copy;
+    otherwise see [Note: Pieces].
     """
     gathered = GatheredLayer(shards)
     for shard in shards:
@@ -221,10 +223,10 @@ def gather(
 
 @cache
 def _optimizer_steps() -> list[int]:
-    """The number of steps of all torch optimizers of this process since the first call.
+    """Return the counter of steps of all torch optimizers in this process since the first call.
 
-    Fused ones change weights without torch counting it. A clock that no run owns, like torch's
-    hooks on all optimizers themselves.
+    Fused optimizers change weights without increasing their versions. The counter belongs to the
+    process, as torch's hooks on all optimizers do.
     """
     steps = [0]
 
@@ -239,30 +241,30 @@ def _optimizer_steps() -> list[int]:
 
 
 class WriteGradient(Protocol):
-    """Computes a gradient straight `into` a tensor, or adds it there."""
+    """A function that writes a gradient `into` a tensor, or adds it there."""
 
     def __call__(self, *, into: Tensor, add: bool) -> object: ...
 
 
 class GradientSink(Protocol):
-    """Sink of reduced gradients (`isp.core.optim.MainGradients` is one)."""
+    """A receiver of reduced gradients, such as `MainGradients`."""
 
     def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Announce one `add`.  Raises RuntimeError if there is none to come any more.
+        """Announce one `add`.  Raises RuntimeError if no more are expected.
 
-        Of a gradient that will be of `dtype` it may give the tensor in which to receive it, and
-        which then is given to `add`.
+        May return a tensor in which to receive the gradient, if that has dtype `dtype`; the same
+        tensor is then passed to `add`.
         """
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient, as promised; the tensor may not be kept."""
+        """Add a promised gradient; the tensor must not be kept."""
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Take a promise back."""
 
 
 class ParameterGradients:
-    """The sink of those who have no other: adds into `parameter.grad`, as autograd would."""
+    """The default sink: adds into `parameter.grad`, as autograd would."""
 
     def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
         return None
@@ -279,33 +281,33 @@ class ParameterGradients:
 
 
 class _Sum(NamedTuple):
-    """This rank's shard of a gradient's sum, on its way."""
+    """A reduce-scatter in flight: this rank's shard of the sum of a gradient."""
 
     of: ShardedParameter
     pending: Pending
     leases: list[Lease]
     num_bytes: int
-    """Of the full gradient as it travels, kept until its sum is there."""
+    """Size of the full gradient as sent, which is kept until the sum has arrived."""
 
     def shard(self) -> Tensor:
-        """The shard, without padding; waits for it."""
+        """Wait for the shard and return it without padding."""
         layout, piece = self.of.layout, self.pending.wait()
         if layout.travels_as_it_lies:
             return piece
         return piece.movedim(0, layout.dim).narrow(layout.dim, 0, layout.local_shape[layout.dim])
 
     def release(self) -> None:
-        """Give the buffers back, that of the shard too."""
+        """Give all buffers back, also that of the shard."""
         for lease in self.leases:
             lease.release()
 
 
 class GradientReducer:
-    """Sums full gradients over the ranks that they are cut over, each keeping its shard, in order.
+    """Reduce-scatters full gradients over the ranks that shard them, and delivers them in order.
 
-    A gradient is sent from where it was computed if it is cut by rows and they divide, and the sum
-    is then received where the sink adds it up, if that has a tensor for it.
-    At most `max_bytes_in_flight` of full gradients are kept: beyond that the oldest is waited for.
+    If rows divide evenly, a gradient is sent from where it was computed, and the sum is received
+    in the sink's tensor, if it provides one. At most `max_bytes_in_flight` bytes of full gradients
+    are kept; beyond that the oldest reduction is waited for.
     """
 
     def __init__(
@@ -319,15 +321,15 @@ class GradientReducer:
         self._channels = channels
         self.pool = pool
         self._summed_in = partial(_wider, torch.bool if dtype is None else dtype)
-        """The dtype of the sum of gradients of a dtype; any is wider than bool."""
+        """Maps a gradient's dtype to that of its sum; every dtype is wider than bool."""
         self.max_bytes_in_flight = max_bytes_in_flight
         self.bytes_in_flight = 0
-        """Of the full gradients that are kept until their sums have arrived."""
+        """Size of the full gradients whose sums have not arrived."""
         self.sink: GradientSink = ParameterGradients()
         self._in_flight: deque[_Sum] = deque()
 
     def promise(self, parameter: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
-        """Announce a full gradient of `dtype` to the sink, and ask where it is to be received."""
+        """Announce a full gradient of `dtype` to the sink; return where to receive its sum."""
         into = None
         if (
             self._channels[parameter.layout.cut_over].size > 1
@@ -339,7 +341,7 @@ class GradientReducer:
     def launch(
         self, parameter: ShardedParameter, grad: Tensor, place: Tensor | None = None
     ) -> None:
-        """Set the sum of the full `grad` over the group on its way to the sink, as promised."""
+        """Launch the reduction of the full `grad`, promised to the sink, into `place`."""
         if self._channels[parameter.layout.cut_over].size == 1:
             self.sink.add(parameter.parameter, grad)
             return
@@ -350,7 +352,7 @@ class GradientReducer:
         self.bytes_in_flight += num_bytes
 
     def reduce(self, parameter: ShardedParameter, grad: Tensor) -> Tensor:
-        """This rank's shard of the sum of the full `grad` over the group; waits for it."""
+        """Reduce the full `grad` over the group, wait, and return this rank's shard."""
         if self._channels[parameter.layout.cut_over].size == 1:
             return grad
         sent = self._send(parameter, grad, 0, None)
@@ -359,18 +361,18 @@ class GradientReducer:
         return shard
 
     def travels_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a gradient of `dtype` travels: that of the sum where others add up."""
+        """Return the dtype in which a gradient is sent: the sum's, unless receivers sum."""
         return dtype if self._channels[Axis.WEIGHT].sums_locally else self._summed_in(dtype)
 
     def finish(self) -> None:
-        """Wait for all that is in flight and deliver it."""
+        """Wait for all reductions in flight and deliver them."""
         while self._in_flight:
             self._deliver_oldest()
 
     def _send(
         self, parameter: ShardedParameter, grad: Tensor, num_bytes: int, place: Tensor | None
     ) -> _Sum:
-        """Set the sum on its way to `place`, or into a buffer."""
+        """Launch the reduce-scatter into `place`, or into a buffer of the pool."""
         pieces = parameter.as_it_travels(grad, parameter.buffer_shape[0])
         leases = []
         if place is None:
@@ -395,4 +397,4 @@ class GradientReducer:
 
 
 _wider = cache(torch.promote_types)  # to torch, an operator
-"""The dtype that holds the values of both."""
+"""Returns the dtype that holds the values of two."""

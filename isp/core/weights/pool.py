@@ -1,4 +1,4 @@
-"""`MemoryPool`: the buffers that weights are gathered into, and gradients reduced into."""
+"""`MemoryPool`: buffers for gathered weights and reduced gradients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Lease:
         return self._tensor
 
     def release(self) -> None:
-        """Give the buffer back.  Raises RuntimeError if that was done already."""
+        """Give the buffer back.  Raises RuntimeError if it was given back before."""
         if self._released:
             raise RuntimeError("this buffer was released already: it may be leased to another now")
         self._released = True
@@ -40,43 +40,43 @@ class Lease:
 
 
 _Free = list[tuple[Tensor, tuple[int, ...], streams.Event | None]]
-"""Buffers nobody has, each with its shape and the end of its last use."""
+"""Free buffers, with shape and last use."""
 
 
 class _Kind(NamedTuple):
-    """What a pool knows of buffers of one shape, dtype and device."""
+    """The size and the free buffers for one shape, dtype and device."""
 
     shape: tuple[int, ...]
     num_bytes: int
     free: _Free
-    """Those of other shapes, too, of the same number of elements."""
+    """Shared with other shapes of the same number of elements."""
 
 
 @dataclass(eq=False)
 class MemoryPool:
     """Lends buffers by dtype, device and number of elements, and takes them back for reuse.
 
-    Blocks are alike, so the buffers of one that is freed serve those behind it. With `reuse` off
-    every lease is a new buffer, dropped at its end: the same program with the allocator instead.
-    `poison` fills what is given back with NaN, so that reading it late shows in the loss.
-    `allocate` makes buffers that are not torch's usual ones.
+    Blocks have equal shapes, so the buffers of a freed block serve later ones. Without `reuse`
+    every lease is a new buffer, dropped at its end: the same program on torch's allocator.
+    `poison` fills returned buffers with NaN, so that a late read shows in the loss. `allocate`
+    makes the buffers in place of `torch.empty`, such as registered memory of NCCL.
 
-    [Note: Reuse across streams] On CUDA a buffer that is given back may still be read by kernels
-    queued on the stream of whoever used it. An event marks that point, and a lease makes the stream
-    that is current at that moment wait for it: the gather waits for just this, not for all compute.
+    [Note: Reuse across streams] On CUDA, kernels queued on the last user's stream may still
+    read a returned buffer. An event marks that point, and the next lease makes the current stream
+    wait for it: the gather waits for this event only, not for all compute.
     """
 
     reuse: bool = True
     poison: bool = False
     allocate: Allocate | None = None
     reserved_bytes: int = 0
-    """Held by the pool, leased or free."""
+    """Bytes of all buffers, leased or free."""
     leased_bytes: int = 0
-    """Leased now."""
+    """Bytes of leased buffers."""
     allocations: int = 0
-    """Leases for which a new buffer had to be made."""
+    """Leases that needed a new buffer."""
     reuses: int = 0
-    """Leases served by a buffer that was there."""
+    """Leases served by a free buffer."""
     _kinds: dict[tuple[tuple[int, ...], torch.dtype, torch.device], _Kind] = field(
         default_factory=dict
     )
@@ -85,7 +85,7 @@ class MemoryPool:
     )
 
     def lease(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Lease:
-        """A buffer of this shape, its contents undefined."""
+        """Lease a buffer of this shape; its contents are undefined."""
         kind = self._kinds.get((shape, dtype, device)) or self._new_kind(shape, dtype, device)
         _, num_bytes, free = kind
         if free:
@@ -107,7 +107,7 @@ class MemoryPool:
         return Lease(buffer, kind, self)
 
     def reset_lazy_pools(self) -> None:
-        """Drop the buffers that are not leased, e.g. before a phase with other shapes."""
+        """Drop free buffers, e.g. before a phase with other shapes."""
         for free in self._free.values():
             for buffer, _, last_use in free:
                 if last_use is not None:

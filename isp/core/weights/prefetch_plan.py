@@ -9,8 +9,8 @@ its result with a `PlanCursor`. `simulate` proves a plan right, `grid` prints it
     weights from recompute through backward.
   * The lifetimes of a weight in two spans are joined where at most one other unit lies between, for
     then the unit that waits and the one that runs are the two that the budget allows. This keeps
-    the last block for its backward behind the head, and the first block from its backward to the
-    next micro-batch's forward behind the embedding.
+    the last block for its backward after the head, and the first block from its backward to the
+    next micro-batch's forward after the embedding.
   * Without `reshard_after_forward` a weight has one lifetime in the whole step.
   * A unit is a block per layer, a weight per module. Weights that are read together (see `Use`)
     are there until the last of their uses ends, and per module are one unit.
@@ -50,7 +50,7 @@ __all__ = ["PlanCursor", "PlanEntry", "PrefetchPlan", "WeightOp", "WeightOpKind"
 
 
 class WeightOpKind(StrEnum):
-    """A kind of act on weights."""
+    """The kinds of operations on weights."""
 
     GATHER = "gather"
     WAIT = "wait"
@@ -58,22 +58,22 @@ class WeightOpKind(StrEnum):
 
 
 class WeightOp(NamedTuple):
-    """One thing to do with one weight."""
+    """One operation on one weight."""
 
     kind: WeightOpKind
     weight: str
     bias: str | None = None
-    """That of the first layer that reads the weight and has one, if a forward reads it before the
-    free."""
+    """The bias gathered with the weight: of the first layer that reads the weight and has a bias,
+    if a forward reads it before the free."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The weight, and its bias."""
+        """Names of the weight and of its bias, if it has one."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 class PlanEntry(NamedTuple):
-    """One site of one micro-batch, with what to do before and after the use."""
+    """One site of one micro-batch, with the operations before and after the use."""
 
     site: Site
     micro_batch: int
@@ -82,19 +82,19 @@ class PlanEntry(NamedTuple):
 
 
 class PrefetchPlan(NamedTuple):
-    """All acts of one training step. A runtime need not come by steps that have none."""
+    """All weight operations of one training step."""
 
     start: tuple[WeightOp, ...]
-    """To be done once the optimizer has published the weights, before data is read."""
+    """Operations to run as soon as the optimizer has published the weights."""
     entries: tuple[PlanEntry, ...]
 
 
 @lru_cache(maxsize=8)
 def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> PrefetchPlan:
-    """The acts of a step in which this stage runs `actions` on `chunks`.
+    """Plan a step in which this pipeline stage runs `actions` on its model `chunks`.
 
-    A block that does not have the launch point requests the next before its first use. Without
-    overlap a weight lives as long as with it, so the number of gathers is the same.
+    A block without the launch point launches the next block's gathers before its first use.
+    Lifetimes do not depend on overlap, so the number of gathers is the same with and without.
     """
     spans = trace(chunks, actions)
     reads, units = _reads(spans, chunks)
@@ -107,71 +107,80 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pre
 
 
 class PlanCursor:
-    """A place in a plan. `keys` names the use at each (chunk, block, use), as `arrive` will."""
+    """A position in a plan, moved by the uses that layers report.
+
+    `keys`: the key with which the use at each (chunk, block, use) calls `arrive`.
+    """
 
     def __init__(self, plan: PrefetchPlan, keys: Mapping[tuple[int, int, int], Hashable]) -> None:
         self.plan, self.keys = plan, keys
         self.position = 0
-        """The next step that has not been arrived at."""
+        """Index of the next entry that no use has reached."""
 
     def arrive(self, key: Hashable, phase: Phase) -> tuple[PlanEntry, tuple[PlanEntry, ...]] | None:
-        """The step of this use and those skipped on the way to it; None if it is not planned.
+        """Move to the entry of a use; return it and the entries skipped, or None if not planned.
 
-        Looks through the rest of the current action, and through the first block of the next one:
-        further away lies another use of the same layer, which this one is not.
+        Searches the rest of the current action and the first block of the next one only. An equal
+        key further ahead belongs to a later use of the same layer.
         """
-        steps, keys, start = self.plan.entries, self.keys, self.position
-        if start < len(steps):
-            step = steps[start]
-            if step.site.phase is phase and keys[step.site[1:]] == key:  # nothing was skipped
+        entries, keys, start = self.plan.entries, self.keys, self.position
+        # The usual case, on every use of every layer: nothing was skipped.
+        if start < len(entries):
+            entry = entries[start]
+            if entry.site.phase is phase and keys[entry.site[1:]] == key:
                 self.position = start + 1
-                return step, ()
-        current = _action(steps[start - 1]) if start else None
+                return entry, ()
+        current = _action(entries[start - 1]) if start else None
         action_ahead: tuple[int, int, bool] | None = None
-        for index in range(start, len(steps)):
-            step = steps[index]
-            if _action(step) != current:
+        for index in range(start, len(entries)):
+            entry = entries[index]
+            if _action(entry) != current:
                 if action_ahead is None:
-                    action_ahead, first_block = _action(step), step.site.block
-                if _action(step) != action_ahead or step.site.block != first_block:
+                    action_ahead, first_block = _action(entry), entry.site.block
+                if _action(entry) != action_ahead or entry.site.block != first_block:
                     return None
-            if step.site.phase is phase and keys[step.site[1:]] == key:
+            if entry.site.phase is phase and keys[entry.site[1:]] == key:
                 self.position = index + 1
-                return step, steps[start:index]
+                return entry, entries[start:index]
         return None
 
 
-def _action(step: PlanEntry) -> tuple[int, int, bool]:
-    return step.micro_batch, step.site.chunk, step.site.phase is Phase.FORWARD
+def _action(entry: PlanEntry) -> tuple[int, int, bool]:
+    return entry.micro_batch, entry.site.chunk, entry.site.phase is Phase.FORWARD
 
 
-_START = -1  # the place before the first step
+_START = -1  # the position before the first entry
 
 
 class _Read(NamedTuple):
-    step: int
+    """A read of a weight in the trace."""
+
+    entry: int
     weight: str
     bias: str | None
-    """Read there, too: by a layer that goes forward, the first with a bias to read the weight."""
+    """The bias read with it, in a forward of the first layer with a bias that reads the weight."""
     together: int
-    """Index of the last of the reads that this one and those behind it are there for."""
+    """Index of the last read until which the weight stays gathered, as weights read together do."""
 
 
 class _Unit(NamedTuple):
-    """A span that reads weights: `reads[begin:end]`, its first step, and what follows from them."""
+    """A span that reads weights: `reads[begin:end]`."""
 
     span: Span
-    first_step: int
+    first_entry: int
     begin: int
     end: int
     extent: dict[str, tuple[int, int]]
-    """First and last read for which each weight is there, as indices into `reads`, in order of
+    """First and last read for which each weight is gathered, as indices into `reads`, in order of
     first read."""
 
 
 @dataclass(slots=True)
 class _Lifetime:
-    """See [Note: Lifetimes]; `first` and `last` are steps, `launched` is None for "at `first`"."""
+    """A lifetime [Note: Lifetimes]: entries of its first and last read, and of its launch.
+
+    `launched` None: the gather is launched at `first`, where it is waited for.
+    """
 
     weight: str
     first: int
@@ -181,14 +190,14 @@ class _Lifetime:
 
 
 def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Unit]]:
-    """All reads of the trace, and the spans that have any."""
+    """Return all reads of the trace, and the spans that have any."""
     biases: dict[str, str] = {}
     for use in (use for chunk in chunks for block in chunk for use in block.uses):
         if use.weight is not None and use.bias is not None:
             biases.setdefault(use.weight, use.bias)
     reads: list[_Read] = []
     units: list[_Unit] = []
-    step = 0
+    entry = 0
     for span in spans:
         begin = len(reads)
         extent: dict[str, tuple[int, int]] = {}
@@ -199,38 +208,41 @@ def _reads(spans: Iterable[Span], chunks: Chunks) -> tuple[list[_Read], list[_Un
                 extent[weight] = (extent.get(weight, (len(reads),))[0], together)
                 site, bias = span.sites[offset], biases.get(weight)
                 use = chunks[site.chunk][site.block].uses[site.use]
+                # Backward reads no bias, unless it computes a forward itself.
                 forward = site.phase is not Phase.BACKWARD or not use.in_recompute
                 bias = bias if forward and use.bias == bias else None
-                reads.append(_Read(step + offset, weight, bias, together))
+                reads.append(_Read(entry + offset, weight, bias, together))
         if extent:
-            units.append(_Unit(span, step, begin, len(reads), extent))
-        step += len(span.sites)
+            units.append(_Unit(span, entry, begin, len(reads), extent))
+        entry += len(span.sites)
     return reads, units
 
 
 def _lifetimes(reads: list[_Read], units: list[_Unit], prefetch: Prefetch) -> dict[int, _Lifetime]:
-    """The lifetimes in order of first read, by the index of that read; see [Note: Lifetimes]."""
+    """Return the lifetimes by index of first read, in its order [Note: Lifetimes]."""
     per_layer, freed = prefetch.unit is OverlapUnit.LAYER, prefetch.reshard_after_forward
     blocks, modules = (u.span.unit for u in units), (read.weight for read in reads)
     runs = _runs(blocks if per_layer else modules)
     lifetimes: dict[int, _Lifetime] = {}
-    latest: dict[str, tuple[_Lifetime, int]] = {}  # and the index in `runs` of what comes behind it
+    latest: dict[str, tuple[_Lifetime, int]] = {}  # with the index in `runs` after its last read
     for number, u in enumerate(units):
         for weight, (first, last) in u.extent.items():
-            here, behind = (number, number + 1) if per_layer else (first, last + 1)
+            here, after = (number, number + 1) if per_layer else (first, last + 1)
             lifetime, since = latest.get(weight, (None, 0))
             several = since < here and runs[since] != runs[here - 1]  # units between
             if lifetime is None or (freed and several):
-                lifetime = lifetimes[first] = _Lifetime(weight, reads[first].step, reads[last].step)
-            lifetime.last = reads[last].step
+                lifetime = lifetimes[first] = _Lifetime(
+                    weight, reads[first].entry, reads[last].entry
+                )
+            lifetime.last = reads[last].entry
             own = (read.bias for read in reads[first : last + 1] if read.weight == weight)
             lifetime.bias = next(filter(None, own), lifetime.bias)
-            latest[weight] = lifetime, behind
+            latest[weight] = lifetime, after
     return lifetimes
 
 
 def _runs(keys: Iterable[object]) -> list[int]:
-    """For each key the number of its run of equal neighbours."""
+    """Return, for each key, the number of its run of equal neighbors."""
     return [number for number, (_, run) in enumerate(groupby(keys)) for _ in run]
 
 
@@ -241,7 +253,7 @@ def _launch_per_layer(
     chunks: Chunks,
     launch: LaunchPoint,
 ) -> None:
-    """Set where each lifetime is launched, per layer; see [Note: Launches]."""
+    """Set where each lifetime is launched, per layer [Note: Launches]."""
     fresh = [
         [lifetimes[first] for first, _ in u.extent.values() if first in lifetimes] for u in units
     ]
@@ -249,15 +261,16 @@ def _launch_per_layer(
         lifetime.launched = _START
     for u, ahead in zip(units[1:], fresh[2:], strict=False):
         if u.span.sites[0].phase is Phase.BACKWARD:
-            steps = [read.step for read in reads[u.begin : u.end]]
+            entries = [read.entry for read in reads[u.begin : u.end]]
         else:
-            steps = [u.first_step + _launch_offset(u.span, chunks, launch)]
-        for lifetime, step in zip(ahead, chain(steps, repeat(steps[-1])), strict=False):
-            lifetime.launched = step
+            entries = [u.first_entry + _launch_offset(u.span, chunks, launch)]
+        # More lifetimes than entries: the rest is launched at the last one.
+        for lifetime, entry in zip(ahead, chain(entries, repeat(entries[-1])), strict=False):
+            lifetime.launched = entry
 
 
 def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
-    """The site of a forward or recompute that is the launch point, or stands in."""
+    """Return the offset of the launch point in a forward or recompute, or of its substitute."""
     uses = chunks[span.action.chunk][span.block].uses
     point = next((v for v, use in enumerate(uses) if use.launch_point is launch), 0)
     going_forward = [i for i, site in enumerate(span.sites) if site.phase is not Phase.BACKWARD]
@@ -268,7 +281,7 @@ def _launch_offset(span: Span, chunks: Chunks, launch: LaunchPoint) -> int:
 def _launch_per_module(
     reads: list[_Read], units: list[_Unit], lifetimes: dict[int, _Lifetime]
 ) -> None:
-    """Set where each lifetime is launched, per module; see [Note: Launches]."""
+    """Set where each lifetime is launched, per module [Note: Launches]."""
     for lifetime in islice(lifetimes.values(), 2):
         lifetime.launched = _START
     others = _next_others(reads)
@@ -285,11 +298,11 @@ def _launch_per_module(
             together = range(ahead, reads[ahead].together + 1) if ahead < len(reads) else ()
             for launched in filter(None, map(lifetimes.get, together)):
                 if launched.launched is None:
-                    launched.launched = reads[r].step
+                    launched.launched = reads[r].entry
 
 
 def _next_others(reads: list[_Read]) -> list[int]:
-    """For each read the next one of another weight; past the end where there is none."""
+    """Return, for each read, the index of the next one of another weight, or `len(reads)`."""
     others = [len(reads)] * len(reads)
     for r in reversed(range(len(reads) - 1)):
         others[r] = others[r + 1] if reads[r].weight == reads[r + 1].weight else r + 1
@@ -297,7 +310,7 @@ def _next_others(reads: list[_Read]) -> list[int]:
 
 
 def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> PrefetchPlan:
-    """Put the acts of every lifetime to their sites; waits come before launches."""
+    """Make the entries: the operations of each lifetime at its sites, waits before launches."""
     before: defaultdict[int, list[WeightOp]] = defaultdict(list)
     after: defaultdict[int, list[WeightOp]] = defaultdict(list)
     for life in lifetimes:
@@ -309,8 +322,8 @@ def _place(spans: Iterable[Span], lifetimes: Iterable[_Lifetime]) -> PrefetchPla
         if life.launched is not None:
             before[life.launched].append(WeightOp(WeightOpKind.GATHER, life.weight, life.bias))
     sites = ((site, span.action.micro_batch) for span in spans for site in span.sites)
-    steps = (
+    entries = (
         PlanEntry(site, micro_batch, tuple(before.get(i, ())), tuple(after.get(i, ())))
         for i, (site, micro_batch) in enumerate(sites)
     )
-    return PrefetchPlan(tuple(before.get(_START, ())), tuple(steps))
+    return PrefetchPlan(tuple(before.get(_START, ())), tuple(entries))

@@ -1,4 +1,4 @@
-"""`ShardedParameter`: what is known of a parameter, and what is the same each time it travels."""
+"""`ShardedParameter`: a rank's shard of a parameter, with its layout and tags."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ __all__ = ["ShardedParameter", "by_whole"]
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """This rank's shard of a parameter of a model, once, even if several modules share it."""
+    """This rank's shard of a parameter; one, even if several modules share the parameter."""
 
     name: str
-    """In the whole model."""
+    """Name in the whole model."""
     parameter: nn.Parameter
     layout: ParameterLayout
     whole: ShardedParameter | None = None
-    """What travels in its place, with other rows before and behind; None: it does itself."""
+    """The fused parameter whose rows contain this one's and which is gathered in its place; None:
+    it is gathered alone."""
 
     @cached_property
     def buffer_shape(self) -> tuple[int, ...]:
-        """That of all pieces as they travel, one behind the other."""
+        """Shape of all pieces, padded and concatenated, as collectives move them."""
         length, *rest = self.layout.piece_shape
         return self.layout.parts * length, *rest
 
     @cached_property
     def tag(self) -> Tag:
-        """Of the full tensor on its way."""
+        """Tag of its gathers."""
         layer, _, local = self.name.rpartition(".")
         return Tag(Purpose.WEIGHT, layer, local)
 
     @cached_property
     def gradient_tag(self) -> Tag:
-        """Of its full gradient on its way."""
+        """Tag of the reductions of its gradient."""
         return Tag(Purpose.WEIGHT_GRADIENT, self.tag.layer, f"{self.tag.tensor}.grad")
 
     def as_it_travels(self, x: Tensor, length: int) -> Tensor:
-        """A shard, or a full tensor, in `length` rows [Note: Pieces]."""
+        """Return a shard, or a full tensor, as it is sent: `length` rows [Note: Pieces]."""
         if self.layout.travels_as_it_lies:
             return x.contiguous()
         return pad_rows(x.movedim(self.layout.dim, 0), length)
@@ -53,7 +54,7 @@ class ShardedParameter:
 def by_whole(
     parameters: Iterable[ShardedParameter],
 ) -> dict[ShardedParameter, list[ShardedParameter]]:
-    """What travels, each with the parameters that it consists of, in the order of its rows."""
+    """Group parameters by what is gathered, in the order of rows."""
     found: dict[ShardedParameter, list[ShardedParameter]] = {}
     for item in parameters:
         found.setdefault(item.whole or item, []).append(item)

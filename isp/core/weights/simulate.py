@@ -36,12 +36,12 @@ class Lookahead(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The result of a plan that held."""
+    """The result of a correct plan."""
 
     peak: Occupancy
-    """The largest of each."""
+    """The largest values of all entries."""
     occupancy: tuple[Occupancy, ...]
-    """One for each step."""
+    """One for each entry."""
     gathers: Counter[tuple[str, Phase]]
     """Gathers of each weight, by the phase of the first read that each serves."""
     lookaheads: tuple[Lookahead, ...]
@@ -49,18 +49,18 @@ class Simulation(NamedTuple):
 
 
 def simulate(plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...]) -> Simulation:
-    """Replay `plan` as the step does that it was made for.
+    """Replay `plan` against the trace of `actions`.
 
-    Raises AssertionError, naming the place, at a step that the trace does not have there, a read
-    of a weight that is not ready, a gather of what is there or under way, a wait without a gather
-    or out of turn, a free of what is not ready or was never read, and for anything left at the end.
+    Raises AssertionError, naming the place, for an entry that differs from the trace, a read of a
+    weight that is not ready, a gather of a weight gathered or in flight, a wait without a gather or
+    out of order, a free of a weight not ready or never read, and a weight left at the end.
     """
     return _Replay(plan, trace(chunks, actions), _groups(chunks)).run()
 
 
 @lru_cache(maxsize=1024)
 def _extent(reads: tuple[str | None, ...], until: tuple[int, ...]) -> dict[str, tuple[int, int]]:
-    """The offsets in a span from which and until which each weight is there."""
+    """Return the first and last offset in a span at which each weight is needed."""
     extent: dict[str, tuple[int, int]] = {}
     for offset, weight in enumerate(reads):
         if weight is not None:
@@ -69,7 +69,7 @@ def _extent(reads: tuple[str | None, ...], until: tuple[int, ...]) -> dict[str, 
 
 
 def _groups(chunks: Chunks) -> dict[str, tuple[int, int, int]]:
-    """The first place at which each weight is read, together with others or alone."""
+    """Return, for each weight, the first place of the group that is read together with it."""
     found: dict[str, tuple[int, int, int]] = {}
     for c, chunk in enumerate(chunks):
         for b, block in enumerate(chunk):
@@ -80,7 +80,7 @@ def _groups(chunks: Chunks) -> dict[str, tuple[int, int, int]]:
 
 
 class _Replay:
-    """The state of a replay: which weights are flying, in order of launch, ready, and read."""
+    """The state of a replay: weights in flight, in order of launch, ready, and unread."""
 
     def __init__(
         self, plan: PrefetchPlan, spans: list[Span], groups: dict[str, tuple[int, int, int]]
@@ -100,17 +100,17 @@ class _Replay:
                 self.readers[weight].append(number)
 
     def run(self) -> Simulation:
-        for act in self.plan.start:
-            self.do(act, None)
+        for op in self.plan.start:
+            self.do(op, None)
         occupancy = [self.occupancy(-1, 0)]
         expected = [(n, offset) for n, s in enumerate(self.spans) for offset in range(len(s.sites))]
         for self.step, (number, offset) in enumerate(expected):
             if self.step >= len(self.plan.entries):
-                self.fail(f"the plan has {len(self.plan.entries)} of {len(expected)} steps")
+                self.fail(f"the plan has {len(self.plan.entries)} of {len(expected)} entries")
             occupancy.append(self.unshard(self.plan.entries[self.step], number, offset))
         self.place = "end"
         if len(self.plan.entries) > len(expected):
-            self.fail(f"the plan has {len(self.plan.entries)} steps, the trace {len(expected)}")
+            self.fail(f"the plan has {len(self.plan.entries)} entries, the trace {len(expected)}")
         if self.launched:
             self.fail(f"left behind: {', '.join(self.launched)}")
         peak = Occupancy(*map(max, zip(*occupancy, strict=True)))
@@ -122,8 +122,8 @@ class _Replay:
         self.place = step
         if (site, span.action.micro_batch) != (step.site, step.micro_batch):
             self.fail(f"the trace has micro-batch {span.action.micro_batch}, {site} here")
-        for act in step.before:
-            self.do(act, site)
+        for op in step.before:
+            self.do(op, site)
         occupancy = self.occupancy(number, offset)
         for needed, (first, last) in _extent(span.reads, span.until).items():
             if first <= offset <= last and needed not in self.ready:
@@ -131,18 +131,18 @@ class _Replay:
         if weight is not None and weight in self.unread:
             self.unread.remove(weight)
             self.gathers[weight, site.phase] += 1
-        for act in step.after:
-            self.do(act, site)
+        for op in step.after:
+            self.do(op, site)
         return occupancy
 
-    def do(self, act: WeightOp, site: Site | None) -> None:
-        weight = act.weight
-        if act.kind is WeightOpKind.GATHER:
+    def do(self, op: WeightOp, site: Site | None) -> None:
+        weight = op.weight
+        if op.kind is WeightOpKind.GATHER:
             if weight in self.launched:
                 self.fail(f"gathers {weight}, which is there or under way")
             self.launched[weight] = self.step
             self.flying.append(weight)
-        elif act.kind is WeightOpKind.WAIT:
+        elif op.kind is WeightOpKind.WAIT:
             if site is None or weight not in self.flying:
                 self.fail(f"waits for {weight}, which is not under way")
             if self.flying.popleft() != weight:
@@ -154,12 +154,12 @@ class _Replay:
             if weight not in self.ready:
                 self.fail(f"frees {weight}, which is not ready")
             if weight in self.unread:
-                self.fail(f"frees {weight}, which nobody read")
+                self.fail(f"frees {weight}, which was never read")
             self.ready.remove(weight)
             del self.launched[weight]
 
     def occupancy(self, number: int, offset: int) -> Occupancy:
-        """The occupancy at a use, or at the start if `number` is -1."""
+        """Return the occupancy at a use, or at the start if `number` is -1."""
         span = self.spans[number] if number >= 0 else None
         extent = {} if span is None else _extent(span.reads, span.until)
         blocks: set[object] = set()
@@ -177,7 +177,7 @@ class _Replay:
         return Occupancy(len(blocks), len(modules), len(self.launched))
 
     def next_block(self, weight: str, number: int) -> object:
-        """The unit that will read a weight after this span; the weight itself if none will."""
+        """Return the next unit that reads a weight after this span, or the weight if none does."""
         readers = self.readers[weight]
         following = bisect_right(readers, number)
         return self.spans[readers[following]].unit if following < len(readers) else weight
@@ -185,5 +185,5 @@ class _Replay:
     def fail(self, message: str) -> NoReturn:
         place = self.place
         if isinstance(place, PlanEntry):
-            place = f"step {self.step} (micro-batch {place.micro_batch}, {place.site})"
+            place = f"entry {self.step} (micro-batch {place.micro_batch}, {place.site})"
         raise AssertionError(f"{place}: {message}")

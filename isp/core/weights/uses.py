@@ -1,11 +1,11 @@
-"""A training step's uses, in order: the model's declaration and the pipeline's actions.
+"""The uses of weights in a training step, in order, from a model's declaration and its actions.
 
-    action   F0 B0 F1 B1 ...          what the pipeline runs, one micro-batch on one chunk
-    span     one block in one action  forward; or recompute (if recomputed) and backward, together;
-                                      or recompute alone, for the input of a block behind
-    use    one place in a span      a linear that reads its weight, or a bare launch point (attn)
+    action   F0 B0 F1 B1 ...          work of the pipeline: one micro-batch on one model chunk
+    span     one block in one action  a forward; or a recompute (if any) and backward together; or
+                                      a recompute alone, for the input of a later block
+    use      one place in a span      a linear that reads its weight, or a bare launch point (attn)
 
-Nothing here knows torch; a model says what it is made of, and any model can say it.
+Nothing here needs torch; any model can declare its blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ActionKind(StrEnum):
     BACKWARD = "B"
     """The gradient of the input, and, where the backward is not split, of the weights too."""
     WEIGHT_GRADIENT = "W"
-    """The other half of a split backward; reads activations only, so it uses no weight."""
+    """The second half of a split backward: it reads activations only, no weight."""
 
 
 class Action(NamedTuple):
@@ -57,44 +57,43 @@ class Action(NamedTuple):
 
 
 class Use(NamedTuple):
-    """One place of a block's forward, as the model declares it."""
+    """One place in a block's forward, as the model declares it."""
 
     name: str
-    """For people: `wqkv`, `attn`, ..."""
+    """Name to print: `wqkv`, `attn`, ..."""
     weight: str | None = None
-    """The weight that is read here, by its unique name; None where there is only a launch point.
-    The same name may stand at several uses: a module called twice, tied weights."""
+    """Unique name of the weight that is read here; None for a bare launch point. Several uses may
+    have the same weight: a module called twice, tied weights."""
     launch_point: LaunchPoint | None = None
     """The configuration's name for this use, where it has one."""
     in_recompute: bool = True
-    """False where a recompute does not come by: a launch point whose output was kept, so that what
-    lies before and behind it is recomputed separately, or a weight that backward alone reads
+    """False if a recompute does not pass it: a launch point whose output was kept, so that the
+    parts before and after it are recomputed separately; or a weight that only backward reads
     again."""
     weight_in_backward: bool = True
-    """False where backward does not read the weight: an embedding, an input without gradient."""
+    """False if backward does not read the weight: an embedding, an input without gradient."""
     bias: str | None = None
-    """The bias of the layer that reads the weight, by its unique name."""
+    """Unique name of the bias of the layer that reads the weight."""
     passes: int | None = None
-    """Work ahead of the layer's product; None where the model does not say, `isp layouts` needs it.
-    """
+    """Passes over activations before the layer's matmul, for `isp layouts`; None: unknown."""
     with_previous: bool = False
-    """Whether the weight is read together with that of the last use before that has one: all of
-    them are there from the first of these uses to the end of the last."""
+    """Whether the weight is read together with the weight before it: all of them are gathered from
+    the first of these uses to the end of the last."""
 
 
 class Block(NamedTuple):
-    """The uses of one forward through a part of the model, gathered as one unit per layer."""
+    """The uses in one forward of a part of the model, which is one unit of gathers per layer."""
 
     name: str
     uses: tuple[Use, ...]
     recomputed: bool = False
     input_kept: bool = True
-    """Whether a recompute finds its input; else it computes the blocks before again for it, from
-    the last one whose input was kept."""
+    """Whether its input is kept for a recompute; else the blocks before it are recomputed, from the
+    last one whose input was kept."""
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """For each use the first of those whose weights are read together."""
+        """For each use, the index of the first use whose weight is read together with its own."""
         found: list[int] = []
         latest = 0
         for v, use in enumerate(self.uses):
@@ -108,7 +107,7 @@ Chunks = tuple[tuple[Block, ...], ...]
 
 
 class Site(NamedTuple):
-    """A place in the model and the phase in which it is passed; indices into `Chunks`."""
+    """A phase and a place in the model: indices into `Chunks`, its blocks and their uses."""
 
     phase: Phase
     chunk: int
@@ -117,35 +116,34 @@ class Site(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A block's part of one action. Recompute and backward are one span: gathered once for both."""
+    """One block in one action. Recompute and backward are one span: one gather serves both."""
 
     action: Action
     block: int
     sites: tuple[Site, ...]
     reads: tuple[str | None, ...]
-    """The weight that each site reads, if any."""
+    """The weight that each site reads, or None."""
     until: tuple[int, ...]
-    """For each site the last one until which its weight is there with others, itself if alone."""
+    """For each site, the last site until which its weight stays gathered with others."""
 
     @property
     def unit(self) -> tuple[int, int]:
-        """The block, as (chunk, block): spans with the same unit read the same weights."""
+        """Indices (chunk, block): spans with the same unit read the same weights."""
         return self.action.chunk, self.block
 
     @property
     def computes_again(self) -> bool:
-        """Whether the block is computed for what it gives, and does not go backward yet."""
+        """Whether the block is recomputed for its output only; its backward comes later."""
         backward = self.action.kind is ActionKind.BACKWARD
         return backward and all(site.phase is Phase.RECOMPUTE for site in self.sites)
 
 
 def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
-    """The recomputed layers: the first ceil(fraction * num_layers) of them.
+    """Return which layers are recomputed: the first ceil(fraction * num_layers).
 
-    The first, because their activations live longest, and because the recompute of a last layer
-    would come at the moment when all the others' activations are still there. Rounded up, because
-    a fraction is asked for to make a run fit: never less than that. The fraction is taken as
-    written (0.07 of 100 layers is 7). Raises ValueError if it is not in 0..1.
+    The first, because their activations live longest; the last layer would be recomputed when the
+    activations of all others are still in memory. Rounded up, because the fraction is set to make
+    a run fit. It is taken as written (0.07 of 100 layers is 7). Raises ValueError if not in 0..1.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"model.checkpoint={fraction} must be between 0 (none) and 1 (all layers)")
@@ -154,22 +152,22 @@ def recomputed_blocks(num_layers: int, fraction: float) -> tuple[bool, ...]:
 
 
 def inputs_kept(recomputed: tuple[bool, ...], segment: int) -> tuple[bool, ...]:
-    """Whether the input of each block of a chunk is kept; of a segment's blocks, the first one's.
+    """Return which blocks of a chunk keep their input: in each segment, the first block.
 
-    The recomputed blocks are the first ones. Segments are of `segment` of them, the last one of
-    what is left; 0: every block keeps its own.
+    The recomputed blocks, which come first, are divided into segments of `segment` blocks; the
+    last may be shorter. 0: every block keeps its input.
     """
     return tuple(not (r and segment and b % segment) for b, r in enumerate(recomputed))
 
 
 def sequential_actions(num_micro_batches: int, *, training: bool = True) -> tuple[Action, ...]:
-    """The order of work without a pipeline: F0 B0 F1 B1 ..., or F0 F1 ... for evaluation."""
+    """Return the actions without a pipeline: F0 B0 F1 B1 ..., or F0 F1 ... for evaluation."""
     kinds = (ActionKind.FORWARD, ActionKind.BACKWARD) if training else (ActionKind.FORWARD,)
     return tuple(Action(kind, m) for m in range(num_micro_batches) for kind in kinds)
 
 
 def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
-    """Every span of a step in the order in which it runs."""
+    """Return all spans of a step in the order in which they run."""
     _check_actions(chunks, actions)
     passes = {
         (kind, c): list(_spans(kind, c, chunk))
@@ -186,7 +184,7 @@ _Pass = tuple[Phase, int, str | None]
 def _spans(
     kind: ActionKind, chunk: int, blocks: tuple[Block, ...]
 ) -> Iterator[tuple[int, tuple[Site, ...], tuple[str | None, ...], tuple[int, ...]]]:
-    """The blocks that an action of `kind` passes, in order, each with the sites of its span."""
+    """Yield the blocks that an action of `kind` passes, in order, each with its span."""
 
     def span(
         index: int, passes: Iterable[_Pass]
@@ -215,10 +213,10 @@ def _forward(block: Block, phase: Phase) -> Iterator[_Pass]:
 
 
 def _backward(block: Block) -> Iterator[_Pass]:
-    """Backward, and what is recomputed for it.
+    """Yield the uses of a block's backward and of the recomputes for it.
 
-    In backward a launch point without a weight is no use: only linears are reached there.
-    What is recomputed as one part is recomputed before its backward, see `_parts`.
+    Backward passes no bare launch points, only linears. Each part (`_parts`) is recomputed just
+    before its own backward.
     """
     numbered = list(enumerate(block.uses))
     for part in reversed(_parts(numbered)) if block.recomputed else [numbered]:
@@ -230,11 +228,11 @@ def _backward(block: Block) -> Iterator[_Pass]:
 
 
 def _parts(numbered: list[tuple[int, Use]]) -> list[list[tuple[int, Use]]]:
-    """The uses of a recomputed block, cut into those that are recomputed together.
+    """Split the uses of a recomputed block at outputs that were kept.
 
-    Backward recomputes what lies behind a kept output, goes back through it, and only then
-    recomputes what lies before. A weight that a recompute does not come by cuts nothing: what its
-    use takes is recomputed with what lies before.
+    Backward recomputes the part after a kept output, goes back through it, and then recomputes the
+    part before. A weight that a recompute does not pass splits nothing: the input of its use is
+    recomputed with the part before.
     """
 
     def kept(item: tuple[int, Use]) -> bool:
@@ -244,7 +242,10 @@ def _parts(numbered: list[tuple[int, Use]]) -> list[list[tuple[int, Use]]]:
 
 
 def _check_actions(chunks: Chunks, actions: tuple[Action, ...]) -> None:
-    """The forward of a backward may be none of these: then it was one of an earlier list."""
+    """Assert that actions are unique and in order.
+
+    A backward whose forward is not in the list continues an earlier list.
+    """
     done, every = set[Action](), frozenset(actions)
     for action in actions:
         assert 0 <= action.chunk < len(chunks), f"{action}: there are {len(chunks)} chunks"

@@ -92,14 +92,14 @@ FREE_C = WeightOp(WeightOpKind.FREE, "c.w1")
 @pytest.mark.parametrize(
     ("slot", "acts", "message"),
     [
-        (1, [], r"step 0 \(micro-batch 0, .*forward.*block=0.*\): reads a.w1, which is not ready"),
-        (5, [], "step 2 .*: reads c.w1, which is not ready"),
-        (5, [WAIT_C, GATHER_C], "step 2 .*: gathers c.w1, which is there or under way"),
-        (3, [WAIT_C], "step 1 .*: waits for c.w1, which is not under way"),
-        (2, [FREE_C], "step 0 .*: frees c.w1, which is not ready"),
+        (1, [], r"entry 0 \(micro-batch 0, .*forward.*block=0.*\): reads a.w1, which is not ready"),
+        (5, [], "entry 2 .*: reads c.w1, which is not ready"),
+        (5, [WAIT_C, GATHER_C], "entry 2 .*: gathers c.w1, which is there or under way"),
+        (3, [WAIT_C], "entry 1 .*: waits for c.w1, which is not under way"),
+        (2, [FREE_C], "entry 0 .*: frees c.w1, which is not ready"),
         (0, [WAIT_C], "start: waits for c.w1, which is not under way"),
         (6, [], "end: left behind: c.w1"),
-        (5, [WAIT_C, FREE_C], "step 2 .*: frees c.w1, which nobody read"),
+        (5, [WAIT_C, FREE_C], "entry 2 .*: frees c.w1, which was never read"),
         (
             0,
             [WeightOp(WeightOpKind.GATHER, "b.w1"), WeightOp(WeightOpKind.GATHER, "a.w1")],
