@@ -9,34 +9,35 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from isp.core.attention.all_to_all import SeqAllToAll
     from isp.core.attention.api import attention
     from isp.core.attention.ulysses import DistributedAttention
-    from isp.core.mixers.api import causal_conv1d, gated_delta_rule, state_space_scan
-    from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
-    from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
-    from isp.core.weights.pool import MemoryPool
-    from isp.core.weights.wp import (
+    from isp.core.internevo import (
         EmbeddingWeightParallelCommunicator,
         HeadWeightParallelCommunicator,
         ISPCommunicatorWrapper,
-        WPCommunicator,
+        ISPOverlapState,
+        SeqAllToAll,
     )
+    from isp.core.mixers.api import causal_conv1d, gated_delta_rule, state_space_scan
+    from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
+    from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+    from isp.core.weights.pool import MemoryPool
+    from isp.core.weights.wp import WPCommunicator
     from isp.loop.parallelize import parallelize
     from isp.models.huggingface.patches.calls import register_mixer
     from isp.parity.api import check
 
 _HOMES = {
     "DistributedAttention": "isp.core.attention.ulysses",
-    "EmbeddingWeightParallelCommunicator": "isp.core.weights.wp",
-    "HeadWeightParallelCommunicator": "isp.core.weights.wp",
+    "EmbeddingWeightParallelCommunicator": "isp.core.internevo",
+    "HeadWeightParallelCommunicator": "isp.core.internevo",
     "ISPCommModelConfig": "isp.core.weights.communicator",
     "ISPCommunicator": "isp.core.weights.communicator",
     "ISPCommunicatorSchedulerHook": "isp.core.pipeline.hooks",
-    "ISPCommunicatorWrapper": "isp.core.weights.wp",
-    "ISPOverlapState": "isp.core.weights.communicator",
+    "ISPCommunicatorWrapper": "isp.core.internevo",
+    "ISPOverlapState": "isp.core.internevo",
     "MemoryPool": "isp.core.weights.pool",
-    "SeqAllToAll": "isp.core.attention.all_to_all",
+    "SeqAllToAll": "isp.core.internevo",
     "WPCommunicator": "isp.core.weights.wp",
     "causal_conv1d": "isp.core.mixers.api",
     "gated_delta_rule": "isp.core.mixers.api",

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -55,7 +55,7 @@ from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import Action, ActionKind, Chunks
 from isp.core.weights.wp import WPCommunicator
 
-__all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
+__all__ = ["ISPCommModelConfig", "ISPCommunicator"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +74,6 @@ class ISPCommModelConfig:
         """Read from a configuration."""
         reduce_dtype = torch.float32 if weight.reduce_dtype == "float32" else None
         return cls(device=device, reduce_dtype=reduce_dtype)
-
-
-@dataclass(eq=False)
-class ISPOverlapState:
-    """The weights of one model chunk, each with what is gathered of it, flying or there."""
-
-    weights: list[DeclaredWeight] = field(default_factory=list)
 
 
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
@@ -161,8 +154,6 @@ class ISPCommunicator(WPCommunicator):
         """Buffers gradients are reduced into where the sink has no tensor for them."""
         self.model_chunk: int | None = None
         """The chunk that runs, if anybody says; see `switch_current_model_chunk`."""
-        self.states: list[ISPOverlapState] = []
-        """Of each chunk."""
         self._latch = ErrorLatch()
         own = channel, reduce_channel or channel
         gathers, reduces = (
@@ -186,10 +177,6 @@ class ISPCommunicator(WPCommunicator):
         """Whether somebody calls `begin` [Note: Unannounced]."""
         self.is_recomputing = False
 
-    @property
-    def communication_mode(self) -> str:
-        return "isp"
-
     # -- before training ---------------------------------------------------------------------
 
     def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
@@ -198,7 +185,6 @@ class ISPCommunicator(WPCommunicator):
             raise RuntimeError("this communicator has a model: make another for another model")
         declared = tuple(tuple(chunk) for chunk in chunks)
         self._chunks = as_chunks(declared)
-        self.states = [ISPOverlapState() for _ in declared]
         names, weights = weight_names(declared), self._gatherer.weights
         for site, block, use in declared_uses(declared):
             place = site[1:]
@@ -207,7 +193,6 @@ class ISPCommunicator(WPCommunicator):
                 name, own = names[id(use.layer.weight)], parameters_of(use.layer)
                 if name not in weights:
                     weights[name] = DeclaredWeight(name, block.module, own)
-                    self.states[site.chunk].weights.append(weights[name])
                 weight = weights[name]
                 weight.shards = max(weight.shards, own, key=len)  # a tied head may have a bias
                 others = weight.shards[1 : len(own)]  # of the bias, if it has one
