@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from isp.core.attention.local import make_local_attention as make_local_attention
     from isp.core.attention.mask import AttentionMask as AttentionMask
     from isp.core.attention.ulysses import DistributedAttention as DistributedAttention
+    from isp.core.comm.channel import Channel as Channel
     from isp.core.internevo import (
         EmbeddingWeightParallelCommunicator as EmbeddingWeightParallelCommunicator,
         HeadWeightParallelCommunicator as HeadWeightParallelCommunicator,
@@ -57,6 +58,7 @@ _NAMES = {
     "isp.core.attention.local": ["make_local_attention"],
     "isp.core.attention.mask": ["AttentionMask"],
     "isp.core.attention.ulysses": ["DistributedAttention"],
+    "isp.core.comm.channel": ["Channel"],
     "isp.core.internevo": [
         "EmbeddingWeightParallelCommunicator",
         "HeadWeightParallelCommunicator",

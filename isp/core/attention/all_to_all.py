@@ -22,7 +22,7 @@ from torch import Tensor
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel
-from isp.core.comm.channel import join_ranks
+from isp.core.comm.channel import check_channel, join_ranks
 from isp.core.comm.tag import Purpose, Tag
 
 __all__ = [
@@ -317,6 +317,7 @@ def two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange
     x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..].  Raises ValueError if N is not a multiple of the
     channel's size, or the dims are the same.
     """
+    check_channel("channel", channel)
     scatter, gather = scatter % x.dim(), gather % x.dim()
     if scatter == gather:
         raise ValueError(f"cannot scatter and gather the same dim {scatter}")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.layers.embedding import look_up
 from isp.core.layers.linear import ParallelLinear, Role, WeightGradientRoute, moves_for
 from isp.core.layers.module import ParallelModule
@@ -231,6 +232,7 @@ class VocabParallelEmbedding(_Initialised):
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_channel("group", group)
         if chunk_range(num_embeddings, group.size, group.size - 1).start == num_embeddings:
             raise ValueError(
                 f"num_embeddings={num_embeddings} leaves some of the {group.size} ranks of the"
@@ -265,7 +267,8 @@ def _split(
 
 
 def _segments(name: str, size: int, stride: int, group: Channel) -> tuple[int, ...]:
-    """The sizes of what is fused; each has to divide by the group."""
+    """Return the sizes of what is fused; each has to divide by the group."""
+    check_channel("group", group)
     if size % (stride * group.size):
         times = f"stride={stride} times " if stride > 1 else ""
         raise ValueError(

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.comm.symmetric_memory import SymmetricRows, why_no_symmetric_rows
 from isp.core.comm.tag import Purpose, Tag
 
@@ -90,6 +91,7 @@ class InferenceWorkspace:
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_channel("group", group)
         self.group, self.size, self.max_tokens = group, size, max_tokens
         self.split_tokens = split_tokens and group.size > 1
         self.device, self.dtype = device, dtype
