@@ -24,6 +24,11 @@ if TYPE_CHECKING:
         ISPOverlapState as ISPOverlapState,
         SeqAllToAll as SeqAllToAll,
     )
+    from isp.core.layers.weight_parallel import (
+        ISPEmbedding as ISPEmbedding,
+        ISPLinear as ISPLinear,
+        weight_blocks as weight_blocks,
+    )
     from isp.core.mesh.config import (
         LaunchPoint as LaunchPoint,
         OverlapUnit as OverlapUnit,
@@ -66,6 +71,7 @@ _NAMES = {
         "ISPOverlapState",
         "SeqAllToAll",
     ],
+    "isp.core.layers.weight_parallel": ["ISPEmbedding", "ISPLinear", "weight_blocks"],
     "isp.core.mesh.config": ["LaunchPoint", "OverlapUnit", "Prefetch"],
     "isp.core.mixers.api": ["causal_conv1d", "gated_delta_rule", "state_space_scan"],
     "isp.core.pipeline.hooks": ["ISPCommunicatorSchedulerHook"],

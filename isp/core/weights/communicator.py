@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.comm.cuda import Allocate
 from isp.core.mesh.config import Prefetch, WeightConfig
 from isp.core.mesh.phase import Phase
@@ -144,6 +145,14 @@ class ISPCommunicator(WPCommunicator):
     ) -> None:
         """`reduce_channel`: for gradients; None: `channel`. `experts`: both, of the ranks that
         gather the same experts; None: they are gathered by all."""
+        for name, given in (("channel", channel), ("reduce_channel", reduce_channel or channel)):
+            check_channel(name, given)
+        if not isinstance(config, ISPCommModelConfig):
+            raise TypeError(
+                f"config must be an isp.ISPCommModelConfig, got {type(config).__name__}: pass"
+                " isp.ISPCommModelConfig(device=device)"
+            )
+        self.channel, self.device = channel, config.device
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.overlap = self.prefetch.overlap
@@ -183,6 +192,7 @@ class ISPCommunicator(WPCommunicator):
         """Take up the model: its chunks, each with its blocks in forward order."""
         if self._chunks:
             raise RuntimeError("this communicator has a model: make another for another model")
+        _check_chunks(chunks)
         declared = tuple(tuple(chunk) for chunk in chunks)
         self._chunks = as_chunks(declared)
         names, weights = weight_names(declared), self._gatherer.weights
@@ -405,3 +415,16 @@ class ISPCommunicator(WPCommunicator):
     def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
         known = self._layers.get(id(layer))
         return parameters_of(layer) if known is None else known[1]
+
+
+def _check_chunks(chunks: object) -> None:
+    """Raise TypeError if `chunks` is no sequence of sequences of `DeclaredBlock`."""
+    for chunk in chunks if isinstance(chunks, Sequence) else [chunks]:
+        wrong = chunk
+        if isinstance(chunk, Sequence):
+            wrong = next((block for block in chunk if not isinstance(block, DeclaredBlock)), None)
+        if wrong is not None:
+            raise TypeError(
+                "chunks must have a sequence of DeclaredBlock for each model chunk, got"
+                f" {type(wrong).__name__}: pass [isp.weight_blocks(model, blocks)]"
+            )
