@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -49,23 +50,28 @@ def page(source: str) -> str:
 
 
 def api() -> str:
-    """The public names of `isp` with their signatures and docstrings, from the code."""
+    """Return the public names with their signatures and docstrings, from the code."""
     import isp
-    from isp.core.attention.api import attention
-    from isp.loop.parallel_run import ParallelRun
-    from isp.parity.api import CheckResult
+    from isp import data_parallel, tensor_parallel
 
     parts = [
         "# Public API",
-        "`import isp` gives these names. In shapes, B is batch, S sequence, D hidden size, H heads,"
-        " d head size, V vocabulary; `/p` means sharded over p ranks.",
+        "`import isp` gives these names; those of `isp.tensor_parallel` and `isp.data_parallel` are"
+        " below. In shapes, B is batch, S sequence, D hidden size, H heads, d head size, V"
+        " vocabulary; `/p` means sharded over p ranks.",
     ]
-    named = {name: getattr(isp, name) for name in isp.__all__} | {"attention": attention}
-    results = {"ParallelRun": ParallelRun, "CheckResult": CheckResult}
-    functions = sorted(name for name, item in named.items() if not isinstance(item, type))
-    for name in [*functions, *results, *sorted(named.keys() - functions)]:
-        item = named.get(name) or results[name]
-        title = name if name in results else f"isp.{name}"
+    for module in (isp, tensor_parallel, data_parallel):
+        parts += _names_of(module)
+    return "\n\n".join(parts) + "\n"
+
+
+def _names_of(module: ModuleType) -> list[str]:
+    """Return a section for each public name of a module, functions before classes."""
+    parts = []
+    named = {name: getattr(module, name) for name in sorted(module.__all__)}
+    named = {name: item for name, item in named.items() if callable(item)}
+    for name in sorted(named, key=lambda name: isinstance(named[name], type)):
+        item, title = named[name], f"{module.__name__}.{name}"
         parts += [f"## {title}", _described(title, item)]
         for member in dir(item) if isinstance(item, type) else ():
             value = inspect.getattr_static(item, member)
@@ -73,7 +79,7 @@ def api() -> str:
             own = inspect.isfunction(code) and code.__module__.startswith("isp.")
             if own and not member.startswith("_") and inspect.getdoc(code):
                 parts += [f"### {name}.{member}", _described(member, code)]
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def _described(title: str, item: Any) -> str:

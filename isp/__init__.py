@@ -1,6 +1,7 @@
 """A runtime and trainer for long-context language models on PyTorch.
 
-The public names, which are loaded when they are first asked for: `from isp import ISPCommunicator`.
+The public names are those below and of `isp.tensor_parallel`, `isp.data_parallel`, `isp.metrics`,
+`isp.profile` and the modules of `isp.integrations`. Every other module is internal.
 """
 
 from importlib import import_module
@@ -8,68 +9,94 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
+# For type checkers and editors; `_NAMES` is the same list. A test compares them.
 if TYPE_CHECKING:
-    from isp.core.attention.all_to_all import SeqAllToAll
-    from isp.core.attention.api import attention
-    from isp.core.attention.ulysses import DistributedAttention
-    from isp.core.mixers.api import causal_conv1d, gated_delta_rule, state_space_scan
-    from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
-    from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator, ISPOverlapState
-    from isp.core.weights.pool import MemoryPool
-    from isp.core.weights.wp import (
-        EmbeddingWeightParallelCommunicator,
-        HeadWeightParallelCommunicator,
-        ISPCommunicatorWrapper,
-        WPCommunicator,
+    # isort: off
+    from isp.core.attention.api import attention as attention
+    from isp.core.attention.local import make_local_attention as make_local_attention
+    from isp.core.attention.mask import AttentionMask as AttentionMask
+    from isp.core.attention.ulysses import DistributedAttention as DistributedAttention
+    from isp.core.comm.channel import Channel as Channel
+    from isp.core.internevo import (
+        EmbeddingWeightParallelCommunicator as EmbeddingWeightParallelCommunicator,
+        HeadWeightParallelCommunicator as HeadWeightParallelCommunicator,
+        ISPCommunicatorWrapper as ISPCommunicatorWrapper,
+        ISPOverlapState as ISPOverlapState,
+        SeqAllToAll as SeqAllToAll,
     )
-    from isp.loop.parallelize import parallelize
-    from isp.models.huggingface.patches.calls import register_mixer
-    from isp.parity.api import check
+    from isp.core.layers.weight_parallel import (
+        ISPEmbedding as ISPEmbedding,
+        ISPLinear as ISPLinear,
+        weight_blocks as weight_blocks,
+    )
+    from isp.core.mesh.config import (
+        LaunchPoint as LaunchPoint,
+        OverlapUnit as OverlapUnit,
+        Prefetch as Prefetch,
+    )
+    from isp.core.mixers.api import (
+        causal_conv1d as causal_conv1d,
+        gated_delta_rule as gated_delta_rule,
+        state_space_scan as state_space_scan,
+    )
+    from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook as ISPCommunicatorSchedulerHook
+    from isp.core.weights.communicator import (
+        ISPCommModelConfig as ISPCommModelConfig,
+        ISPCommunicator as ISPCommunicator,
+    )
+    from isp.core.weights.pool import MemoryPool as MemoryPool
+    from isp.core.weights.uses import (
+        Action as Action,
+        ActionKind as ActionKind,
+        sequential_actions as sequential_actions,
+    )
+    from isp.core.weights.wp import WPCommunicator as WPCommunicator
+    from isp.loop.parallel_run import ParallelRun as ParallelRun
+    from isp.loop.parallelize import parallelize as parallelize
+    from isp.models.meta import parameters_on_meta as parameters_on_meta
+    from isp.models.huggingface.patches.calls import register_mixer as register_mixer
+    from isp.parity.api import CheckResult as CheckResult, check as check
+    # isort: on
 
-_HOMES = {
-    "DistributedAttention": "isp.core.attention.ulysses",
-    "EmbeddingWeightParallelCommunicator": "isp.core.weights.wp",
-    "HeadWeightParallelCommunicator": "isp.core.weights.wp",
-    "ISPCommModelConfig": "isp.core.weights.communicator",
-    "ISPCommunicator": "isp.core.weights.communicator",
-    "ISPCommunicatorSchedulerHook": "isp.core.pipeline.hooks",
-    "ISPCommunicatorWrapper": "isp.core.weights.wp",
-    "ISPOverlapState": "isp.core.weights.communicator",
-    "MemoryPool": "isp.core.weights.pool",
-    "SeqAllToAll": "isp.core.attention.all_to_all",
-    "WPCommunicator": "isp.core.weights.wp",
-    "causal_conv1d": "isp.core.mixers.api",
-    "gated_delta_rule": "isp.core.mixers.api",
-    "register_mixer": "isp.models.huggingface.patches.calls",
-    "attention": "isp.core.attention.api",
-    "check": "isp.parity.api",
-    "parallelize": "isp.loop.parallelize",
-    "state_space_scan": "isp.core.mixers.api",
+_NAMES = {
+    "isp.core.attention.api": ["attention"],
+    "isp.core.attention.local": ["make_local_attention"],
+    "isp.core.attention.mask": ["AttentionMask"],
+    "isp.core.attention.ulysses": ["DistributedAttention"],
+    "isp.core.comm.channel": ["Channel"],
+    "isp.core.internevo": [
+        "EmbeddingWeightParallelCommunicator",
+        "HeadWeightParallelCommunicator",
+        "ISPCommunicatorWrapper",
+        "ISPOverlapState",
+        "SeqAllToAll",
+    ],
+    "isp.core.layers.weight_parallel": ["ISPEmbedding", "ISPLinear", "weight_blocks"],
+    "isp.core.mesh.config": ["LaunchPoint", "OverlapUnit", "Prefetch"],
+    "isp.core.mixers.api": ["causal_conv1d", "gated_delta_rule", "state_space_scan"],
+    "isp.core.pipeline.hooks": ["ISPCommunicatorSchedulerHook"],
+    "isp.core.weights.communicator": ["ISPCommModelConfig", "ISPCommunicator"],
+    "isp.core.weights.pool": ["MemoryPool"],
+    "isp.core.weights.uses": ["Action", "ActionKind", "sequential_actions"],
+    "isp.core.weights.wp": ["WPCommunicator"],
+    "isp.loop.parallel_run": ["ParallelRun"],
+    "isp.loop.parallelize": ["parallelize"],
+    "isp.models.meta": ["parameters_on_meta"],
+    "isp.models.huggingface.patches.calls": ["register_mixer"],
+    "isp.parity.api": ["CheckResult", "check"],
 }
+"""The public names of each module. A module is imported when one of its names is first used."""
 
-__all__ = [
-    "DistributedAttention",
-    "EmbeddingWeightParallelCommunicator",
-    "HeadWeightParallelCommunicator",
-    "ISPCommModelConfig",
-    "ISPCommunicator",
-    "ISPCommunicatorSchedulerHook",
-    "ISPCommunicatorWrapper",
-    "ISPOverlapState",
-    "MemoryPool",
-    "SeqAllToAll",
-    "WPCommunicator",
-    "attention",
-    "causal_conv1d",
-    "check",
-    "gated_delta_rule",
-    "parallelize",
-    "register_mixer",
-    "state_space_scan",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

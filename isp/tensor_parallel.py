@@ -12,6 +12,8 @@ from isp.core.megatron.inference import (
     InferenceLayerNormColumnParallelLinear,
     InferenceRowParallelLinear,
     InferenceVocabParallelEmbedding,
+    InferenceWorkspace,
+    Residual,
 )
 from isp.core.megatron.layers import (
     ColumnParallelLinear,
@@ -32,7 +34,6 @@ from isp.core.megatron.mappings import (
     scatter_to_tensor_model_parallel_region,
     split_tensor_into_1d_equal_chunks,
 )
-from isp.core.megatron.workspace import InferenceWorkspace, Residual
 from isp.core.mesh.partition import VocabUtility, divide, split_tensor_along_last_dim
 from isp.core.recompute.recompute import CheckpointWithoutOutput, checkpoint
 from isp.core.rng import RngStatesTracker, RngStream, model_parallel_manual_seed

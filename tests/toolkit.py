@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.core.comm import Channel, Mesh
+from isp.core.internevo import EmbeddingWeightParallelCommunicator
 from isp.core.layers.embedding import look_up
 from isp.core.layers.head import HeadLoss
 from isp.core.layers.linear import Moves, ParallelLinear, Role, moves_for
@@ -22,7 +23,7 @@ from isp.core.mesh.config import PipelineConfig, Sequence2DConfig, Zero1Config
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.core.weights.uses import Use
-from isp.core.weights.wp import EmbeddingWeightParallelCommunicator, LocalWeights, WPCommunicator
+from isp.core.weights.wp import LocalWeights, WPCommunicator
 
 __all__ = [
     "CPU",

@@ -60,10 +60,6 @@ class Paced(WPCommunicator):
         self.gathers_weights = communicator.gathers_weights
         self.seconds = seconds
 
-    @property
-    def communication_mode(self) -> str:
-        return self.communicator.communication_mode
-
     @contextmanager
     def unshard(
         self, module: Any, phase: Phase, weight: Tensor, bias: Tensor | None = None

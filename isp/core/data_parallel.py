@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from isp.core.autograd import after_gradients
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
@@ -33,6 +34,7 @@ class _DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, channel: Channel, *, bucket_bytes: int) -> None:
         super().__init__()
+        check_channel("channel", channel)
         self.module = module
         self._start_equal(channel)
         items = [

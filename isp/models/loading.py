@@ -428,8 +428,7 @@ def begun_by_the_model(
         if config is None or hasattr(model, "peft_config"):
             raise ValueError(
                 f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
-                f" it inside isp.models.loading.parameters_on_meta(), which keeps"
-                f" buffers"
+                " it inside isp.parameters_on_meta(), which keeps buffers"
             )
         with parameters_on_meta():
             twin = kind(config)

@@ -72,10 +72,6 @@ class DryWeights(WPCommunicator):
         self._recorder = recorder
         self._wide_gradients = wide_gradients
 
-    @property
-    def communication_mode(self) -> str:
-        return "isp" if self.gathers_weights else "tp"
-
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         before = self._recorder.phase, self.is_recomputing

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from isp.core.autograd import Function, once_differentiable
-from isp.core.comm import Channel, Pending
-from isp.core.comm.channel import join_ranks
+from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel, join_ranks
 from isp.core.comm.tag import Purpose, Tag
 
 __all__ = [
@@ -30,11 +30,11 @@ __all__ = [
     "Cut",
     "Exchange",
     "Reversible",
-    "SeqAllToAll",
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
     "exchanged",
     "launch",
+    "two_dims",
 ]
 
 _HEADS = Tag(Purpose.HEADS, tensor="all_to_all")
@@ -311,27 +311,13 @@ def exchanged(exchange: Reversible, *xs: Tensor, reverse: bool = False) -> tuple
     return launch(exchange, xs, reverse=reverse)()
 
 
-class SeqAllToAll:
-    """All-to-all that spreads dim `scatter` over the ranks and joins dim `gather`.
+def two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange:
+    """Return the exchange that spreads dim `scatter` of x over the ranks and joins dim `gather`.
 
-    x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; backward swaps the two dims.
-    Raises ValueError if N is not a multiple of the channel's size.
-    Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+    x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..].  Raises ValueError if N is not a multiple of the
+    channel's size, or the dims are the same.
     """
-
-    @staticmethod
-    def apply(channel: Channel, x: Tensor, scatter: int, gather: int) -> Tensor:
-        """x, exchanged."""
-        return exchanged(_of_two_dims(channel, x, scatter, gather), x)[0]
-
-    @staticmethod
-    def launch(channel: Channel, x: Tensor, scatter: int, gather: int) -> Pending:
-        """x on its way; the same bits as `apply`."""
-        arrive = launch(_of_two_dims(channel, x, scatter, gather), (x,))
-        return Pending(lambda: arrive()[0])
-
-
-def _of_two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange:
+    check_channel("channel", channel)
     scatter, gather = scatter % x.dim(), gather % x.dim()
     if scatter == gather:
         raise ValueError(f"cannot scatter and gather the same dim {scatter}")
@@ -342,9 +328,9 @@ def _of_two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exch
 
 def all_to_all_sp2hp(x: Tensor, channel: Channel) -> Tensor:
     """Tokens split -> hidden split: [T/p, .., H] -> [T, .., H/p]; backward the other way."""
-    return SeqAllToAll.apply(channel, x, -1, 0)
+    return exchanged(two_dims(channel, x, -1, 0), x)[0]
 
 
 def all_to_all_hp2sp(x: Tensor, channel: Channel) -> Tensor:
     """Hidden split -> tokens split: [T, .., H/p] -> [T/p, .., H]; backward the other way."""
-    return SeqAllToAll.apply(channel, x, 0, -1)
+    return exchanged(two_dims(channel, x, 0, -1), x)[0]

@@ -26,6 +26,7 @@ from isp.core.attention.local import LocalAttention
 from isp.core.attention.mask import AttentionMask
 from isp.core.autograd import joined
 from isp.core.comm import Channel, pinned_memory
+from isp.core.comm.channel import check_channel
 from isp.core.comm.tag import Purpose, Tag
 
 __all__ = ["DistributedAttention"]
@@ -59,6 +60,12 @@ class DistributedAttention:
         *,
         together_below_bytes: int = _TOGETHER_BELOW_BYTES,
     ) -> None:
+        check_channel("channel", channel)
+        if not callable(local_attention):
+            raise TypeError(
+                f"local_attention must be callable, got {type(local_attention).__name__}: pass a"
+                " function of q, k, v and mask, or what isp.make_local_attention(..) returns"
+            )
         self.local_attention = local_attention
         self.channel = channel
         self.together_below_bytes = together_below_bytes

@@ -22,13 +22,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from isp.core.comm import streams
 from isp.core.comm.pending import Pending
 from isp.core.comm.tag import UNNAMED, Collective, CollectiveError, Tag, Transfer
 from isp.core.comm.transfer_log import CommLog
 
-__all__ = ["Channel", "DryChannel", "Listener", "join_ranks"]
+__all__ = ["Channel", "DryChannel", "Listener", "check_channel", "join_ranks"]
 
 _Group = dist.ProcessGroup
 _Method = Callable[..., dist.Work]
@@ -40,11 +41,15 @@ _all_to_all: _Method = getattr(_Group, "all_to_all_single", None) or _Group.allt
 
 
 class Channel:
-    """A process group, and the log of what crossed it.
+    """A process group, with collectives that return a `Pending`, and a log of its transfers.
 
-    Collectives return a `Pending`. A channel of one rank needs no process group: its collectives
-    hand the tensor straight back, log nothing and cost nothing. `sum_locally` is about
-    [Note: Reduce-scatter by all-to-all]; None: on gloo.
+        Channel.from_group(group)               # a torch ProcessGroup
+        Channel.from_mesh(device_mesh, "dim")   # a dimension of a torch DeviceMesh
+        Channel.solo()                          # one rank
+
+    A channel of one rank needs no process group: its collectives return the tensor itself, log
+    nothing and cost nothing. `sum_locally` is about [Note: Reduce-scatter by all-to-all]; None: on
+    gloo.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class Channel:
         log: CommLog | None = None,
         sum_locally: bool | None = None,
     ) -> None:
+        if group is not None:
+            _check_group(group)
         self.group = group
         self.name = name
         self.size = 1 if group is None else group.size()
@@ -64,7 +71,7 @@ class Channel:
         """Hook for tools that slow transfers: called at the launch of each with its bytes, returns
         the earliest end of its wait (`time.perf_counter`). Not called for tensors on CUDA."""
         if sum_locally is None:
-            sum_locally = group is not None and dist.get_backend(group) == "gloo"
+            sum_locally = group is not None and streams.backend_of(group) == "gloo"
         self._launched: Counter[tuple[int, ...]] = Counter()
         """Transfers so far, by the sender and receiver of those between two; of all ranks: ()."""
         self._on_streams = group is not None and streams.serve(group)
@@ -74,8 +81,47 @@ class Channel:
         """Whether reduce-scatters receive the ranks' parts and add them up here."""
 
     @classmethod
+    def from_group(
+        cls, group: dist.ProcessGroup, *, name: str = "", log: CommLog | None = None
+    ) -> Channel:
+        """Return the channel of a process group that this rank is in, such as `dist.group.WORLD`.
+
+        `name` appears in errors and logs; channels that share a `log` are measured together.
+        Raises TypeError if `group` is no ProcessGroup, ValueError if this rank is not in it.
+        """
+        _check_group(group)
+        return cls(group, name=name, log=log)
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: DeviceMesh, dim: str | int | None = None, *, log: CommLog | None = None
+    ) -> Channel:
+        """Return the channel of this rank's group along `dim` of a torch DeviceMesh.
+
+        `dim` is the name or number of the dimension; None: the only one. The channel has its name.
+        Raises TypeError if `mesh` is no DeviceMesh, ValueError if it has no such dimension or `dim`
+        is needed.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(
+                f"mesh must be a torch DeviceMesh, got {_described(mesh)}: make one with"
+                " init_device_mesh, or pass a process group to Channel.from_group(group)"
+            )
+        names = mesh.mesh_dim_names or ()
+        dims: tuple[str | int, ...] = (*names, *range(mesh.ndim))
+        if dim is None and mesh.ndim == 1:
+            dim = 0
+        if dim not in dims:
+            raise ValueError(
+                f"dim={dim!r} is no dimension of {mesh}: pass one of"
+                f" {', '.join(map(repr, names or dims))}"
+            )
+        name = dim if isinstance(dim, str) else names[dim] if names else ""
+        return cls.from_group(mesh.get_group(dim), name=name, log=log)
+
+    @classmethod
     def solo(cls, name: str = "") -> Channel:
-        """A channel of one rank."""
+        """Return a channel of one rank, which needs no process group."""
         return cls(None, name=name)
 
     def progress(self) -> dict[str, int]:
@@ -362,6 +408,50 @@ class DryChannel(Channel):
 
     def _start(self, transfer: Transfer, *_: object) -> Callable[[], object]:
         return (lambda: None) if self.listener is None else self.listener.launched(transfer)
+
+
+def check_channel(name: str, given: object) -> None:
+    """Raise TypeError, naming the argument `name`, if what was given is no `Channel`."""
+    if isinstance(given, Channel):
+        return
+    if isinstance(given, dist.ProcessGroup):
+        instead = "pass isp.Channel.from_group(group)"
+    elif isinstance(given, DeviceMesh):
+        instead = 'pass isp.Channel.from_mesh(device_mesh, "dim")'
+    else:
+        instead = (
+            "pass isp.Channel.from_group(process_group), isp.Channel.from_mesh(device_mesh,"
+            ' "dim"), or isp.Channel.solo() for one rank'
+        )
+    raise TypeError(f"{name} must be an isp.Channel, got {_described(given)}: {instead}")
+
+
+def _check_group(group: object) -> None:
+    """Raise if `group` is no process group that this rank is in."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "this rank is not in the group: make the channel on the ranks of the group only"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        if group is None:
+            instead = "call init_process_group first, or use Channel.solo() for one rank"
+        elif isinstance(group, DeviceMesh):
+            instead = 'pass Channel.from_mesh(device_mesh, "dim")'
+        else:
+            instead = "pass one of dist.new_group, device_mesh.get_group() or dist.group.WORLD"
+        raise TypeError(f"group must be a torch ProcessGroup, got {_described(group)}: {instead}")
+
+
+def _described(given: object) -> str:
+    """Return the type of `given` in words, and its value where that is short."""
+    if given is None:
+        return "None"
+    if isinstance(given, type) or callable(given):
+        kind = "class" if isinstance(given, type) else type(given).__name__
+        return f"the {kind} {getattr(given, '__name__', type(given).__name__)}"
+    if isinstance(given, int | float | str | bool):
+        return f"{type(given).__name__} {given!r}"
+    return f"a {type(given).__name__}"
 
 
 def _ours(work: dist.Work | None) -> dist.Work:

@@ -93,8 +93,19 @@ def in_use(*tensors: Tensor) -> None:
 
 
 def serve(group: dist.ProcessGroup) -> bool:
-    """Whether transfers of `group` run on streams, and a wait for one makes a stream wait."""
-    return dist.get_backend(group) == "nccl"
+    """Return whether transfers of `group` run on streams, so that a wait makes a stream wait."""
+    return backend_of(group) == "nccl"
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """Return the backend of `group` for CUDA tensors if it has one, else that for CPU tensors.
+
+    A group made with "cpu:gloo", with "cpu:gloo,cuda:nccl" or by `init_device_mesh` has no single
+    backend, and `dist.get_backend` says "cpu:gloo" or "undefined" of it.
+    """
+    config = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
+    by_device = dict(item.split(":") for item in config.split(","))
+    return by_device.get("cuda") or by_device["cpu"]
 
 
 def nccl_options() -> Any:

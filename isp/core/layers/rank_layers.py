@@ -13,8 +13,9 @@ from torch import Tensor
 from isp.core.attention.local import LocalAttention
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.attention.ulysses import DistributedAttention
-from isp.core.comm import Channel
+from isp.core.comm import Channel, Pending
 from isp.core.comm.host_offload import HostMemory
+from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.compiled import CompileWhen
 from isp.core.layers.head import HeadLoss
 from isp.core.layers.linear import LinearLayer, Moves
@@ -23,12 +24,23 @@ from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.partition import chunk_range
 from isp.core.mesh.phase import Phase
 from isp.core.mixers.recurrence import Recurrence
-from isp.core.weights.wp import (
-    HeadWeightParallelCommunicator,
-    WPCommunicator,
-)
+from isp.core.weights.wp import WPCommunicator
 
-__all__ = ["RankLayers"]
+__all__ = ["RankLayers", "logit_exchange"]
+
+
+def logit_exchange(tensor: Channel) -> Moves:
+    """Return the moves of logits [B, S/p, V] to [B, S, V/p], and of their gradient back."""
+
+    def spread(x: Tensor, *, tag: Tag) -> Pending:
+        tag = tag._replace(purpose=Purpose.LOGITS)
+        return tensor.all_to_all(x, scatter=2, gather=1, tag=tag)
+
+    def join(dy: Tensor, *, tag: Tag) -> Pending:
+        tag = tag._replace(purpose=Purpose.LOGITS)
+        return tensor.all_to_all(dy, scatter=1, gather=2, tag=tag)
+
+    return Moves(y=spread, dy=join)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +163,7 @@ class RankLayers:
     @property
     def logit_moves(self) -> Moves:
         """isp: what brings the logits that a rank has made to those of its loss, and back."""
-        last = HeadWeightParallelCommunicator(
-            self.communicator,
-            self.weight,
-            self.tensor,
-            retain_out_sharded=True if self.vocab_parallel_loss else None,
-        )
-        return Moves(y=last.output_hook, dy=last.grad_output_hook)
+        return logit_exchange(self.tensor) if self.vocab_parallel_loss else Moves()
 
     def sharded_layout(
         self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.compiled import lazily_compiled, widened
 
@@ -216,6 +217,7 @@ def vocab_parallel_cross_entropy(
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1")
+    check_channel("channel", channel)
     first = channel.rank * logits.shape[-1] if first is None else first
     loss: Tensor = _VocabParallelCrossEntropy.apply(
         logits, target, label_smoothing, first, channel, reuse_logits

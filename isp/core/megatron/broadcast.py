@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isp.core.comm import Channel, pinned_memory
+from isp.core.comm.channel import check_channel
 from isp.core.comm.tag import Purpose, Tag
 
 __all__ = ["broadcast_data"]
@@ -43,6 +44,7 @@ def broadcast_data(
     before any value is sent.
     Source: Megatron-LM, core/tensor_parallel/data.
     """
+    check_channel("channel", channel)
     if len(set(keys)) < len(keys):
         raise ValueError(f"a key is named twice: {list(keys)}")
     own = dict(data or {}) if channel.rank == 0 else {}

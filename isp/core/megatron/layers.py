@@ -1,7 +1,10 @@
-"""Column, row and embedding layers with Megatron-LM's options: the layers of the modes, made ready.
+"""Column, row and embedding layers with Megatron-LM's options.
 
-S sequence, B batch, I in features, O out features, V vocabulary, D model size; /p = split over the
-group. Activations are [S, B, ..] unless `sequence_dim` says otherwise.
+S sequence, B batch, I in features, O out features, V vocabulary, D model size; p ranks of the
+group, /p = split over them. Activations are [S, B, ..] unless `sequence_dim` says otherwise.
+
+As in Megatron-LM, a linear returns two values, `y, bias = layer(x)`: the bias is None unless
+`skip_bias_add` leaves its addition to the caller, such as to fuse it with what follows.
 
 Source: Megatron-LM, core/tensor_parallel/layers (Shoeybi et al. 2019; Korthikanti et al. 2022).
 """
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.layers.embedding import look_up
 from isp.core.layers.linear import ParallelLinear, Role, WeightGradientRoute, moves_for
 from isp.core.layers.module import ParallelModule
@@ -40,8 +44,8 @@ def _normal(weight: Tensor) -> Tensor:
     return nn.init.normal_(weight, std=0.02)
 
 
-class _Initialised(ParallelModule):
-    """Begins with its part of one master weight, so that every group size begins alike.
+class _Initialized(ParallelModule):
+    """A layer that begins with its part of one master weight, the same for every group size.
 
     [Note: Master weight] Every rank fills the whole weight from torch's default CPU generator and
     keeps its part: that generator must be in the same state on all ranks (`torch.manual_seed`).
@@ -60,18 +64,22 @@ class _Initialised(ParallelModule):
             parameter.copy_(layout.shard(full))
 
 
-class ColumnParallelLinear(_Initialised, ParallelLinear):
-    """y = x W^T + b with the outputs split: x [S, B, I] -> y [S, B, O/p], W [O/p, I], b [O/p].
+class ColumnParallelLinear(_Initialized, ParallelLinear):
+    """y = x W^T + b with the outputs split: W [O/p, I], b [O/p].
 
-    forward   x as it is, or all-gathered along S (`sequence_parallel`: x is [S/p, B, I])
-    backward  dx all-reduced, or reduce-scattered along S; its transfer, and that of x which is
-              gathered again rather than kept, are hidden behind the weight gradient
+        y, bias = layer(x)
 
-    `gather_output` gives [S, B, O] on every rank. `stride` is the number of fused outputs of equal
-    size (q, k and v in one), each of which is split by itself.
-    With `skip_bias_add` the bias is returned, gathered if y is, and not added. With
-    `skip_weight_param_allocation` the layer has no weight of its own: it is called with one,
-    [O/p, I].
+    x       [S, B, I], or [S/p, B, I] with `sequence_parallel`
+    y       [S, B, O/p], or [S, B, O] on every rank with `gather_output`
+    bias    None; with `skip_bias_add` b, not added to y: [O/p], or [O] with `gather_output`
+
+    forward   x as it is, or all-gathered along S with `sequence_parallel`
+    backward  dx all-reduced, or reduce-scattered along S. The weight gradient hides this transfer,
+              and the second gather of x, which is gathered again rather than kept
+
+    `stride` is the number of fused outputs of equal size (3 for q, k and v in one), each of which
+    is split separately. With `skip_weight_param_allocation` the layer has no weight of its own and
+    is called with one, [O/p, I].
     Raises ValueError if outputs do not divide by p, or options contradict each other.
     """
 
@@ -109,12 +117,26 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
             dtype=dtype,
         )
         self.group, self.gather_output, self.init_method = group, gather_output, init_method
+        self.input_size = input_size
         self.reset_parameters()
 
     def forward(  # type: ignore[override]  # as users of Megatron-LM expect it
         self, x: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [S, B, I] -> y [S, B, O/p] or [S, B, O], and the bias [O/p] or [O] if not added."""
+        """Return (y, bias): x [S, B, I] or [S/p, B, I] -> y [S, B, O/p] or [S, B, O].
+
+        bias is None, or with `skip_bias_add` [O/p] or [O] like y.
+        Raises ValueError if x has not I features, or the weight given is not [O/p, I].
+        """
+        features, p = x.shape[-1], self.group.size
+        if features != self.input_size:
+            instead = "pass x with all its features"
+            if features * p == self.input_size:
+                instead = (
+                    f"it is 1/{p} of them, as from another ColumnParallelLinear: use"
+                    " RowParallelLinear(.., input_is_parallel=True), or gather_output=True there"
+                )
+            raise _wrong_features(self, x, f"input_size={self.input_size}", instead)
         y = super().forward(x, weight)
         bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
@@ -122,7 +144,7 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
         return y, bias
 
     def _gathered(self, y: Tensor) -> Tensor:
-        """[.., O/p] to [.., O], not rank by rank but segment by segment."""
+        """Gather [.., O/p] to [.., O], in the order of segments rather than of ranks."""
         y = gather_from_tensor_model_parallel_region(y, self.group)
         num_segments = len(self.layouts["weight"].segments)
         parts = y.unflatten(-1, (self.group.size, num_segments, -1))  # [.., p, segments, n]
@@ -130,15 +152,21 @@ class ColumnParallelLinear(_Initialised, ParallelLinear):
         return joined
 
 
-class RowParallelLinear(_Initialised, ParallelLinear):
-    """y = x W^T + b with the inputs split: x [S, B, I/p] -> y [S, B, O], W [O, I/p], b [O] whole.
+class RowParallelLinear(_Initialized, ParallelLinear):
+    """y = x W^T + b with the inputs split: W [O, I/p], and b [O] on every rank.
 
-    forward   y all-reduced, or reduce-scattered along S (`sequence_parallel`: y is [S/p, B, O])
+        y, bias = layer(x)
+
+    x       [S, B, I], which the layer splits; or [S, B, I/p] with `input_is_parallel`, as
+            `ColumnParallelLinear` returns it
+    y       [S, B, O], or [S/p, B, O] with `sequence_parallel`
+    bias    None; with `skip_bias_add` b [O], not added to y
+
+    forward   y all-reduced, or reduce-scattered along S with `sequence_parallel`
     backward  dy as it is, or all-gathered along S
 
-    The bias is added once, to the sum; with `sequence_parallel` its gradient, a part on each rank,
-    is all-reduced. Unless `input_is_parallel` the layer splits x [S, B, I] itself. With
-    `skip_bias_add` the bias is returned and not added.
+    The bias is added once, to the sum. With `sequence_parallel` each rank has the bias gradient of
+    its tokens, and they are all-reduced.
     Raises ValueError if inputs do not divide by p, or options contradict each other.
     """
 
@@ -161,12 +189,15 @@ class RowParallelLinear(_Initialised, ParallelLinear):
     ) -> None:
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
-                "sequence_parallel=True needs input_is_parallel=True: features of x are split, and"
-                " tokens only in y"
+                "sequence_parallel=True needs input_is_parallel=True: x has its features split, and"
+                " only y its tokens"
             )
         segments = _segments("input_size", input_size, stride, group)
         if stride > 1 and not input_is_parallel:
-            raise ValueError("stride needs input_is_parallel=True: a whole input is split in one")
+            raise ValueError(
+                f"stride={stride} needs input_is_parallel=True: this layer splits a whole input as"
+                " one, not each of its fused parts"
+            )
         mode = Mode.MSP if sequence_parallel else Mode.MTP
         super().__init__(
             _split((output_size, input_size), dim=1, segments=segments, group=group),
@@ -182,14 +213,19 @@ class RowParallelLinear(_Initialised, ParallelLinear):
             dtype=dtype,
         )
         self.group, self.init_method = group, init_method
-        self.input_is_parallel = input_is_parallel
+        self.input_size, self.input_is_parallel = input_size, input_is_parallel
         self.sequence_parallel = sequence_parallel
         self.reset_parameters()
 
     def forward(  # type: ignore[override]  # as users of Megatron-LM expect it
         self, x: Tensor, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x [S, B, I/p] or [S, B, I] -> y [S, B, O] or [S/p, B, O], and a bias not added [O]."""
+        """Return (y, bias): x [S, B, I] or [S, B, I/p] -> y [S, B, O] or [S/p, B, O].
+
+        bias is None, or with `skip_bias_add` [O].
+        Raises ValueError if x has not I features, or I/p with `input_is_parallel`.
+        """
+        self._check_input(x)
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.group)
         y = self.multiply(x, weight)
@@ -200,16 +236,40 @@ class RowParallelLinear(_Initialised, ParallelLinear):
             return y, bias
         return y + bias.to(y.dtype), None  # narrower under autocast
 
+    def _check_input(self, x: Tensor) -> None:
+        """Raise ValueError if x has not the features that `input_is_parallel` says."""
+        features, p, size = x.shape[-1], self.group.size, self.input_size
+        if features == (size // p if self.input_is_parallel else size):
+            return
+        of_rank = size // p
+        if self.input_is_parallel:
+            expected = f"input_size={size} / {p} ranks = {of_rank}"
+            instead = "pass this rank's features, as ColumnParallelLinear returns them"
+            if features == size:
+                instead = "x is whole: make the layer with input_is_parallel=False, or split x"
+        else:
+            expected, instead = f"input_size={size}", "pass x with all its features"
+            if features == of_rank:
+                instead = (
+                    f"it is 1/{p} of them, as from ColumnParallelLinear with gather_output=False:"
+                    " make the layer with input_is_parallel=True"
+                )
+        raise _wrong_features(self, x, expected, instead)
 
-class VocabParallelEmbedding(_Initialised):
-    """Rows of a table that is split by vocabulary: ids [..] -> [.., D], table [V/p, D].
 
-    forward   each rank looks up the ids it holds; the sum is all-reduced, or reduce-scattered
-              along `sequence_dim` (`reduce_scatter_embeddings`)
+class VocabParallelEmbedding(_Initialized):
+    """Embedding with its table split by vocabulary: ids [S, B] -> y [S, B, D], table [V/p, D].
+
+    With `reduce_scatter_embeddings` y is [S/p, B, D]. One value is returned, not (y, bias).
+
+    forward   each rank looks up the ids of its rows; the sum is all-reduced, or reduce-scattered
+              along `sequence_dim`
     backward  the gradient as it is, or all-gathered
 
     A vocabulary that does not divide is cut into ceil(V/p) rows, fewer on the last rank.
     `deterministic` adds up the gradients of a row in the same order every time, on CUDA too.
+    With several ranks an id outside of the vocabulary gives zeros; finding it would make the host
+    wait for the device.
     Raises ValueError if a rank would have no row.
     """
 
@@ -231,6 +291,7 @@ class VocabParallelEmbedding(_Initialised):
         device: torch.device = CPU,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_channel("group", group)
         if chunk_range(num_embeddings, group.size, group.size - 1).start == num_embeddings:
             raise ValueError(
                 f"num_embeddings={num_embeddings} leaves some of the {group.size} ranks of the"
@@ -247,8 +308,15 @@ class VocabParallelEmbedding(_Initialised):
         self.reset_parameters()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids [..] -> [.., D]."""
+        """Return the rows of ids: [S, B] -> [S, B, D] or [S/p, B, D]."""
         return look_up(ids, self.weight, self)
+
+
+def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: str) -> ValueError:
+    return ValueError(
+        f"{layer.title}: x of shape {list(x.shape)} has {x.shape[-1]} features, expected"
+        f" {expected}: {instead}"
+    )
 
 
 def _split(
@@ -265,7 +333,8 @@ def _split(
 
 
 def _segments(name: str, size: int, stride: int, group: Channel) -> tuple[int, ...]:
-    """The sizes of what is fused; each has to divide by the group."""
+    """Return the sizes of what is fused; each has to divide by the group."""
+    check_channel("group", group)
     if size % (stride * group.size):
         times = f"stride={stride} times " if stride > 1 else ""
         raise ValueError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from isp.core.autograd import Function, once_differentiable
-from isp.core.comm.channel import Channel
+from isp.core.comm.channel import Channel, check_channel
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh.partition import chunk_range, divide
 
@@ -76,6 +76,7 @@ class _Mapped(Function):
 
 
 def _map(x: Tensor, move: _Move, back: _Move, channel: Channel, cut: _Cut) -> Tensor:
+    check_channel("channel", channel)
     if channel.size == 1:
         return x
     y: Tensor = _Mapped.apply(x, move, back, cut, channel)
@@ -287,6 +288,7 @@ def split_tensor_into_1d_equal_chunks(
 
     No autograd of its own. Raises ValueError if the number of elements does not divide.
     """
+    check_channel("channel", channel)
     divide(x.numel(), channel.size)
     part = chunk_range(x.numel(), channel.size, channel.rank)
     chunk = x.reshape(-1)[part.start : part.stop]
@@ -296,4 +298,5 @@ def split_tensor_into_1d_equal_chunks(
 @torch.no_grad()
 def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = _TAG) -> Tensor:
     """All elements, flat, from the ranks' equal chunks; no gradient goes back."""
+    check_channel("channel", channel)
     return channel.all_gather(chunk.reshape(-1), tag=tag).wait()

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from isp.core.comm import CommLog
 from isp.core.mesh.phase import Phase
-from isp.core.weights.communicator import ISPCommunicator
 from isp.core.weights.uses import Action
-from isp.core.weights.wp import ISPCommunicatorWrapper
 
-__all__ = ["ISPCommunicatorSchedulerHook"]
+__all__ = ["FollowsActions", "ISPCommunicatorSchedulerHook"]
+
+
+class FollowsActions(Protocol):
+    """A communicator that follows a schedule: an `ISPCommunicator`, or a wrapper of several."""
+
+    def begin(self, actions: Sequence[Action]) -> None: ...
+    def finish(self) -> None: ...
+    def switch_current_model_chunk(self, chunk: int) -> None: ...
 
 
 class ISPCommunicatorSchedulerHook:
@@ -20,9 +27,7 @@ class ISPCommunicatorSchedulerHook:
     `communicator`: None where weights stay on their rank.
     """
 
-    def __init__(
-        self, communicator: ISPCommunicator | ISPCommunicatorWrapper | None, log: CommLog
-    ) -> None:
+    def __init__(self, communicator: FollowsActions | None, log: CommLog) -> None:
         self.communicator, self.log = communicator, log
 
     def before_step(self, actions: Sequence[Action]) -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from isp.core.autograd import Function
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.comm.host_offload import HostMemory
 from isp.core.recompute.kept_inputs import HostInputs, Restore, Segment, in_parts
 from isp.core.rng import RngSnapshot, RngStatesTracker
@@ -55,6 +56,7 @@ def checkpoint(
     if distribute_saved_activations:
         if channel is None:
             raise ValueError("distribute_saved_activations needs the channel to distribute over")
+        check_channel("channel", channel)
         if channel.size > 1 and torch.is_grad_enabled():
             held, restore = in_parts(args[0].detach(), channel)
             function, args = _with_first_held(function, args, held, restore)

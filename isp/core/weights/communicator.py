@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.comm.cuda import Allocate
 from isp.core.mesh.config import Prefetch, WeightConfig
 from isp.core.mesh.phase import Phase
@@ -55,7 +56,7 @@ from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import Action, ActionKind, Chunks
 from isp.core.weights.wp import WPCommunicator
 
-__all__ = ["ISPCommModelConfig", "ISPCommunicator", "ISPOverlapState"]
+__all__ = ["ISPCommModelConfig", "ISPCommunicator"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,6 @@ class ISPCommModelConfig:
         """Read from a configuration."""
         reduce_dtype = torch.float32 if weight.reduce_dtype == "float32" else None
         return cls(device=device, reduce_dtype=reduce_dtype)
-
-
-@dataclass(eq=False)
-class ISPOverlapState:
-    """The weights of one model chunk, each with its gathered tensors, in flight or ready."""
-
-    weights: list[DeclaredWeight] = field(default_factory=list)
 
 
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
@@ -154,6 +148,14 @@ class ISPCommunicator(WPCommunicator):
         `reduce_channel`: for gradients; None: `channel`. `experts`: both channels for weights of
         experts, over the ranks that gather the same experts; None: as all other weights.
         """
+        for name, given in (("channel", channel), ("reduce_channel", reduce_channel or channel)):
+            check_channel(name, given)
+        if not isinstance(config, ISPCommModelConfig):
+            raise TypeError(
+                f"config must be an isp.ISPCommModelConfig, got {type(config).__name__}: pass"
+                " isp.ISPCommModelConfig(device=device)"
+            )
+        self.channel, self.device = channel, config.device
         prefetch = prefetch or Prefetch()
         self.prefetch = prefetch if overlap is None else replace(prefetch, overlap=overlap)
         self.overlap = self.prefetch.overlap
@@ -164,8 +166,6 @@ class ISPCommunicator(WPCommunicator):
         """Buffers for reduced gradients, where the sink provides no tensor."""
         self.model_chunk: int | None = None
         """The running chunk, if `switch_current_model_chunk` was called."""
-        self.states: list[ISPOverlapState] = []
-        """The state of each model chunk."""
         self._latch = ErrorLatch()
         own = channel, reduce_channel or channel
         gathers, reduces = (
@@ -189,10 +189,6 @@ class ISPCommunicator(WPCommunicator):
         """Whether `begin` has been called [Note: Unannounced]."""
         self.is_recomputing = False
 
-    @property
-    def communication_mode(self) -> str:
-        return "isp"
-
     # -- before training ---------------------------------------------------------------------
 
     def declare(self, chunks: Sequence[Sequence[DeclaredBlock]]) -> None:
@@ -202,9 +198,9 @@ class ISPCommunicator(WPCommunicator):
         """
         if self._chunks:
             raise RuntimeError("this communicator has a model: make another for another model")
+        _check_chunks(chunks)
         declared = tuple(tuple(chunk) for chunk in chunks)
         self._chunks = as_chunks(declared)
-        self.states = [ISPOverlapState() for _ in declared]
         names, weights = weight_names(declared), self._gatherer.weights
         for site, block, use in declared_uses(declared):
             place = site[1:]
@@ -213,7 +209,6 @@ class ISPCommunicator(WPCommunicator):
                 name, own = names[id(use.layer.weight)], parameters_of(use.layer)
                 if name not in weights:
                     weights[name] = DeclaredWeight(name, block.module, own)
-                    self.states[site.chunk].weights.append(weights[name])
                 weight = weights[name]
                 weight.shards = max(weight.shards, own, key=len)  # a tied head may have a bias
                 others = weight.shards[1 : len(own)]  # of the bias, if it has one
@@ -426,3 +421,16 @@ class ISPCommunicator(WPCommunicator):
     def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
         known = self._layers.get(id(layer))
         return parameters_of(layer) if known is None else known[1]
+
+
+def _check_chunks(chunks: object) -> None:
+    """Raise TypeError if `chunks` is no sequence of sequences of `DeclaredBlock`."""
+    for chunk in chunks if isinstance(chunks, Sequence) else [chunks]:
+        wrong = chunk
+        if isinstance(chunk, Sequence):
+            wrong = next((block for block in chunk if not isinstance(block, DeclaredBlock)), None)
+        if wrong is not None:
+            raise TypeError(
+                "chunks must have a sequence of DeclaredBlock for each model chunk, got"
+                f" {type(wrong).__name__}: pass [isp.weight_blocks(model, blocks)]"
+            )

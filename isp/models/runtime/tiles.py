@@ -149,10 +149,6 @@ class _Sums(WPCommunicator):
         self._communicator, self._full = communicator, full
         self._sums: dict[tuple[int, bool], _SummedGradient] = {}
 
-    @property
-    def communication_mode(self) -> str:
-        return self._communicator.communication_mode
-
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
 

@@ -10,12 +10,12 @@ from torch import Tensor
 from isp.core.attention.all_to_all import (
     Cut,
     Exchange,
-    SeqAllToAll,
     all_to_all_hp2sp,
     all_to_all_sp2hp,
     launch,
 )
 from isp.core.comm import Channel
+from isp.core.internevo import SeqAllToAll
 from tests.ranks import run_ranks
 
 SHAPES = [((1, 8, 8, 3), 2, 1), ((2, 8, 4, 3), 2, 1), ((2, 8, 4, 3), 1, 2), ((8, 4), -1, 0)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from isp.core.comm import Channel
+from isp.core.comm.channel import DryChannel
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.weights.wp import LocalWeights
@@ -217,6 +218,22 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
     column = InferenceLayerNormColumnParallelLinear(linear(), workspace)
     with pytest.raises(ValueError, match="17 tokens at once are more than max_tokens=16"):
         column(drawn(17, WIDTH))
+    with pytest.raises(ValueError, match=rf"\[3, 5\] has 5 features, expected {WIDTH}$"):
+        column(drawn(3, 5))
+    narrow = InferenceWorkspace(Channel.solo(), 5, max_tokens=MOST, dtype=DTYPE)
+    normed: Any = torch.nn.RMSNorm(5)
+    with pytest.raises(ValueError, match=f"has {WIDTH} input features.*make the workspace with"):
+        InferenceLayerNormColumnParallelLinear(linear(), narrow, norm=normed)
+    with pytest.raises(ValueError, match="output features, and the residual of the workspace 5"):
+        InferenceRowParallelLinear(megatron(RowParallelLinear, input_is_parallel=True), narrow)
+    table = VocabParallelEmbedding(8, WIDTH, group=Channel.solo(), dtype=DTYPE)
+    with pytest.raises(ValueError, match="output features, and the residual of the workspace 5"):
+        InferenceVocabParallelEmbedding(table, narrow)
+    dry = DryChannel("tensor", 2, 0)
+    half = RowParallelLinear(8, WIDTH, group=dry, input_is_parallel=True, dtype=DTYPE)
+    of_two = InferenceWorkspace(dry, WIDTH, max_tokens=MOST, dtype=DTYPE)
+    with pytest.raises(ValueError, match="8 features, expected 4, this rank's part of 8"):
+        InferenceRowParallelLinear(half, of_two)(drawn(2, 8))
     with pytest.raises(ValueError, match="without a norm"):
         column(workspace.begin(drawn(2, WIDTH)))
     with pytest.raises(ValueError, match="input_is_parallel=True"):

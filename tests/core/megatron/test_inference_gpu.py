@@ -20,8 +20,8 @@ from isp.core.comm.symmetric_memory import why_no_symmetric_rows
 from isp.core.megatron.inference import (
     InferenceLayerNormColumnParallelLinear,
     InferenceRowParallelLinear,
+    InferenceWorkspace,
 )
-from isp.core.megatron.workspace import InferenceWorkspace
 from isp.core.mesh import Mode
 from tests.ranks import run_ranks
 from tests.toolkit import ToolkitLayers, init_weights

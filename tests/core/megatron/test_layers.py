@@ -294,6 +294,17 @@ def _misuse(rank: int) -> list[str]:
     refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, sequence_parallel=True))
     refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel, stride=2))
     refused(lambda: VocabParallelEmbedding(1, WIDTH, group=channel))
+    half, whole = torch.zeros(S, B, WIDTH // 2), torch.zeros(S, B, WIDTH)
+    split, _ = ColumnParallelLinear(INNER, WIDTH, group=channel)(torch.zeros(S, B, INNER))
+    refused(lambda: layer(half))
+    refused(lambda: layer(torch.zeros(S, B, 5)))
+    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel)(split))
+    refused(lambda: RowParallelLinear(WIDTH, INNER, group=channel)(torch.zeros(S, B, 5)))
+    row = RowParallelLinear(WIDTH, INNER, group=channel, input_is_parallel=True)
+    refused(lambda: row(whole))
+    refused(lambda: row(torch.zeros(S, B, 5)))
+    assert row(split)[0].shape == (S, B, INNER)
+    assert RowParallelLinear(WIDTH, INNER, group=channel)(whole)[0].shape == (S, B, INNER)
     return faults
 
 
@@ -309,6 +320,12 @@ def test_misuse_names_the_numbers() -> None:
         ["input_is_parallel=True"],
         ["input_is_parallel=True"],
         ["num_embeddings=1", "2 ranks"],
+        ["[8, 2, 8] has 8 features, expected input_size=16", "or gather_output=True there"],
+        ["[8, 2, 5] has 5 features, expected input_size=16", "with all its features"],
+        ["8 features, expected input_size=16", "make the layer with input_is_parallel=True"],
+        ["5 features, expected input_size=16", "pass x with all its features"],
+        ["16 features, expected input_size=16 / 2 ranks = 8", "with input_is_parallel=False"],
+        ["5 features, expected input_size=16 / 2 ranks = 8", "pass this rank's features"],
     ]
     for text, expected in zip(faults, words, strict=True):
         assert all(word in text for word in expected), text

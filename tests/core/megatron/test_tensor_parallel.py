@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import isp
 from isp import tensor_parallel as tp
 from isp.core.comm import Channel
 from tests.ranks import run_ranks
@@ -111,22 +109,3 @@ def test_toolkits_over_different_groups_live_side_by_side() -> None:
         for ranks in cut:
             outputs = [of_ranks[rank][number] for rank in ranks]
             assert all(y == outputs[0] for y in outputs), "ranks that share it differ"
-
-
-def test_a_public_name_says_what_it_does() -> None:
-    """Catches a name that is exported and gone, or that nobody has described."""
-    for name in tp.__all__:
-        found = getattr(tp, name)
-        assert not callable(found) or (found.__doc__ and found.__name__ == name), name
-
-
-@pytest.mark.parametrize("name", isp.__all__)
-def test_a_name_of_isp_is_where_it_looks_for_it(name: str) -> None:
-    """Catches a name that moved away."""
-    assert getattr(isp, name).__name__ == name
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    """Catches something else than what `hasattr` and import expect of a typo."""
-    with pytest.raises(AttributeError, match="nothing"):
-        isp.nothing  # noqa: B018

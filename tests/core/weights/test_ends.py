@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from isp.core.comm import Mesh
+from isp.core.internevo import HeadWeightParallelCommunicator
 from isp.core.mesh import Axis
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.core.weights.wp import HeadWeightParallelCommunicator
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, topology
 

@@ -80,5 +80,5 @@ def test_a_plan_that_does_not_hold_is_not_shown() -> None:
     """Catches: a table that looks right of a plan that is wrong."""
     chunks, order = decoder(2), sequential_actions(1)
     made = plan(chunks, order, Prefetch())
-    with pytest.raises(AssertionError, match="step 0"):
+    with pytest.raises(AssertionError, match="entry 0"):
         grid(made._replace(start=()), chunks, order)

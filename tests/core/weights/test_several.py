@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from isp.core.internevo import ISPCommunicatorWrapper
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.config import OverlapUnit
 from isp.core.weights.uses import sequential_actions
-from isp.core.weights.wp import ISPCommunicatorWrapper
 from tests.core.weights.echo import leased_bytes
 from tests.core.weights.parameter_cases import Bias, D, linear
 from tests.core.weights.test_parameters import MICRO, Bench, Way, check_and_update, start

@@ -1,0 +1,239 @@
+"""Names that InternEvo's users import and that the runtime does not need itself.
+
+| name | what it is for | what the runtime uses instead |
+|---|---|---|
+| `SeqAllToAll` | all-to-all between two dims of one tensor | `Exchange`, which sends several tensors at once, in `isp.core.attention.all_to_all` |
+| `ISPOverlapState` | the gathers of one model chunk, to look at | `DeclaredWeight.gathered` of the communicator's weights |
+| `ISPCommunicatorWrapper` | several communicators behind one | one `ISPCommunicator` with channels for dense weights and for experts |
+| `EmbeddingWeightParallelCommunicator` | an embedding split by vocabulary or by hidden features | the model's `ISPCommunicator`; an embedding is one more layer of the plan |
+| `HeadWeightParallelCommunicator` | a head whose logits are exchanged or gathered | the model's `ISPCommunicator`, and `logit_exchange` |
+| `WPCommunicator.communication_mode` | "isp" or "tp" | `gathers_weights` |
+| `WPCommunicator.weight_hook` | a copy of a full weight | `unshard`, which lends the full weight and knows the plan |
+| `WPCommunicator.grad_hook` | the gradient of a shard, summed | `grad_hook` itself, with the layer in place of a name |
+
+B batch, S sequence, D hidden size, V vocabulary; p ranks, /p = split over them.
+Source: InternEvo, `internlm/core/parallel/comm/isp.py`.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from isp.core.attention.all_to_all import exchanged, launch, two_dims
+from isp.core.comm import Channel, Pending
+from isp.core.comm.tag import UNNAMED, Purpose, Tag
+from isp.core.layers.rank_layers import logit_exchange
+from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.phase import Phase
+from isp.core.mesh.topology import Axis
+from isp.core.weights.communicator import ISPCommunicator
+from isp.core.weights.declare import WeightHolder
+from isp.core.weights.gather_reduce import DeclaredWeight, GradientSink
+from isp.core.weights.uses import Action
+from isp.core.weights.wp import FullWeights, WPCommunicator
+
+__all__ = [
+    "EmbeddingWeightParallelCommunicator",
+    "HeadWeightParallelCommunicator",
+    "ISPCommunicatorWrapper",
+    "ISPOverlapState",
+    "SeqAllToAll",
+]
+
+
+class SeqAllToAll:
+    """All-to-all that spreads dim `scatter` over the ranks and joins dim `gather`.
+
+    x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; backward swaps the two dims.
+    Raises ValueError if N is not a multiple of the channel's size.
+    Source: Jacobs et al. 2023 (DeepSpeed Ulysses).
+    """
+
+    @staticmethod
+    def apply(channel: Channel, x: Tensor, scatter: int, gather: int) -> Tensor:
+        """Exchange x and wait for the result."""
+        return exchanged(two_dims(channel, x, scatter, gather), x)[0]
+
+    @staticmethod
+    def launch(channel: Channel, x: Tensor, scatter: int, gather: int) -> Pending:
+        """Launch the exchange of x; its result has the same bits as that of `apply`."""
+        arrive = launch(two_dims(channel, x, scatter, gather), (x,))
+        return Pending(lambda: arrive()[0])
+
+
+@dataclass(frozen=True, eq=False)
+class ISPOverlapState:
+    """The weights of one model chunk, each with its gather that is in flight or done."""
+
+    weights: tuple[DeclaredWeight, ...]
+
+    @classmethod
+    def of_chunks(cls, communicator: ISPCommunicator) -> list[ISPOverlapState]:
+        """Return the state of each chunk; a shared weight is listed with the first that has it."""
+        left = dict(communicator._gatherer.weights)
+        return [
+            cls(
+                tuple(
+                    left.pop(use.weight)
+                    for block in chunk
+                    for use in block.uses
+                    if use.weight is not None and use.weight in left
+                )
+            )
+            for chunk in communicator._chunks
+        ]
+
+
+class ISPCommunicatorWrapper:
+    """Several communicators, e.g. of dense and expert weights, behind one, in their order.
+
+    Layers call their own communicator directly. All communicators follow the same actions, each
+    along the plan of the blocks that were declared to it.
+    """
+
+    def __init__(self, communicators: Sequence[ISPCommunicator]) -> None:
+        self.communicators = tuple(communicators)
+
+    def deliver_to(self, sink: GradientSink) -> None:
+        """Give all reduced gradients to `sink`."""
+        for communicator in self.communicators:
+            communicator.deliver_to(sink)
+
+    def register_prerequisite_for_forward_prefetch_hooks(
+        self, fn: Callable[[nn.Module], None]
+    ) -> None:
+        """Register `fn` with each communicator.  Raises TypeError if `fn` is not callable."""
+        for communicator in self.communicators:
+            communicator.register_prerequisite_for_forward_prefetch_hooks(fn)
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Follow the plans of `actions`, and launch their first gathers."""
+        for communicator in self.communicators:
+            communicator.begin(actions)
+
+    def finish(self) -> None:
+        """Deliver all gradients and give all buffers back."""
+        for communicator in self.communicators:
+            communicator.finish()
+
+    def drain(self) -> None:
+        """Drop what was gathered."""
+        for communicator in self.communicators:
+            communicator.drain()
+
+    def switch_current_model_chunk(self, chunk: int) -> None:
+        """Set the chunk that runs from here on."""
+        for communicator in self.communicators:
+            communicator.switch_current_model_chunk(chunk)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Treat forward passes in this context as recomputes."""
+        with ExitStack() as stack:
+            for communicator in self.communicators:
+                stack.enter_context(communicator.recomputing())
+            yield
+
+
+class _Delegating(WPCommunicator):
+    """The communicator of the whole model, under another name."""
+
+    def __init__(self, communicator: WPCommunicator, weight: Channel) -> None:
+        self.communicator = communicator
+        self.gathers_weights = communicator.gathers_weights
+        self.weight = weight
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        return self.communicator.recomputing()
+
+    @property
+    def is_recomputing(self) -> bool:  # type: ignore[override]
+        return self.communicator.is_recomputing
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.communicator.gradient_dtype(dtype)
+
+    def unshard(
+        self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
+    ) -> AbstractContextManager[FullWeights]:
+        return self.communicator.unshard(module, phase, weight, bias)
+
+    def grad_hook(
+        self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
+    ) -> Tensor | None:
+        return self.communicator.grad_hook(grad, module=module, is_bias=is_bias, returned=returned)
+
+
+class EmbeddingWeightParallelCommunicator(_Delegating):
+    """The table [V, D], split over the weight group by vocabulary or by hidden features.
+
+    It is gathered ahead for the forward, as the plan says. Backward needs no weight, so it is not
+    gathered again; the gradient is reduce-scattered.
+    """
+
+    def __init__(
+        self, communicator: WPCommunicator, weight: Channel, *, split_hidden: bool = False
+    ) -> None:
+        super().__init__(communicator, weight)
+        self.split_hidden = split_hidden
+
+    def table_layout(self, vocab_size: int, hidden_size: int) -> ParameterLayout:
+        """Return the layout of this rank's part of the table."""
+        return ParameterLayout(
+            global_shape=(vocab_size, hidden_size),
+            dim=int(self.split_hidden),
+            parts=self.weight.size,
+            index=self.weight.rank,
+            reduce_over=Axis.WEIGHT_DATA,
+        )
+
+
+class HeadWeightParallelCommunicator(_Delegating):
+    """The head: its weight is gathered, and its logits may be exchanged.
+
+    Each rank computes all logits of its tokens, [B, S/p, V]. With `retain_out_sharded`
+    True    an all-to-all brings them to [B, S, V/p], for a vocabulary-parallel loss;
+    False   they are gathered along the sequence, [B, S, V], the same on every rank;
+    None    they stay as they are.
+
+    The gradient goes the same way back. Where all ranks have the same logits, each keeps the
+    gradient of its own tokens.
+    """
+
+    def __init__(
+        self,
+        communicator: WPCommunicator,
+        weight: Channel,
+        tensor: Channel,
+        *,
+        retain_out_sharded: bool | None = None,
+    ) -> None:
+        super().__init__(communicator, weight)
+        self.tensor = tensor
+        self.retain_out_sharded = retain_out_sharded
+
+    def output_hook(self, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
+        """Exchange the logits: x [B, S/p, V] -> [B, S, V/p], [B, S, V] or as they are."""
+        match self.retain_out_sharded:
+            case True:
+                return logit_exchange(self.tensor).y(x, tag=tag)
+            case False:
+                tag = tag._replace(purpose=Purpose.LOGITS)
+                return self.tensor.all_gather(x, dim=1, tag=tag)
+            case None:
+                return Pending.ready(x)
+
+    def grad_output_hook(self, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
+        """Bring the gradient of what `output_hook` returned back to [B, S/p, V]."""
+        match self.retain_out_sharded:
+            case True:
+                return logit_exchange(self.tensor).dy(x, tag=tag)
+            case False:
+                return Pending.ready(x.chunk(self.tensor.size, dim=1)[self.tensor.rank])
+            case None:
+                return Pending.ready(x)

@@ -1,0 +1,148 @@
+"""Layers for a user's own model: the example as written, several micro-batches, and mistakes."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import isp
+from isp.core.layers.weight_parallel import ISPEmbedding, ISPLinear, weight_blocks
+from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
+from isp.core.weights.uses import sequential_actions
+from tests.ranks import run_programs, run_ranks
+
+EXAMPLE = Path(__file__).parents[3] / "tools" / "examples" / "own_model.py"
+CPU = torch.device("cpu")
+V, D, MICRO = 10, 6, 2
+
+
+def _example(rank: int) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def test_the_example_equals_plain_torch() -> None:
+    """Catches an example that does not run; it compares the loss and every gradient itself."""
+    run_programs(4, _example)
+
+
+def test_the_example_is_short_and_public() -> None:
+    """Catches an example that grows, or reaches into internal modules."""
+    text = EXAMPLE.read_text()
+    assert len(text.splitlines()) <= 60
+    imported = re.findall(r"^(?:from|import) (isp[\w.]*)", text, re.MULTILINE)
+    assert set(imported) <= {"isp", "isp.tensor_parallel", "isp.data_parallel"}
+
+
+class Net(nn.Module):
+    """An embedding, two linears without a bias or with one, and the table's sizes as a head."""
+
+    def __init__(self, embedding: Callable[..., Any], linear: Callable[..., Any]) -> None:
+        super().__init__()
+        self.embedding = embedding(V, D)
+        self.hidden = nn.Sequential(linear(D, 7), nn.Tanh(), linear(7, D, bias=False))
+        self.head = linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.head(self.hidden(self.embedding(ids)))
+        return y
+
+
+def _net(communicator: ISPCommunicator | None) -> Net:
+    torch.manual_seed(3)
+    if communicator is None:
+        return Net(
+            partial(nn.Embedding, dtype=torch.float64), partial(nn.Linear, dtype=torch.float64)
+        )
+    made = {"communicator": communicator, "dtype": torch.float64}
+    return Net(partial(ISPEmbedding, **made), partial(ISPLinear, **made))
+
+
+def _declared(channel: isp.Channel) -> tuple[Net, ISPCommunicator]:
+    communicator = ISPCommunicator(channel, ISPCommModelConfig(device=CPU), poison=True)
+    net = _net(communicator)
+    communicator.declare([weight_blocks(net, [net.embedding, net.hidden, net.head])])
+    return net, communicator
+
+
+def _train(rank: int, world: int) -> None:
+    channel = isp.Channel.from_group(dist.group.WORLD) if world > 1 else isp.Channel.solo()
+    net, communicator = _declared(channel)
+    plain = _net(None)
+    ids = torch.randint(V, (MICRO, world, 2, 5), generator=torch.Generator().manual_seed(1))
+    communicator.begin(sequential_actions(MICRO))
+    for of_ranks in ids:
+        for expected, others in ((plain(x), x) for x in of_ranks):
+            F.cross_entropy(expected.flatten(0, 1), others.flatten(), reduction="sum").backward()
+        found = net(of_ranks[rank])
+        torch.testing.assert_close(found, plain(of_ranks[rank]), rtol=1e-12, atol=1e-12)
+        F.cross_entropy(found.flatten(0, 1), of_ranks[rank].flatten(), reduction="sum").backward()
+    communicator.finish()
+    shards = dict(net.named_parameters())
+    for name, full in plain.named_parameters():
+        owner, _, local = name.rpartition(".")
+        layout = net.get_submodule(owner).layouts[local]
+        torch.testing.assert_close(shards.pop(name), layout.shard(full), rtol=0, atol=0)
+        shard_grad = net.get_parameter(name).grad
+        # the ranks' sums are added up in another order
+        torch.testing.assert_close(shard_grad, layout.shard(full.grad), rtol=1e-12, atol=1e-12)
+    assert not shards
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_own_layers_train_as_torch_does(world: int) -> None:
+    """Catches other initial values, rows that do not divide, and a gradient lost or added twice."""
+    run_ranks(world, _train, world)
+
+
+def _solo() -> tuple[Net, ISPCommunicator]:
+    return _declared(isp.Channel.solo())
+
+
+def test_a_layer_in_no_block_or_in_two_is_an_error() -> None:
+    """Catches a weight that no plan has, which would be gathered late in every step."""
+    net, _ = _solo()
+    with pytest.raises(ValueError, match=r"head is in no block, so no plan gathers"):
+        weight_blocks(net, [net.embedding, net.hidden])
+    with pytest.raises(ValueError, match=r"head is in block head and in head"):
+        weight_blocks(net, [net.embedding, net.hidden, net.head, net.head])
+    with pytest.raises(TypeError, match="blocks must be modules of the model, got str"):
+        weight_blocks(net, ["hidden"])  # type: ignore[list-item]
+
+
+def test_on_meta_nothing_is_drawn() -> None:
+    """Catches a layer that draws numbers it has no memory for."""
+    _, communicator = _solo()
+    before = torch.get_rng_state()
+    layer = ISPLinear(4, 4, communicator=communicator, device="meta")
+    ISPEmbedding(4, 4, communicator=communicator, device="meta")
+    assert layer.weight.is_meta
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_wrong_argument_says_what_to_pass() -> None:
+    """Catches an error that comes from inside, far from the argument that is wrong."""
+    net, _ = _solo()
+    config = ISPCommModelConfig(device=CPU)
+    with pytest.raises(TypeError, match=r"channel must be an isp.Channel, got int 4: pass isp.Ch"):
+        ISPCommunicator(4, config)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"reduce_channel must be an isp.Channel, got the method"):
+        ISPCommunicator(isp.Channel.solo(), config, reduce_channel=net.forward)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"config must be an isp.ISPCommModelConfig, got device"):
+        ISPCommunicator(isp.Channel.solo(), CPU)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"communicator must be an isp.ISPCommunicator, got Ch"):
+        ISPLinear(4, 4, communicator=isp.Channel.solo())  # type: ignore[arg-type]
+    blocks = weight_blocks(net, [net.embedding, net.hidden, net.head])
+    for wrong, name in ((net, "Net"), ([net], "Net"), (blocks, "DeclaredBlock"), ([[net]], "Net")):
+        communicator = ISPCommunicator(isp.Channel.solo(), config)
+        with pytest.raises(TypeError, match=rf"for each model chunk, got {name}: pass \[isp.weig"):
+            communicator.declare(wrong)  # type: ignore[arg-type]
