@@ -5,8 +5,8 @@ a tracker that is handed over, and several toolkits over different groups live s
 """
 
 from isp.core.attention.all_to_all import all_to_all_hp2sp, all_to_all_sp2hp
+from isp.core.layers.linear import DeferredWeightGradients, IntoMainGradients
 from isp.core.layers.vocab_loss import IGNORED, vocab_parallel_cross_entropy
-from isp.core.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.core.megatron.broadcast import broadcast_data
 from isp.core.megatron.inference import (
     InferenceLayerNormColumnParallelLinear,

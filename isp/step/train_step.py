@@ -15,9 +15,8 @@ from isp.config import JobConfig
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel, Mesh, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.linear import WeightGradientRoute
+from isp.core.layers.linear import DeferredWeightGradients, IntoMainGradients, WeightGradientRoute
 from isp.core.layers.vocab_loss import IGNORED
-from isp.core.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
 from isp.core.micro_batch import MicroBatch

@@ -18,6 +18,7 @@ Source: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), InternEvo (C
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,14 +34,17 @@ from isp.core.autograd import Function, once_differentiable, writable
 from isp.core.comm import Channel, Pending
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.module import ParallelModule
-from isp.core.layers.weight_gradients import OutputGradient, gradient_of
+from isp.core.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.core.mesh import Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.weights.declare import DeclaredBlock, WeightHolder
+from isp.core.weights.gather_reduce import GradientSink, WriteGradient
 from isp.core.weights.wp import WPCommunicator
 
 __all__ = [
+    "DeferredWeightGradients",
+    "IntoMainGradients",
     "LinearLayer",
     "Moves",
     "NeedsGrad",
@@ -143,8 +147,7 @@ _DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
 WeightGradientRoute: TypeAlias = (
     "Callable[[LinearLayer, nn.Parameter, OutputGradient, Tensor], Tensor | None]"
 )
-"""Decides what becomes of the two factors of a weight gradient
-(`isp.core.layers.weight_gradients`).
+"""Decides where the product of a weight gradient's two factors goes.
 
 Called with a layer, the parameter that it was used with (its own, or one given at the call), dy
 [N, O] and x [N, I] of N tokens -> dW = dy^T x [O, I], or None if it is taken care of.
@@ -264,7 +267,7 @@ def delivered_gradient(
         left, right = x, dy
     route = layer.weight_gradients
     if route is None or parameter is None or needs is not _FLOW:
-        dw: Tensor | None = gradient_of(layer, left, right)
+        dw: Tensor | None = _gradient_of(layer, left, right)
     else:
         dw = route(layer, parameter, left, right)
     if dw is None:
@@ -363,3 +366,89 @@ class ParallelLinear(ParallelModule):
             )
         if self.communicator.gathers_weights:
             raise ValueError(f"{self.title}: in isp mode only a layer's own weight is gathered")
+
+
+def _gradient_of(layer: LinearLayer, dy: OutputGradient, x: Tensor) -> Tensor:
+    """The whole weight gradient of a layer, in the dtype in which it travels."""
+    return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(x.dtype))
+
+
+class ProductSink(GradientSink, Protocol):
+    """A sink that lets products be written into its buffers, such as `MainGradients`."""
+
+    def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
+        """Let `write` add a gradient there; announced by `promise` as an `add` is."""
+
+
+class IntoMainGradients:
+    """Multiplies straight into the main gradient: no dW is kept, and none made if it can be.
+
+    For weights that stay on their rank; one whose gradient travels needs it in a buffer.
+    """
+
+    def __init__(self, gradients: ProductSink) -> None:
+        self._gradients = gradients
+
+    def __call__(
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
+    ) -> Tensor | None:
+        if layer.communicator.gathers_weights:
+            return _gradient_of(layer, dy, x)
+        self._gradients.promise(weight)
+        self._gradients.add_by(weight, partial(weight_gradient, dy, x))
+        return None
+
+
+class DeferredWeightGradients:
+    """Keeps the factors, and multiplies when asked, in the order in which they came.
+
+    `drain` is for the embedding and head of a pipeline, whose weight gradients fill its cool-down,
+    `take` for schedules that split the backward. Up to `limit` products are deferred, None: all;
+    what comes beyond is computed at once. Gradients end in `sink`, through the communicator where
+    they travel.
+    """
+
+    def __init__(self, sink: ProductSink, *, limit: int | None = None) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"limit={limit} must be at least 0, or None to defer all")
+        self._sink = sink
+        self._limit = limit
+        self._waiting: deque[tuple[LinearLayer, nn.Parameter, OutputGradient, Tensor]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __call__(
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
+    ) -> Tensor | None:
+        if self._limit is not None and len(self._waiting) >= self._limit:
+            return _gradient_of(layer, dy, x)
+        self._sink.promise(weight)
+        self._waiting.append((layer, weight, dy, x))
+        return None
+
+    def drain(self, count: int | None = None) -> None:
+        """Compute the oldest `count` of what was deferred; None: all."""
+        for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
+            self._compute(*self._waiting.popleft())
+
+    def take(self) -> Callable[[], None]:
+        """Take what waits, no longer counted here, as a function that computes it."""
+        taken = self._waiting
+        self._waiting = deque()
+
+        def compute() -> None:
+            while taken:
+                self._compute(*taken.popleft())
+
+        return compute
+
+    @torch.no_grad()
+    def _compute(
+        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
+    ) -> None:
+        if not layer.communicator.gathers_weights:
+            self._sink.add_by(weight, partial(weight_gradient, dy, x))
+            return
+        layer.communicator.grad_hook(_gradient_of(layer, dy, x), module=layer)
+        self._sink.withdraw(weight)  # on its way, and promised anew by the communicator

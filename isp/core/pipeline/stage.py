@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isp.core.autograd import Function, once_differentiable, writable
 from isp.core.comm import Channel, Pending
-from isp.core.layers.weight_gradients import DeferredWeightGradients
+from isp.core.layers.linear import DeferredWeightGradients
 from isp.core.optim.main_grads import MainGradients
 from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
 from isp.core.pipeline.order import Hop, PipelineOrder, program

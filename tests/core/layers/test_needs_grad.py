@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.core.comm import Mesh
+from isp.core.layers.linear import DeferredWeightGradients, IntoMainGradients
 from isp.core.layers.module import bind_names, named_parameters
-from isp.core.layers.weight_gradients import DeferredWeightGradients, IntoMainGradients
 from isp.core.mesh import Axis, Mode
 from isp.core.optim.main_grads import MainGradients
 from isp.core.recompute.recompute import Recomputer
