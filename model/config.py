@@ -11,7 +11,6 @@ from pydantic import Field
 from isp.core.attention.backend import AttentionBackend
 from isp.core.layers.rope_scaling import RopeScaling
 from isp.core.mesh.config import ParallelConfig, PipelineConfig
-from isp.core.mesh.distributable import check_distributable
 from isp.core.mesh.partition import usable
 from isp.core.recompute.config import Recomputation
 from isp.core.section import (
@@ -288,7 +287,7 @@ class ModelConfig:
         parallel.for_heads(self.num_heads, self.kv_heads)
         _check_stages(self, parallel.pipeline)
         if self.checkpoint_distribute_activations:
-            check_distributable(parallel.tensor, self.hidden_size, seq_len)
+            parallel.tensor.check_distributes_inputs(self.hidden_size, seq_len)
         if mode.splits_sequence and seq_len % size:
             raise ValueError(
                 f"parallel.tensor.size={size} must divide the sequence of {seq_len} tokens"

@@ -37,8 +37,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from isp.core.layers.module import RowsOf
-from isp.core.mesh.boxes import boxes_of
-from isp.core.mesh.layout import Interval, ParameterLayout
+from isp.core.mesh.layout import Interval, ParameterLayout, boxes_of
 
 __all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Piece", "Shard"]
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, positive
 from isp.cli.output import say
 
-__all__ = ["add_options"]
+if TYPE_CHECKING:  # `isp --help` reads this file and waits for no import of the runtime
+    from isp.core.mesh.topology import Topology
+
+__all__ = ["add_options", "describe_cuts"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
@@ -58,6 +63,7 @@ def _run(args: argparse.Namespace) -> int:
     """Print the groups of a layout."""
     from isp.core.mesh.config import (
         DevicePlacementConfig,
+        ExpertConfig,
         Mode,
         ParallelConfig,
         PipelineConfig,
@@ -66,8 +72,6 @@ def _run(args: argparse.Namespace) -> int:
         WeightConfig,
         Zero1Config,
     )
-    from isp.core.mesh.experts import ExpertConfig
-    from isp.core.mesh.picture import describe_cuts
     from isp.core.mesh.topology import Topology
 
     mode = Mode(args.mode)
@@ -101,3 +105,51 @@ def _shape(text: str) -> tuple[int, int]:
     if not (outputs.isdecimal() and inputs.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write, for example, 16x8")
     return positive(outputs), positive(inputs)
+
+
+def describe_cuts(topology: Topology, shape: tuple[int, int]) -> str:
+    """Return a picture of a linear's weight, `shape` (outputs, inputs), cut over its ranks.
+
+    One line for each shard, with all ranks of the first stage that hold it. Raises ValueError if
+    `topology` cannot cut a weight of this shape.
+    """
+    from isp.core.mesh.partition import chunk_range
+    from isp.core.mesh.topology import Axis
+
+    group, size = topology.groups(Axis.WEIGHT)[0], f"{shape[0]}x{shape[1]}"
+    holders = [_ranks(topology.group_of(Axis.WEIGHT_DATA, rank)) for rank in group]
+
+    def lines(length: int, place: str) -> list[str]:
+        shards = [chunk_range(length, len(group), i) for i in range(len(group))]
+        spans = [place.format(f"{s.start}:{s.stop}" if s else "nothing") for s in shards]
+        width = max(map(len, spans))
+        return [f"  {span:<{width}}  {who}" for span, who in zip(spans, holders, strict=True)]
+
+    by_rows = lines(shape[0], "[{}, :]")
+    if topology.mode.gathers_weights:
+        # Gathered weights may be cut unevenly: the last ranks hold less, or nothing.
+        title = f"column and row linear, weight {size}: cut by outputs, gathered where it is used"
+        return "\n".join([title, *by_rows])
+    for length, what, role in ((shape[0], "outputs", "column"), (shape[1], "inputs", "row")):
+        if length % len(group):
+            raise ValueError(
+                f"the {length} {what} of a weight of {size} do not divide by the {len(group)}"
+                f" tensor ranks, over which {topology.mode} cuts a {role} linear: use a multiple"
+                f" of {len(group)}"
+            )
+    return "\n".join(
+        [
+            f"column linear, weight {size}: cut by outputs, each rank computes its share of them",
+            *by_rows,
+            f"row linear, weight {size}: cut by inputs, the ranks' products are summed",
+            *lines(shape[1], "[:, {}]"),
+        ]
+    )
+
+
+def _ranks(holders: Sequence[int]) -> str:
+    """Return the ranks that hold one shard, in words; of more than four, the first 3 and last."""
+    if len(holders) == 1:
+        return f"rank {holders[0]}"
+    shown = [str(rank) for rank in holders]
+    return f"ranks {', '.join(shown if len(shown) <= 4 else [*shown[:3], '..', shown[-1]])}"

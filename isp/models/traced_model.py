@@ -21,7 +21,6 @@ from isp.core.layers.compiled import CompileWhen
 from isp.core.layers.module import RowsOf
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.config import ParallelConfig, PipelineConfig
-from isp.core.mesh.distributable import check_distributable
 from isp.core.mesh.sequence_split import Windows
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.recompute.config import Recomputation
@@ -267,7 +266,7 @@ class TracedModel:
         """
         check_layout(parallel, seq_len)
         if self.recomputation.distributed:
-            check_distributable(parallel.tensor, self.hidden_size, seq_len)
+            parallel.tensor.check_distributes_inputs(self.hidden_size, seq_len)
         self.with_head_size(parallel)
         config = self.host.config(self.model)
         check_model_config(config, parallel)

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
 from isp.core.layers.module import RowsOf
 from isp.core.mesh import Axis
-from isp.core.mesh.boxes import boxes_of
-from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.layout import ParameterLayout, boxes_of
 from isp.core.mesh.partition import chunk_range
 
 CASES = {

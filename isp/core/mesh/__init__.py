@@ -3,6 +3,8 @@
 from isp.core.mesh.config import (
     ContextExchange,
     DevicePlacementConfig,
+    ExpertConfig,
+    ExpertWeightConfig,
     LaunchPoint,
     Mode,
     OverlapUnit,
@@ -15,7 +17,6 @@ from isp.core.mesh.config import (
     WeightConfig,
     Zero1Config,
 )
-from isp.core.mesh.experts import ExpertConfig, ExpertWeightConfig
 from isp.core.mesh.topology import Axis, Topology
 
 __all__ = [

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from isp.core.mesh.experts import ExpertConfig, ExpertWeightConfig
-from isp.core.mesh.partition import any_of, divisors
+from isp.core.mesh.partition import any_of, divisors, usable
 from isp.core.section import KeyRole, Ranks, section
 
 
@@ -111,6 +110,21 @@ class TensorConfig:
     mode: Mode = Mode.ISP
     """How a tensor group shares the work: isp splits sequences and gathers weights; mtp splits
     weights; msp and fsp split weights, and tokens between them (fsp keeps fewer activations)."""
+
+    def check_distributes_inputs(self, hidden_size: int, seq_len: int) -> None:
+        """Raise ValueError unless each tensor rank can keep 1/p of a block's input."""
+        if self.mode.splits_sequence:
+            raise ValueError(
+                f"model.checkpoint_distribute_activations is for mtp mode: in {self.mode} mode each"
+                f" tensor rank keeps its own tokens only; set it to false"
+            )
+        if (elements := seq_len * hidden_size) % self.size:
+            raise ValueError(
+                f"parallel.tensor.size={self.size} must divide the {seq_len} tokens of a sequence"
+                f" times model.hidden_size={hidden_size} for"
+                f" model.checkpoint_distribute_activations: use {usable(elements, self.size)}, or"
+                f" set it to false"
+            )
 
 
 @section("parallel.weight", KeyRole.PLACE)
@@ -290,6 +304,27 @@ class Sequence2DConfig:
                 f" parallel.tensor.size={tensor}: use context_size={tensor // head}, or leave one"
                 f" of the two out"
             )
+
+
+@section("parallel.expert", KeyRole.PLACE)
+class ExpertConfig:
+    """`parallel.expert`: the ranks over which the experts of a layer are sharded."""
+
+    size: Ranks = 1
+    """Number of ranks that share the experts of a layer, to which tokens are sent: a divisor of
+    the weight size in isp mode, 1 or the tensor size in other modes; 1: weights of experts are
+    gathered instead.  Name: InternEvo."""
+    num_chunks: Ranks = 1
+    """Number of parts of a rank's tokens; each is sent while the one before is computed."""
+
+
+@section("parallel.expert_weight", KeyRole.PLACE)
+class ExpertWeightConfig:
+    """`parallel.expert_weight`: the ranks over which the weights of an expert rank are sharded."""
+
+    size: Ranks | None = None
+    """Number of ranks that gather experts from each other; null: weight size / expert size.  Name:
+    InternEvo."""
 
 
 @section("parallel.zero1", KeyRole.PLACE)

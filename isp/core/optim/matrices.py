@@ -25,8 +25,7 @@ from torch import Tensor
 from isp.core.comm import Channel, Channels, Pending
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import Axis
-from isp.core.mesh.boxes import Box, boxes_of
-from isp.core.mesh.layout import ParameterLayout
+from isp.core.mesh.layout import Box, ParameterLayout, boxes_of
 from isp.core.mesh.partition import chunk_range
 from isp.core.optim.buckets import copy_all, grouped
 from isp.core.optim.config import OptimizerConfig

@@ -36,7 +36,7 @@ from isp.core.megatron.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from isp.core.mesh.experts import ExpertConfig
+from isp.core.mesh.config import ExpertConfig
 from isp.core.mesh.partition import chunk_range
 from isp.models.roles import ParameterRole
 from isp.models.tracing.trace import Kind, ModelTrace
