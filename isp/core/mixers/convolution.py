@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.core.attention.all_to_all import exchanged
-from isp.core.attention.context_parallel.key_exchange import KeyExchange
+from isp.core.attention.context_parallel.route import KeyExchange
 from isp.core.autograd import joined
 from isp.core.comm import pinned_memory
 from isp.core.comm.tag import Purpose, Tag

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isp.core.attention.context_parallel.key_exchange import KeyExchange
+from isp.core.attention.context_parallel.route import KeyExchange
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mixers.placement import Placement
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from isp.core.attention.all_to_all import Cut, Exchange, exchanged
-from isp.core.attention.context_parallel.key_exchange import KeyExchange
+from isp.core.attention.context_parallel.route import KeyExchange
 from isp.core.attention.heads import HeadPlan
 from isp.core.autograd import joined
 from isp.core.comm import pinned_memory

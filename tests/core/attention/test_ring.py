@@ -16,9 +16,8 @@ from isp.core.attention.backends.flash import FlashAttention, VarlenAttention
 from isp.core.attention.backends.lse import FlashKernel, lse_kernel
 from isp.core.attention.backends.sdpa import SdpaAttention
 from isp.core.attention.context_parallel.attention import ContextAttention
-from isp.core.attention.context_parallel.key_exchange import KeyExchange
 from isp.core.attention.context_parallel.ring import Ring
-from isp.core.attention.context_parallel.route import gather_route, ring_routes
+from isp.core.attention.context_parallel.route import KeyExchange, gather_route, ring_routes
 from isp.core.attention.local import AttentionByRows
 from isp.core.attention.mask import AttentionMask
 from isp.core.attention.sequence import SequenceRanks

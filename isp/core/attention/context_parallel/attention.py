@@ -30,9 +30,8 @@ from torch import Tensor
 
 from isp.core.attention.all_to_all import Arrival, launch
 from isp.core.attention.backends.lse import LseKernel, lse_kernel
-from isp.core.attention.context_parallel.key_exchange import KeyExchange
 from isp.core.attention.context_parallel.ring import Ring, ring_attention
-from isp.core.attention.context_parallel.route import Route, gather_route, ring_routes
+from isp.core.attention.context_parallel.route import KeyExchange, Route, gather_route, ring_routes
 from isp.core.attention.local import LocalAttention
 from isp.core.attention.mask import AttentionMask
 from isp.core.autograd import joined

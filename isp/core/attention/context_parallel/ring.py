@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from isp.core.attention.backends.lse import LseKernel
-from isp.core.attention.context_parallel.key_exchange import KeyExchange, wide
-from isp.core.attention.context_parallel.route import Route
+from isp.core.attention.context_parallel.route import KeyExchange, Route, wide
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel, Pending
 from isp.core.comm.tag import Purpose, Tag
