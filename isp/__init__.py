@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         gated_delta_rule as gated_delta_rule,
         state_space_scan as state_space_scan,
     )
-    from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook as ISPCommunicatorSchedulerHook
+    from isp.core.pipeline.stage import ISPCommunicatorSchedulerHook as ISPCommunicatorSchedulerHook
     from isp.core.weights.communicator import (
         ISPCommModelConfig as ISPCommModelConfig,
         ISPCommunicator as ISPCommunicator,
@@ -74,7 +74,7 @@ _NAMES = {
     "isp.core.layers.weight_parallel": ["ISPEmbedding", "ISPLinear", "weight_blocks"],
     "isp.core.mesh.config": ["LaunchPoint", "OverlapUnit", "Prefetch"],
     "isp.core.mixers.api": ["causal_conv1d", "gated_delta_rule", "state_space_scan"],
-    "isp.core.pipeline.hooks": ["ISPCommunicatorSchedulerHook"],
+    "isp.core.pipeline.stage": ["ISPCommunicatorSchedulerHook"],
     "isp.core.weights.communicator": ["ISPCommModelConfig", "ISPCommunicator"],
     "isp.core.weights.pool": ["MemoryPool"],
     "isp.core.weights.uses": ["Action", "ActionKind", "sequential_actions"],

@@ -33,8 +33,7 @@ from isp.core.mesh.layout import Matrices, ParameterLayout
 from isp.core.optim.buckets import grouped
 from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.core.optim.main_grads import MainGradients
-from isp.core.optim.matrices import MatrixUpdates
-from isp.core.optim.newton_schulz import Matrix
+from isp.core.optim.matrices import Matrix, MatrixUpdates
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.parity.forked import run_ranks

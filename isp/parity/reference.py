@@ -18,7 +18,7 @@ from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import MuonConfig, OptimizerConfig
-from isp.core.optim.newton_schulz import Matrix, matrices_of
+from isp.core.optim.matrices import Matrix, matrices_of
 from isp.core.optim.update_rules import group_values
 from isp.models.runtime.stage_module import StageModule
 from isp.parity.subjects import Subject

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from isp.core.optim.newton_schulz import matrices_of
+from isp.core.optim.matrices import matrices_of
 from isp.core.optim.update_rules import values_of
 from isp.core.weights.uses import Block
 from isp.planner.case import Coordinates, PlanCase

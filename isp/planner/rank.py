@@ -17,8 +17,7 @@ from isp.core.comm.channel import DryChannel, Listener
 from isp.core.comm.tag import Purpose, Tag, Transfer
 from isp.core.mesh import Axis
 from isp.core.optim.main_grads import MainGradients
-from isp.core.optim.publisher import Publisher
-from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.optim.zero1 import Publisher, Zero1Optimizer
 from isp.core.weights.communicator import ISPCommModelConfig
 from isp.core.weights.gather_reduce import GradientReducer, gather
 from isp.core.weights.pool import MemoryPool

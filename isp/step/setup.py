@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from isp.config import JobConfig
 from isp.core.comm import World
 from isp.core.comm.cuda import check_registers
-from isp.core.optim.newton_schulz import matrices_of
+from isp.core.optim.matrices import matrices_of
 from isp.core.optim.torch_optimizer import check_elementwise, optimizer_of
 from isp.core.optim.update_rules import check_groups, values_of
 from isp.models.build import trained_layouts

@@ -24,8 +24,7 @@ from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.torch_optimizer import MakeOptimizer
 from isp.core.optim.update_rules import rules_in_words
 from isp.core.optim.zero1 import Zero1Optimizer
-from isp.core.pipeline.hooks import ISPCommunicatorSchedulerHook
-from isp.core.pipeline.stage import Pipeline
+from isp.core.pipeline.stage import ISPCommunicatorSchedulerHook, Pipeline
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.moe.router_losses import RouterLosses
 from isp.models.traced_model import TracedModel

@@ -8,7 +8,7 @@ from torch import nn
 
 from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
-from isp.core.optim.publisher import Publisher
+from isp.core.optim.zero1 import Publisher
 from isp.core.weights.sharded_parameter import ShardedParameter
 from tests.core.weights.test_gpu import LONG_CYCLES, WireChannel
 

@@ -17,8 +17,7 @@ from isp.core.mesh import Axis, Mode
 from isp.core.mesh.layout import Matrices
 from isp.core.optim.config import GradScalerConfig, MuonConfig, OptimizerConfig, ParamGroupConfig
 from isp.core.optim.main_grads import MainGradients
-from isp.core.optim.matrices import _homes
-from isp.core.optim.newton_schulz import make_orthogonal, matrices_of, newton_schulz
+from isp.core.optim.matrices import _homes, make_orthogonal, matrices_of, newton_schulz
 from isp.core.optim.update_rules import values_of
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.parity.forked import RankError
