@@ -31,7 +31,7 @@ from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel
 from isp.core.comm.channel import DryChannel
 from isp.core.comm.host_offload import HostMemory
-from isp.core.layers.head import num_chunks
+from isp.core.layers.head import num_loss_chunks
 from isp.core.layers.linear import linears_of
 from isp.core.mesh import Axis, ContextExchange, Mode, SequenceScan, Topology
 from isp.core.mesh.sequence_split import Windows
@@ -248,7 +248,7 @@ def _rehearsed(
                     chunks = (
                         1
                         if headless
-                        else num_chunks(output, labels.numel(), model.loss_chunk_tokens)
+                        else num_loss_chunks(output, labels.numel(), model.loss_chunk_tokens)
                     )
                     loss, rest = _loss(whole, output, labels, chunks, recorder)
             if not recomputed:  # [Note: Plain loss]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isp.core.layers.head import num_chunks
+from isp.core.layers.head import num_loss_chunks
 from isp.core.micro_batch import MicroBatch
 from model.config import ModelConfig
 from tests.ranks import run_ranks
@@ -51,7 +51,7 @@ def _moved(rank: int, layout: Layout, task: Task) -> tuple[list[Any], Counter[st
     return (
         numbers,
         labels,
-        num_chunks(batch.tokens, batch.labels.numel(), task.model.loss_chunk_tokens),
+        num_loss_chunks(batch.tokens, batch.labels.numel(), task.model.loss_chunk_tokens),
     )
 
 

@@ -1,7 +1,7 @@
-"""The losses of the tokens whose logits a linear gives: the logits never exist as a whole.
+"""The head's losses, computed in loss chunks of tokens so that not all logits exist at once.
 
 B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank; p ranks
-whose tokens' losses a rank computes together (1 where each has its own), c chunks.
+that share the logits of their tokens (1 if each computes all logits of its own); c loss chunks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from isp.core.layers.weight_gradients import weight_gradient
 from isp.core.mesh.phase import Phase
 from isp.core.weights.wp import FullWeights
 
-__all__ = ["HeadGradients", "HeadLoss", "deliver", "num_chunks", "one_ahead"]
+__all__ = ["HeadGradients", "HeadLoss", "deliver", "num_loss_chunks", "one_ahead"]
 
 
 class _ChunkedLoss(Function):
-    """forward   of each chunk of tokens: logits = move_y(move_x(x) W^T), their losses, and at once
+    """forward   for each loss chunk: logits = move_y(move_x(x) W^T), their losses, and at once
                  dx = move_dx(move_dy(dlogits) W) and dW += move_dy(dlogits)^T move_x(x)
     backward  dx and dW, times dloss / expected; dW to the communicator
 
-    Here the gradient of a loss is known with the loss, as soon as its own gradient is: `expected`.
-    So there are three products a token, as without chunks, the weight is read in one use, and the
-    one dW leaves once. A chunk's x is gathered while the one before is computed, and its dx travels
-    while its dW is.
+    Forward computes the gradients, too, for a gradient of the loss that is `expected` by then. So
+    there are three products a token, as without loss chunks, the weight is gathered once, and dW is
+    reduced once. A chunk's x is gathered while the one before is computed, and its dx is
+    communicated while its dW is computed.
 
-    [Note: Sum of products] Of several chunks dW is added up in float32 at least, and rounded once.
-    One chunk is computed as a linear and a cross-entropy would be, in every bit.
+    [Note: Sum of products] With several loss chunks, dW is added up in float32 or wider and rounded
+    once. One chunk gives the bits of a linear followed by a cross-entropy.
     """
 
     @staticmethod
@@ -55,21 +55,25 @@ class _ChunkedLoss(Function):
         training: bool,
     ) -> Tensor:
         ctx.head = head = of.head
+        # A graph is recorded or not outside of this function: in here grad mode is off.
         needs = [training and need for need in ctx.needs_input_grad[:3]]
-        pieces = x.chunk(num_chunks(x, labels.numel(), of.chunk_tokens), dim=1)  # [B, S'/c, D]
+        count = num_loss_chunks(x, labels.numel(), of.chunk_tokens)
+        pieces = x.chunk(count, dim=1)  # [B, S'/c, D]
+        # Gathering x joins the ranks' tokens, so a chunk's labels are those of every rank's slice.
         by_ranks = labels.unflatten(1, (-1, x.shape[1]))  # [B, p, S']
         targets = [t.flatten(1) for t in by_ranks.chunk(len(pieces), dim=2)]  # [B, p S'/c]
         sums = HeadGradients(of, x, len(pieces), needs)
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
         with head.communicator.unshard(head, Phase.FORWARD, shard, bias) as full:
             for own_x, target in zip(one_ahead(of.moves, head.name, pieces), targets, strict=True):
-                losses, dy = of.chunk(own_x, full, target, expected if any(needs) else None)
+                given = expected if any(needs) else None
+                losses, dy = of.losses_of_chunk(own_x, full, target, given)
                 loss += losses.sum()
                 if each is not None:
                     each.append(losses.unflatten(1, (by_ranks.shape[1], -1)))  # [B, p, S'/c]
                 if dy is not None:
                     sums.add(own_x, dy, full.weight)
-                del dy
+                del dy  # before the next chunk's logits are allocated
         ctx.save_for_backward(*sums.sums(), expected)
         return loss
 
@@ -78,8 +82,10 @@ class _ChunkedLoss(Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         needs = needs_grad(ctx, 3)
         *sums, expected = ctx.saved_tensors
-        head, factor = ctx.head, dloss / expected  # 1, unless somebody changed the loss
-        # No weight is read: the use says that backward has come here.
+        # The factor is 1 unless the caller scaled the loss after `expected` was given.
+        head, factor = ctx.head, dloss / expected
+        # No weight is read here. The use tells the communicator that backward has come to the
+        # head, so that it launches the gathers planned for this point.
         unshard = head.communicator.unshard
         with unshard(head, Phase.BACKWARD, head.weight) if needs[0] else nullcontext():
             dx, dw, db = (x.mul_(factor) if n else None for x, n in zip(sums, needs, strict=True))
@@ -88,11 +94,11 @@ class _ChunkedLoss(Function):
 
 
 def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The pieces of x as they are multiplied; the next one is on its way by then."""
+    """Yield the pieces of x after their collective; the next one's is launched before."""
     tag = Tag(Purpose.ACTIVATION, layer, "x")
     before: Pending | None = None
     for piece in pieces:
-        arriving = moves.x(piece.contiguous(), tag=tag)  # one product for all rows
+        arriving = moves.x(piece.contiguous(), tag=tag)  # contiguous: one product for all rows
         if before is not None:
             yield before.wait()
         before = arriving
@@ -100,19 +106,22 @@ def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Te
     yield before.wait()
 
 
-def num_chunks(x: Tensor, num_tokens: int, chunk_tokens: int) -> int:
-    """The chunks of x's sequence, as equal as may be; `num_tokens`: of all rows and ranks."""
+def num_loss_chunks(x: Tensor, num_tokens: int, chunk_tokens: int) -> int:
+    """Return the number of loss chunks for x [B, S', D], of at most `chunk_tokens` tokens (0: all).
+
+    `num_tokens` counts all rows and ranks. A chunk has at least one position of the sequence.
+    """
     if not chunk_tokens or not num_tokens:
         return 1
-    at_each = num_tokens // x.shape[1]
+    at_each = num_tokens // x.shape[1]  # tokens at one position: B rows of p ranks
     return math.ceil(x.shape[1] / max(1, chunk_tokens // at_each))
 
 
 class HeadGradients:
-    """dx, dW and db of a head, of one chunk after the other [Note: Sum of products]."""
+    """Accumulates dx, dW and db of a head, one loss chunk after another [Note: Sum of products]."""
 
     def __init__(self, of: HeadLoss, x: Tensor, count: int, needs: Sequence[Any]) -> None:
-        """`count`: the chunks of x; `needs`: whether x, the weight and the bias need one."""
+        """`count` is the number of loss chunks; `needs`: flags for x, the weight and the bias."""
         self._of, self._count, self._narrow = of, count, x.dtype
         _, self._of_weight, self._of_bias = needs
         self._dx = torch.empty_like(x) if needs[0] else None
@@ -122,13 +131,14 @@ class HeadGradients:
         self._db: Tensor | None = None
 
     def add(self, x: Tensor, dy: Tensor, weight: Tensor) -> None:
-        """Those of the next chunk: what was multiplied, and the gradient of what came of it."""
+        """Add the gradients of the next chunk, from its x and the gradient dy of its product."""
         arriving = None
         if self._dx is not None:
             tag = Tag(Purpose.INPUT_GRADIENT, self._of.head.name, "dx")
             arriving = self._of.moves.dx(dy @ weight.to(dy.dtype), tag=tag)
         flat = dy.flatten(0, 1)
         several = torch.promote_types(dy.dtype, torch.float32) if self._count > 1 else None
+        # dW is computed while dx is communicated.
         if self._of_weight:
             flat_x, wide = x.flatten(0, 1).to(dy.dtype), several or self._dtype
             self._dw = weight_gradient(flat, flat_x, dtype=wide, into=self._dw, add=True)
@@ -139,7 +149,7 @@ class HeadGradients:
             next(self._dx_parts).copy_(arriving.wait())
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dx, dW and db of all chunks."""
+        """Return dx, dW and db of all chunks, None for those not needed."""
         dw = None if self._dw is None else self._dw.to(self._dtype)
         return self._dx, dw, None if self._db is None else self._db.to(self._narrow)
 
@@ -147,7 +157,10 @@ class HeadGradients:
 def deliver(
     head: LinearLayer, dw: Tensor | None, db: Tensor | None, needs: Sequence[NeedsGrad]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Give dW and db to the communicator, as far as the weight and the bias need them."""
+    """Give dW and db to the communicator and return what autograd delivers instead.
+
+    `needs`: the use of the weight's and the bias's gradient.
+    """
 
     def given(gradient: Tensor | None, need: NeedsGrad, is_bias: bool) -> Tensor | None:
         if gradient is None or not need:
@@ -162,37 +175,38 @@ def deliver(
 
 
 class HeadLoss(NamedTuple):
-    """The losses of tokens whose logits a linear gives, a chunk of tokens at a time.
+    """The head of a model with its losses, computed one loss chunk at a time.
 
-    x [B, S', D] is what the linear is given; labels are [B, S'], or [B, p S'] where the ranks of a
-    sequence compute its losses together.
+    x [B, S', D] is the linear's input; labels are [B, S'], or [B, p S'] if the ranks of a sequence
+    share its logits.
     """
 
     head: LinearLayer
     moves: Moves
-    """Of x and dx; y and dy are the logits of the model and their gradient."""
+    """Collectives of x and dx, and, as y and dy, of the model's logits and their gradient."""
     channel: Channel
     """The ranks over which the logits of a token are split."""
     first: int
     """The vocabulary entry of this rank's first logit."""
     chunk_tokens: int
-    """Tokens whose losses are computed at a time; 0: all."""
-    behind: Callable[[Tensor], Tensor] | None = None
-    """What the model does to what its head gives, [B, n, V'] -> the logits; None: nothing."""
+    """Tokens of a loss chunk; 0: all tokens are one chunk."""
+    after_head: Callable[[Tensor], Tensor] | None = None
+    """The model's operations after its head, [B, n, V'] -> logits, such as a soft cap or a scale;
+    None: there are none."""
     compile: CompileWhen = False
-    """Whether losses are computed by compiled kernels."""
+    """When losses are computed by compiled kernels."""
 
     def total(self, x: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
-        """The sum of all losses, [].
+        """Return the sum of all losses, a float64 scalar.
 
-        `expected` [], not 0, is the gradient that the sum is going to have; None: 1. Gradients are
-        computed with it, so that narrow numbers are of the right size, and are right with any
-        other.
+        `expected` [], not 0, is the gradient that the sum will get; None: 1. Gradients are computed
+        with it in forward, so that float16 neither overflows nor underflows; backward corrects them
+        if the gradient is another one.
         """
         return self._computed(x, labels, expected, None)
 
     def each(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each token in the place of its label; no gradient."""
+        """Return the loss of each token, of the shape of `labels`; without gradients."""
         found: list[Tensor] = []
         with torch.no_grad():
             self._computed(x, labels, None, found)
@@ -201,6 +215,7 @@ class HeadLoss(NamedTuple):
     def _computed(
         self, x: Tensor, labels: Tensor, expected: Tensor | None, each: list[Tensor] | None
     ) -> Tensor:
+        """Return the sum of losses; `each` is a list that gets each chunk's [B, p, S'/c]."""
         if expected is None:
             expected = torch.ones((), dtype=torch.float64, device=x.device)
         head, training = self.head, torch.is_grad_enabled()
@@ -209,12 +224,12 @@ class HeadLoss(NamedTuple):
         )
         return loss
 
-    def chunk(
+    def losses_of_chunk(
         self, x: Tensor, full: FullWeights, target: Tensor, expected: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The losses of a chunk, one a target, and the gradient of what the linear gives.
+        """Return the losses of a loss chunk, one for each target, and the linear's output gradient.
 
-        None where no gradient is `expected`.
+        `expected`: the gradient of each loss; None: no gradient is computed.
         """
         logits, back = self.logits(x, full, training=expected is not None)
         losses, dy = losses_and_gradient(
@@ -225,7 +240,7 @@ class HeadLoss(NamedTuple):
             first=self.first,
             compiled=compiles(self.compile, logits.device),
         )
-        del logits
+        del logits  # their memory holds the gradient now, and is free without one
         if dy is not None:
             tag = Tag(Purpose.OUTPUT_GRADIENT, self.head.name, "dy")
             dy = self.moves.dy(dy, tag=tag).wait()
@@ -234,9 +249,10 @@ class HeadLoss(NamedTuple):
     def logits(
         self, x: Tensor, full: FullWeights, *, training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-        """The logits where they are scored, which may be overwritten, and the way back.
+        """Return the logits as the loss reads them, which may be overwritten, and a backward.
 
-        That is through `behind`, if there is one, for a gradient that `moves.dy` has moved.
+        The backward maps the gradient, after `moves.dy`, to that of the linear's output; None if
+        `after_head` is None or does nothing.
         """
         logits, back = self._own_logits(x, full, training=training)
         tag = Tag(Purpose.ACTIVATION, self.head.name, "y")
@@ -246,20 +262,24 @@ class HeadLoss(NamedTuple):
         self, x: Tensor, full: FullWeights, *, training: bool
     ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         y = F.linear(x, full.weight, full.bias)
-        if self.behind is None:
+        if self.after_head is None:
             return y, None
+        # A graph of `after_head` alone, on a leaf: grad mode is off in the function around this.
         with torch.set_grad_enabled(training):
             leaf = y.detach().requires_grad_(training)
-            given = _Given.apply(leaf)
+            given = _HeadOutput.apply(leaf)
             made_by = given.grad_fn
-            logits = self.behind(given)
-        if logits is given and logits.grad_fn is made_by:  # else it was written into
+            logits = self.after_head(given)
+        # The same tensor and node come back if nothing was done; an operation in place would
+        # return the same tensor with another node.
+        if logits is given and logits.grad_fn is made_by:
             return y, None
+        # A copy, as the loss overwrites logits that this graph may have saved.
         return logits.detach().clone(), lambda dy: torch.autograd.grad(logits, leaf, dy)[0]
 
 
-class _Given(Function):
-    """A leaf as the result of a head: nobody may write into a leaf, nor into a view of it."""
+class _HeadOutput(Function):
+    """Returns a leaf as a result, which a model may write into; it may not write into a leaf."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:

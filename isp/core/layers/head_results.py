@@ -1,7 +1,7 @@
-"""Results of each token that are made of its logits, with gradients, and never all logits.
+"""Per-token results computed from logits, with gradients, in loss chunks of tokens.
 
 B batch, S' the tokens of a rank, D hidden size, V' the logits of a rank, K results of a token; p
-ranks whose tokens a rank has together (1 where each has its own), n = p S', c chunks.
+ranks that share the logits of their tokens (1 if each computes its own), n = p S', c loss chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.head import HeadGradients, HeadLoss, deliver, num_chunks, one_ahead
+from isp.core.layers.head import HeadGradients, HeadLoss, deliver, num_loss_chunks, one_ahead
 from isp.core.layers.linear import needs_grad
 from isp.core.layers.token_results import ResultRules
 from isp.core.mesh.phase import Phase
@@ -25,7 +25,7 @@ __all__ = ["results_of_head", "results_of_logits"]
 
 class _OfLogits(Function):
     """forward   the results of logits
-    backward  dlogits, of what is made again
+    backward  dlogits, from logits that are scaled and shifted again
     """
 
     @staticmethod
@@ -43,19 +43,18 @@ class _OfLogits(Function):
 
 
 def results_of_logits(logits: Tensor, beside: Tensor, rules: ResultRules) -> Tensor:
-    """Of logits [B, n, V'], the model's own, and `beside` [B, n, ..] -> [B, n, K]."""
+    """Return the results [B, n, K] of a model's logits [B, n, V'] and `beside` [B, n, ..]."""
     found: Tensor = _OfLogits.apply(logits, beside, rules)
     return found
 
 
 class _OfHead(Function):
-    """forward   of each chunk of tokens: logits = move_y(move_x(x) W^T), their results
-    backward  of each chunk: logits again, if the rules need them, their gradient from that of the
-              results, and of it dx = move_dx(move_dy(dlogits) W) and
-              dW += move_dy(dlogits)^T move_x(x)
+    """forward   for each loss chunk: logits = move_y(move_x(x) W^T), their results
+    backward  for each chunk: logits again, if the rules need them, dlogits from the gradient of the
+              results, dx = move_dx(move_dy(dlogits) W) and dW += move_dy(dlogits)^T move_x(x)
 
-    Unlike that of a loss, the gradient of a result is not known with it: it is the caller's. So
-    there are up to four products a token, and the weight is read in backward, too.
+    Forward cannot compute gradients as it does for a loss: those of the results are the caller's.
+    So there are up to four products a token, and the weight is gathered in backward, too.
     """
 
     @staticmethod
@@ -79,6 +78,7 @@ class _OfHead(Function):
                 del logits
                 found.append(results.unflatten(1, (beside.shape[1] // x.shape[1], -1)))
                 kept.append(again)
+            # A copy: the gathered bias is freed here, and backward gathers the weight alone.
             whole_bias = None if full.bias is None else full.bias.clone()
         ctx.save_for_backward(x, shard, whole_bias, *kept)
         return torch.cat(found, dim=2).flatten(1, 2)
@@ -98,8 +98,9 @@ class _OfHead(Function):
                 _pieces(of, x, ctx.beside), by_ranks.chunk(count, dim=2), kept, strict=True
             ):
                 back, part = None, part.flatten(1, 2)
+                # Rules that do not read the logits get their shape and dtype, and no product.
                 logits = x.new_empty(1).expand(*part.shape[:2], ctx.num_logits)
-                if rules.needs_logits or of.behind is not None:
+                if rules.needs_logits or of.after_head is not None:
                     logits, back = of.logits(own_x, full, training=True)
                 dy = rules.gradient(logits, own_beside, again, part)
                 del logits
@@ -111,17 +112,17 @@ class _OfHead(Function):
 
 
 def _pieces(of: HeadLoss, x: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The chunks of x [B, S'/c, D] as they are multiplied, and of `beside`, [B, p S'/c, ..]."""
-    count = num_chunks(x, len(x) * beside.shape[1], of.chunk_tokens)
+    """Yield the loss chunks of x [B, S'/c, D], after their collective, and of `beside`."""
+    count = num_loss_chunks(x, len(x) * beside.shape[1], of.chunk_tokens)
     by_ranks = beside.unflatten(1, (-1, x.shape[1]))  # [B, p, S', ..]
-    parts = (part.flatten(1, 2) for part in by_ranks.chunk(count, dim=2))
+    parts = (part.flatten(1, 2) for part in by_ranks.chunk(count, dim=2))  # [B, p S'/c, ..]
     return zip(one_ahead(of.moves, of.head.name, x.chunk(count, dim=1)), parts, strict=True)
 
 
 def results_of_head(of: HeadLoss, x: Tensor, beside: Tensor, rules: ResultRules) -> Tensor:
-    """Of what the head is given, x [B, S', D], and `beside` [B, n, ..] -> [B, n, K].
+    """Return the results [B, n, K] for the head's input x [B, S', D] and `beside` [B, n, ..].
 
-    `of.chunk_tokens` tokens at a time, fewer where rules take more memory.
+    Computes `of.chunk_tokens` tokens at a time, fewer if the rules take more memory for a token.
     """
     head, size = of.head, of.chunk_tokens
     of = of._replace(chunk_tokens=size and max(1, size // rules.num_buffers))

@@ -1,4 +1,4 @@
-"""How the layers of a model lie on a rank: where a mode becomes layouts and moves."""
+"""`RankLayers`, which turns a mode into the layouts and collectives of a rank's layers."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def logit_exchange(tensor: Channel) -> Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayers:
-    """How layers are split in one mode over given channels, and what they are computed with.
+    """The split of a model's layers in one mode over given channels.
 
-    In isp mode a weight is cut by rows over the weight group and every rank computes all features
-    of its tokens; in the others it is cut by outputs (column) or inputs (row) over the tensor
-    group and every rank computes its features of all tokens.
+    In isp mode a weight is cut by rows over the weight group, and every rank computes all features
+    of its tokens. In the other modes it is cut by outputs (column) or inputs (row) over the tensor
+    group, and every rank computes its features of all tokens.
     """
 
     mode: Mode
@@ -62,61 +62,64 @@ class RankLayers:
     expert: Channel = field(default_factory=Channel.solo)
     """The ranks that have different experts of a layer, and send each other tokens."""
     expert_chunks: int = 1
-    """Parts of the tokens, each of which travels while the one before is computed."""
+    """Number of pieces a rank's tokens are sent in; each is sent while the one before is
+    computed."""
     experts_stay: bool = False
-    """Whether each expert lies on one rank as a whole, so that none is gathered."""
+    """Each expert is on one rank as a whole, so that none is gathered."""
     device: torch.device
     dtype: torch.dtype
     embed_split_hidden: bool = False
     """isp: cut the embedding table by hidden features, not by vocabulary."""
     host: HostMemory | None = None
-    """Memory for block inputs that are not kept on the device; None: there is none."""
+    """Host memory for block inputs that are not kept on the device; None: they are kept there."""
     sequence: SequenceRanks | None = None
-    """isp: how the tensor ranks attend to a sequence; None: each with some heads to all of it."""
+    """isp: head and context ranks of the tensor group; None: each rank attends with some heads to
+    the whole sequence."""
     vocab_parallel_loss: bool = False
-    """isp: exchange logits, so that a rank has all tokens of its sequence and part of each."""
+    """isp: exchange logits, so that a rank has a slice of the logits of all tokens."""
     everyone: Channel = field(default_factory=Channel.solo)
-    """All ranks, for values in CPU memory, by which they choose alike."""
+    """All ranks, for values in CPU memory from which all make the same choice."""
 
     @property
     def splits_features(self) -> bool:
-        """Whether features (heads, hidden units, vocabulary) are split over the tensor group."""
+        """True if features (heads, hidden units, vocabulary) are split over the tensor group."""
         return self.mode.splits_features
 
     @property
     def token_ranks(self) -> Channel:
-        """The ranks over which the tokens of a sequence are split, outside of what features are."""
+        """The ranks over which a sequence's tokens are split between linears split by features."""
         return self.tensor if self.mode.splits_sequence else Channel.solo("tensor")
 
     def attention(
         self, local: LocalAttention, *, scale: float | None = None, softcap: float | None = None
     ) -> DistributedAttention:
-        """Attention by `local`, which has this `scale` and `softcap`, to all of a sequence."""
+        """Return attention to whole sequences by `local`, which has this `scale` and `softcap`."""
         if self.splits_features:  # a rank has all tokens of its heads
             return DistributedAttention(local, Channel.solo("tensor"))
         ranks = self.sequence or SequenceRanks.by_heads(self.tensor)
-        return ranks.attention(local, may_ring=softcap is None)  # kernels with a cap give no sums
+        # A ring merges results by log-sum-exp, which no kernel with a soft cap returns.
+        return ranks.attention(local, may_ring=softcap is None)
 
     def recurrence(self, kind: Recurrence) -> Recurrence:
-        """What scans the segments of this rank."""
+        """Return the scan of this rank's segments (the planner puts a dry one in its place)."""
         return kind
 
     def tiles(self, parts: Sequence[slice]) -> Iterable[slice]:
-        """Those of alike parts of a computation that are run: all."""
+        """Return all slices of a computation (the planner runs one of each size)."""
         return parts
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterable[slice]:
-        """Those of the tiles of a module that are run: all; there may be transfers in each."""
+        """Return all tiles of a module, each of which may contain transfers."""
         return tiles
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a CPU computes."""
+        """True if the layers compute on a CPU."""
         return self.device.type == "cpu"
 
     @property
     def splits_logits(self) -> bool:
-        """Whether a rank has a part of the logits of all tokens, or all logits of its tokens."""
+        """True if a rank has a slice of all tokens' logits, False if all logits of its tokens."""
         return self.splits_features or self.vocab_parallel_loss
 
     @property
@@ -126,7 +129,7 @@ class RankLayers:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """The layers' forward passes in this context compute again what a backward needs."""
+        """Mark forward passes in this context as recomputation, for the log and communicator."""
         log = self.tensor.log
         before = log.phase, log.block
         log.enter(Phase.RECOMPUTE, log.block)
@@ -137,7 +140,7 @@ class RankLayers:
             log.enter(*before)
 
     def first_logit(self, vocab_size: int) -> int:
-        """The vocabulary entry of this rank's first logit."""
+        """Return the vocabulary entry of this rank's first logit."""
         return self.loss_channel.rank * math.ceil(vocab_size / self.loss_channel.size)
 
     def head_loss(
@@ -146,29 +149,29 @@ class RankLayers:
         vocab_size: int,
         *,
         chunk_tokens: int = 0,
-        behind: Callable[[Tensor], Tensor] | None = None,
+        after_head: Callable[[Tensor], Tensor] | None = None,
         compile: CompileWhen = False,
     ) -> HeadLoss:
-        """The losses of what `head` gives, `chunk_tokens` tokens at a time; see `HeadLoss`."""
+        """Return the losses of `head`'s logits, `chunk_tokens` tokens at a time; see `HeadLoss`."""
         return HeadLoss(
             head,
             moves=head.moves if self.splits_features else self.logit_moves,
             channel=self.loss_channel,
             first=self.first_logit(vocab_size),
             chunk_tokens=chunk_tokens,
-            behind=behind,
+            after_head=after_head,
             compile=compile,
         )
 
     @property
     def logit_moves(self) -> Moves:
-        """isp: what brings the logits that a rank has made to those of its loss, and back."""
+        """isp: the collectives between the logits a rank computes and those its loss reads."""
         return logit_exchange(self.tensor) if self.vocab_parallel_loss else Moves()
 
     def sharded_layout(
         self, shape: tuple[int, ...], *, dim: int, segments: tuple[int, ...] = ()
     ) -> ParameterLayout:
-        """A parameter that is cut along `dim` over the weight group."""
+        """Return the layout of a parameter cut along `dim` over the weight group."""
         return ParameterLayout(
             global_shape=shape,
             dim=dim,
@@ -179,21 +182,22 @@ class RankLayers:
         )
 
     def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
-        """Experts [E, ..]: over the expert ranks, and those of each over its weight ranks."""
+        """Return the layout of experts [E, ..]: cut over expert ranks, then expert weight ranks."""
         return replace(self.sharded_layout(shape, dim=0), groups=self.expert.size)
 
     def expert_bounds(self, num_experts: int) -> list[int]:
-        """Where the experts of each expert rank begin, and the last ones end."""
+        """Return the first expert of each expert rank, and after them `num_experts`."""
         size = self.expert.size
         return [*(chunk_range(num_experts, size, i).start for i in range(size)), num_experts]
 
     def replicated_layout(
         self, shape: tuple[int, ...], sees_part: bool | None = None
     ) -> ParameterLayout:
-        """A parameter that every rank holds whole.
+        """Return the layout of a parameter that every rank holds whole.
 
-        Where the tensor ranks see the same tokens and features (mtp) their gradients are equal;
-        where each sees its part (its tokens, or its heads) they are partial sums.
+        If the tensor ranks see the same tokens and features (mtp), their gradients are equal and
+        only the data ranks' are summed. If each sees its own (`sees_part`: its tokens, or its
+        heads), the gradients are partial sums over the whole stage.
         """
         if sees_part is None:
             sees_part = self.mode.splits_sequence

@@ -91,7 +91,7 @@ class StageModule:
                 self.trace.vocab_size,
                 chunk_tokens=loss_chunk_tokens,
                 # Where the model changes nothing, its code need not run.
-                behind=self._behind_head if self.trace.changes_logits else None,
+                after_head=self._behind_head if self.trace.changes_logits else None,
                 compile=compile,
             )
 

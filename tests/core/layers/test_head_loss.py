@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.core.comm import Mesh
-from isp.core.layers.head import HeadLoss, num_chunks
+from isp.core.layers.head import HeadLoss, num_loss_chunks
 from isp.core.layers.linear import ParallelLinear
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis, Mode, WeightConfig
@@ -162,7 +162,7 @@ def test_only_what_is_wanted_is_computed(chunk: int) -> None:
             products.append(name)
 
     head, of_head = solo_head(chunk)
-    chunks = num_chunks(wanted.x, wanted.labels.numel(), chunk)
+    chunks = num_loss_chunks(wanted.x, wanted.labels.numel(), chunk)
     assert chunks == (6 if chunk else 1)
     assert of_head.total(wanted.x[:0], wanted.labels[:0]) == 0  # no row
     for of_x, of_w, training, number in (
@@ -227,7 +227,7 @@ def test_a_loss_scale_is_in_the_gradients_of_logits() -> None:
     full = Full(head.weight.detach(), None)
     for scale in (1.0, 2.0**12):
         expected = torch.tensor(scale, dtype=torch.float64)
-        _, dy = of_head.chunk(x, full, wanted.labels, expected)
+        _, dy = of_head.losses_of_chunk(x, full, wanted.labels, expected)
         assert dy is not None
         vanished[scale] = int((dy[0, :3] == 0).sum())
         leaf = x.clone().requires_grad_()
