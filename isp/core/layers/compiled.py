@@ -1,10 +1,10 @@
-"""Small functions of tensors of which `torch.compile` makes one kernel each (`model.compile`).
+"""Compilation of small tensor functions into one kernel each, by `torch.compile` (`model.compile`).
 
-[Note: Compiled] Forward and backward of an autograd function are compiled each by itself, so what
-is kept between them is what the function says, compiled or not. Sizes and strides are symbols:
-another length compiles nothing new, another dtype does, or a size that becomes 1. No order of a
-sum is chosen by timing, so every rank, and every start, computes the same. It is not what the plain
-layers compute to the last bit: what they round to the model's dtype in between stays float32 here.
+[Note: Compiled] Forward and backward of an autograd function are compiled separately, so the
+function decides what is saved between them, compiled or not. Sizes and strides are symbols: a new
+length does not recompile, a new dtype or a size that becomes 1 does. No order of a sum is chosen by
+timing, so all ranks and all starts compute the same bits. These differ from the plain layers' in
+rounding: values that those round to the model's dtype in between stay float32 here.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CompileWhen = bool | Literal["auto"]
-"""True, False, or `auto`: on CUDA."""
+"""When to compile: True, False, or `auto` (on CUDA, if a compiler works)."""
 
 _OPTIONS: dict[str, Any] = {"deterministic": True, "compile_threads": 1}
-"""As [Note: Compiled] says; and a few small kernels need no pool of processes that compile."""
+"""Compiler options: no choice by timing [Note: Compiled], and no pool of compiling processes,
+which would take longer to start than a few small kernels to compile."""
 
 
 def lazily_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` of tensors, without gradients, compiled when it is first called."""
+    """Return `function`, which computes without gradients, compiled at its first call."""
 
     @cache
-    def kernel() -> Callable[..., R]:  # here: the compiler is imported by those who use it
-        # Not `fullgraph`, which would end a run that has met too many kinds of tensors: what is
-        # not compiled for is then computed as it stands. That nothing else is not is tested.
+    def kernel() -> Callable[..., R]:  # a function, so that only a user of it loads the compiler
+        # Not `fullgraph`: after too many kinds of tensors it would raise and end the run, while
+        # without it further kinds run uncompiled. Tests check that the usual kinds compile.
         return torch.compile(function, dynamic=True, options=dict(_OPTIONS))
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         assert not kwargs, "tensors and numbers in order"
-        # whether a tensor requires a gradient, or is a parameter, would compile another kernel
+        # Detached: a tensor that requires a gradient, or is a parameter, would compile again.
         plain = (x.detach() if isinstance(x, Tensor) else x for x in args)
         with torch.no_grad():
             return kernel()(*plain)
@@ -52,16 +53,16 @@ def lazily_compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32 at least."""
+    """Return x in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @cache
 def compiles(when: CompileWhen, device: torch.device) -> bool:
-    """Whether what is computed on `device` is to be compiled.
+    """Return whether functions on `device` are compiled.
 
-    Where a compiler is missing, `auto` says so once and computes as written; for True that is a
-    ValueError.
+    If `torch.compile` does not work there, `auto` logs that once and returns False, and True
+    raises ValueError.
     """
     if when is False or device.type == "meta" or (when == "auto" and device.type != "cuda"):
         return False
@@ -85,10 +86,10 @@ def compiles(when: CompileWhen, device: torch.device) -> bool:
 
 @cache
 def _fault_on(device: torch.device) -> str:
-    """What keeps `torch.compile` from working, found by trying; empty: nothing."""
+    """Compile a small function and return the error, on one line; empty if it works."""
     try:
         _probe(torch.zeros(2, 4, device=device))
-    except Exception as error:  # of a compiler that runs outside, anything
+    except Exception as error:  # an external compiler may raise anything
         first_line = str(error).strip().partition("\n")[0]
         return f"{type(error).__name__}: {first_line[:200]}"
     return ""

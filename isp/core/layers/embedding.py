@@ -1,4 +1,4 @@
-"""Token embedding: rows of a table that is split over the vocabulary, or gathered.
+"""Token embedding from a table that is split over the vocabulary, or gathered.
 
 B batch, S sequence, V vocabulary, D model size; ids are [B, S], the table [V, D], y is [B, S, D].
 """
@@ -22,7 +22,7 @@ __all__ = ["TableLayer", "look_up"]
 
 
 class TableLayer(WeightHolder, Protocol):
-    """A layer that looks rows of its table up: an embedding, or one of somebody else's."""
+    """A layer that looks up rows of its table: an embedding of ours, or a user's adapted."""
 
     communicator: WPCommunicator
     moves: Moves
@@ -30,21 +30,21 @@ class TableLayer(WeightHolder, Protocol):
 
     @property
     def padding_idx(self) -> int:
-        """The row that takes no gradient, of those that backward adds up; -1: none."""
+        """The row without a gradient, counted in the rows that backward adds up; -1: none."""
 
 
 class _Embedding(Function):
-    """forward   y = move_y(rows of the table; 0 for ids that other ranks hold)
+    """forward   y = move_y(rows of the table, 0 for ids that other ranks hold)
     wgrad     dW = move_dy(dy) added up row by row, to the communicator
     """
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
-        foreign = None
+        foreign = None  # the ids whose rows other ranks hold
         if not layer.communicator.gathers_weights and layer.layouts["weight"].sharded:
             ((start, stop),) = layer.layouts["weight"].intervals()
             foreign = (ids < start) | (ids >= stop)
-            ids = (ids - start).masked_fill(foreign, 0)
+            ids = (ids - start).masked_fill(foreign, 0)  # any row will do: its result is zeroed
         with layer.communicator.unshard(layer, Phase.FORWARD, weight) as full:
             table = full.weight
             ctx.layer, ctx.num_rows = layer, table.shape[0]
@@ -69,16 +69,16 @@ class _Embedding(Function):
         padding = layer.padding_idx
         if layer.deterministic:
             dw = dy.new_zeros(ctx.num_rows, dy.shape[-1])
-            dw.index_put_((ids,), dy, accumulate=True)  # sorts the ids on CUDA
+            dw.index_put_((ids,), dy, accumulate=True)  # deterministic: sorts the ids on CUDA
             if padding >= 0:
                 dw[padding] = 0
-        else:
+        else:  # adds by atomics on CUDA
             dw = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.num_rows, padding, False)
         returned = needs is NeedsGrad.VALUE
         return None, layer.communicator.grad_hook(dw, module=layer, returned=returned), None
 
 
 def look_up(ids: Tensor, weight: Tensor, layer: TableLayer) -> Tensor:
-    """Rows of the table of which `weight` is this rank's part: ids [B, S] -> [B, S, D]."""
+    """Look up ids [B, S] in the table whose shard on this rank is `weight` -> [B, S, D]."""
     y: Tensor = _Embedding.apply(ids, weight, layer)
     return y

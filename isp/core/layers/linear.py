@@ -1,8 +1,9 @@
-"""One linear for every mode: y = x W^T + b, with the six tensors that may travel.
+"""The linear of every mode, y = x W^T + b, and the routes that its weight gradient takes.
 
-B batch, S sequence, I in features, O out features; x is [B, S, I], W is [O, I], y is [B, S, O].
+B batch, S sequence, N tokens, I in features, O out features; x is [B, S, I], W is [O, I], y is
+[B, S, O].
 
-A linear has x, w, y going forward and dy, dx, dw going backward.
+Six tensors may be communicated: x, w and y in forward, dy, dx and dw in backward.
 
     mode   column linear                                row linear
     mtp    dx: all-reduce                               y: all-reduce
@@ -10,8 +11,8 @@ A linear has x, w, y going forward and dy, dx, dw going backward.
     fsp    as msp; x is gathered again in backward      as msp
     isp    w: all-gather; dw: reduce-scatter            the same
 
-The communicator (`isp.core.weights`) moves w and dw; `Moves` has the collectives of the
-activations.
+The communicator (`isp.core.weights`) moves w and dw; `Moves` holds the collectives of the
+activations and their gradients.
 
 Source: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), InternEvo (Chen et al. 2024).
 """
@@ -60,10 +61,11 @@ __all__ = [
 ]
 
 Collective = Callable[..., Pending]
-"""Called with a tensor and its `tag`."""
+"""A collective, launched by a call with a tensor and its `tag`."""
 
 
 def _stay(x: Tensor, *, tag: Tag) -> Pending:
+    """Return x as it is: the collective of an activation that is not communicated."""
     return Pending.ready(x)
 
 
@@ -76,22 +78,22 @@ class Role(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """The collectives of the four activations of a linear."""
+    """The collectives of a linear's input, its output and their gradients."""
 
     x: Collective = _stay
-    """The input, before it is multiplied."""
+    """Collective of the input, run before the product."""
     y: Collective = _stay
-    """The output."""
+    """Collective of the output."""
     dy: Collective = _stay
-    """The gradient of the output; the dual of `y`."""
+    """Collective of the output's gradient; the dual of `y`."""
     dx: Collective = _stay
-    """The gradient of the input; the dual of `x`."""
+    """Collective of the input's gradient; the dual of `x`."""
     regather_x: bool = False
-    """Save x as it came, and move it again in backward."""
+    """Save x before its collective and run that again in backward: less memory, more traffic."""
 
 
 def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1) -> Moves:
-    """The row of the mode table for a linear of `role`, over the tensor group."""
+    """Return the collectives over `tensor` that the table above gives a linear of `role`."""
     if tensor.size == 1:
         return Moves()
     gather = partial(tensor.all_gather, dim=sequence_dim)
@@ -111,33 +113,33 @@ def moves_for(mode: Mode, role: Role, tensor: Channel, *, sequence_dim: int = 1)
 
 
 class NeedsGrad(IntEnum):
-    """A backward pass's use for an input's gradient; false if it has none."""
+    """The use that the running backward pass has for an input's gradient; false if none."""
 
     NOTHING = 0
-    """It is not asked for."""
+    """The gradient is not needed."""
     VALUE = 1
-    """`torch.autograd.grad` returns it: it has to be there when the function's backward ends."""
+    """`torch.autograd.grad` returns the gradient, so it must exist when the backward returns."""
     FLOW = 2
-    """It flows on, to the function that made the input or into the sum that the leaf keeps."""
+    """The gradient goes to the function that made the input, or is accumulated in the leaf."""
 
 
 def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
-    """Say what the backward pass under way needs of the first `count` inputs of `ctx`'s function.
+    """Return the use of the gradient of each of the first `count` inputs, in the running backward.
 
-    `ctx.needs_input_grad` only says what could have a gradient; `autograd.grad(y, x)` and
-    `backward(inputs=[x])` leave out the rest. Of these all but the last have to be tensors.
+    `ctx.needs_input_grad` only says which inputs could have a gradient; `autograd.grad(y, x)` and
+    `backward(inputs=[x])` compute fewer. All of the inputs but the last have to be tensors.
     """
     found, nodes = [], ctx.next_functions
     for index, needed in enumerate(ctx.needs_input_grad[:count]):
         try:
             runs = needed and torch._C._will_engine_execute_node(nodes[index][0])
             found.append(_FLOW if runs else _NOTHING)
-        except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
+        except RuntimeError:  # torch raises for a leaf whose gradient `autograd.grad` returns
             found.append(_VALUE)
     return found
 
 
-# Python 3.11 looks a member up as slowly as a function is called.
+# Constants: Python 3.11 takes as long to look up an enum's member as to call a function.
 _NOTHING, _VALUE, _FLOW = NeedsGrad
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
 _X, _Y = (Purpose.ACTIVATION, "x"), (Purpose.ACTIVATION, "y")
@@ -147,15 +149,15 @@ _DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
 WeightGradientRoute: TypeAlias = (
     "Callable[[LinearLayer, nn.Parameter, OutputGradient, Tensor], Tensor | None]"
 )
-"""Decides where the product of a weight gradient's two factors goes.
+"""A function that computes a weight gradient, or delivers it elsewhere, now or later.
 
-Called with a layer, the parameter that it was used with (its own, or one given at the call), dy
-[N, O] and x [N, I] of N tokens -> dW = dy^T x [O, I], or None if it is taken care of.
+Its arguments are a layer, the parameter that the layer multiplied by (its own, or one given at the
+call), dy [N, O] and x [N, I]. It returns dW = dy^T x [O, I], or None if it delivers dW itself.
 """
 
 
 class LinearLayer(WeightHolder, Protocol):
-    """A layer that multiplies by its weight: a `ParallelLinear`, or one of somebody else's."""
+    """A layer that multiplies by its weight: a `ParallelLinear`, or a user's linear adapted."""
 
     communicator: WPCommunicator
     moves: Moves
@@ -165,9 +167,10 @@ class LinearLayer(WeightHolder, Protocol):
 
 
 def linears_of(chunks: Iterable[Iterable[DeclaredBlock]]) -> Iterator[LinearLayer]:
-    """The linears that the blocks of `chunks` declare; one that is used twice, twice."""
+    """Yield the linears that the blocks of model `chunks` declare, once for each use of each."""
     for use in (use for blocks in chunks for block in blocks for use in block.uses):
-        # Not isinstance: with a protocol that sees no parameter of a module since Python 3.12.
+        # Not isinstance with the protocol: since Python 3.12 it does not find parameters, which
+        # a module keeps out of its own attributes.
         if hasattr(use.layer, "weight_gradients"):
             yield cast(LinearLayer, use.layer)
 
@@ -177,12 +180,12 @@ class _Linear(Function):
     dgrad     dx = move_dx(move_dy(dy) W)
     wgrad     dW = move_dy(dy)^T move_x(x), db = sum of move_dy(dy), to the communicator
 
-    [Note: Order of the gradients] The gradient that has to travel is computed first, so that
-    computing the other hides its transfer: dW where weights are gathered, dx elsewhere.
+    [Note: Order of the gradients] The gradient that has to be communicated is computed first, so
+    that computing the other hides its transfer: dW where weights are gathered, dx elsewhere.
     dW needs no weight, so in the first case the gather has that much longer to arrive.
 
-    [Note: Autocast] It narrows the product in forward and does not reach backward: there the other
-    factor takes the dtype of dy, and autograd widens what comes out.
+    [Note: Autocast] Autocast narrows the product in forward and is off in backward. There the
+    other factor is cast to the dtype of dy, and autograd casts the results to the inputs' dtypes.
     """
 
     @staticmethod
@@ -193,9 +196,11 @@ class _Linear(Function):
         full_x = _moved(moves.x, x, layer, _X)
         with communicator.unshard(layer, _FORWARD, weight, bias) as full:
             y = F.linear(full_x, full.weight.T if layer.transposed else full.weight, full.bias)
-        # A recompute gives another tensor for a saved weight: the parameter itself is the route's.
+        # Routes find a main gradient by its parameter. The saved weight will not do: where a part
+        # is recomputed, `saved_tensors` holds another tensor.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
+        # dW needs x and dx needs W: a frozen weight keeps no input, a first layer no weight.
         saved_x = x if moves.regather_x else full_x
         ctx.save_for_backward(saved_x if need_w else None, weight if need_x else None)
         return writable(_moved(moves.y, y, layer, _Y))
@@ -215,6 +220,8 @@ class _Linear(Function):
             if moves.regather_x and needs_w:
                 again = Tag(Purpose.REGATHERED_ACTIVATION, layer.name, "x")
                 x_arriving = moves.x(x, tag=again)
+            # [Note: Order of the gradients] Activations are communicated: dx first, and its
+            # transfer runs while dW is computed.
             if full is not None and not communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
                 dx_arriving = moves.dx(dx, tag=Tag(Purpose.INPUT_GRADIENT, layer.name, "dx"))
@@ -226,6 +233,8 @@ class _Linear(Function):
                 db = dy.flatten(0, -2).sum(0)
                 returned = needs_b is _VALUE
                 db = communicator.grad_hook(db, module=layer, is_bias=True, returned=returned)
+            # Weights are communicated: dW is on its way by now, and the gathered weight has had
+            # the time of that product to arrive.
             if full is not None and communicator.gathers_weights:
                 dx = _input_gradient(dy, full.weight, layer)
                 dx = _moved(moves.dx, dx, layer, _DX)
@@ -236,20 +245,20 @@ _NOTHING_READ = nullcontext()
 
 
 def _moved(move: Collective, x: Tensor, layer: LinearLayer, what: tuple[Purpose, str]) -> Tensor:
-    """x, where it is multiplied or goes on; waits for it."""
-    if move is _stay:
+    """Return x after its collective, waiting for it."""
+    if move is _stay:  # makes no tag: this runs for every activation of every linear
         return x
     purpose, name = what
     return move(x, tag=Tag(purpose, layer.name, name)).wait()
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in `dtype`; to torch, it is an operator even where there is nothing to do."""
+    """Return x in `dtype`, without calling torch if it is: `to` is an operator in any case."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Tensor:
-    """dy W [Note: Autocast]."""
+    """Return dx = dy W, with W in the dtype of dy [Note: Autocast]."""
     return dy @ in_dtype(weight.T if layer.transposed else weight, dy.dtype)
 
 
@@ -260,12 +269,17 @@ def delivered_gradient(
     parameter: nn.Parameter | None,
     needs: NeedsGrad,
 ) -> Tensor | None:
-    """dy^T x of all tokens, [N, O] and [N, I], or None if it is taken care of."""
+    """Deliver dW = dy^T x, of dy [N, O] and x [N, I], by the layer's route and communicator.
+
+    Returns dW where autograd has to deliver it, else None.
+    """
     left, right = dy, x
-    if layer.transposed:
+    if layer.transposed:  # W is [I, O], so its gradient is x^T dy
         assert isinstance(dy, Tensor)
         left, right = x, dy
     route = layer.weight_gradients
+    # A route needs a parameter that it knows, and may put the product off, which
+    # `torch.autograd.grad` cannot wait for.
     if route is None or parameter is None or needs is not _FLOW:
         dw: Tensor | None = _gradient_of(layer, left, right)
     else:
@@ -276,7 +290,7 @@ def delivered_gradient(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
-    """`_Linear`'s forward alone."""
+    """Compute `_Linear`'s forward without an autograd node."""
     x = _moved(layer.moves.x, x, layer, _X)
     with layer.communicator.unshard(layer, _FORWARD, weight, bias) as full:
         y = F.linear(x, full.weight.T if layer.transposed else full.weight, full.bias)
@@ -284,19 +298,19 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
-    """x W^T + b, of which `weight` and `bias` are this rank's parts: x [B, S, I] -> [B, S, O]."""
-    if not torch.is_grad_enabled():  # a node costs as much as the product of one token
+    """Return x W^T + b for this rank's shards `weight` and `bias`: x [B, S, I] -> [B, S, O]."""
+    if not torch.is_grad_enabled():  # an autograd node costs as much as the product of one token
         return _product(x, weight, bias, layer)
     y: Tensor = _Linear.apply(x, weight, bias, layer)
     return y
 
 
 class ParallelLinear(ParallelModule):
-    """y = x W^T + b, its weight a shard and its activations moved as the mode needs.
+    """A linear y = x W^T + b with a sharded weight, whose activations are moved as the mode needs.
 
-    x [B, S, I] -> y [B, S, O], before and after the moves of x and y. A bias that is split like
-    the outputs is added inside; one that is `bias_after_move` (replicated, because y is a sum over
-    ranks) is added to the moved y.
+    x [B, S, I] -> y [B, S, O], shapes before the move of x and after the move of y. A bias that is
+    split like the outputs is added before the move of y. With `bias_after_move` the bias is
+    replicated and added after it: y is a sum over ranks, which would count the bias once for each.
     """
 
     weight: nn.Parameter
@@ -323,7 +337,7 @@ class ParallelLinear(ParallelModule):
         self.bias_after_move = bias_after_move
         self.skip_bias_add = skip_bias_add
         self.weight_gradients = weight_gradients
-        """None: the product, for autograd or the communicator to deliver."""
+        """Route of the weight gradient; None: autograd or the communicator delivers it."""
         if has_weight:
             self.add_shard("weight", layout, device=device, dtype=dtype)
         else:
@@ -335,11 +349,11 @@ class ParallelLinear(ParallelModule):
             self.add_shard("bias", bias_layout, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """x [B, S, I] -> y [B, S, O]; without the bias if that is to be added elsewhere.
+        """Return y [B, S, O] for x [B, S, I]; without the bias if `skip_bias_add`.
 
-        `weight` [O, I] is used in place of the layer's own, by modes that gather none; a parameter
-        takes the layer's route of weight gradients, any other tensor autograd's. Raises ValueError
-        if it is not of the shape of the layer's shard.
+        `weight` [O, I] replaces the layer's own, in modes that gather no weights. If it is a
+        parameter, its gradient takes the layer's route, else autograd's. Raises ValueError if
+        `weight` does not have the shape of the layer's shard, or if weights are gathered.
         """
         y = self.multiply(x, weight)
         if self.bias_after_move and not self.skip_bias_add and self.bias is not None:
@@ -347,7 +361,7 @@ class ParallelLinear(ParallelModule):
         return y
 
     def multiply(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """`forward` without a bias that is added after the move of y."""
+        """Return `forward`'s y without the bias that is added after the move of y."""
         own = self.weight
         if weight is None and own is None:
             raise ValueError(f"{self.title} has no weight of its own: call it with one")
@@ -357,7 +371,7 @@ class ParallelLinear(ParallelModule):
         return multiply(x, own if weight is None else weight, inner_bias, self)
 
     def _check(self, weight: Tensor) -> None:
-        """Raise ValueError if this weight cannot take the place of the layer's own."""
+        """Raise ValueError if `weight` cannot replace the layer's own."""
         expected = self.layouts["weight"].local_shape
         if tuple(weight.shape) != expected:
             raise ValueError(
@@ -369,21 +383,22 @@ class ParallelLinear(ParallelModule):
 
 
 def _gradient_of(layer: LinearLayer, dy: OutputGradient, x: Tensor) -> Tensor:
-    """The whole weight gradient of a layer, in the dtype in which it travels."""
+    """Return a layer's weight gradient, in the dtype in which the communicator reduces it."""
     return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(x.dtype))
 
 
 class ProductSink(GradientSink, Protocol):
-    """A sink that lets products be written into its buffers, such as `MainGradients`."""
+    """A gradient sink whose buffers a product can be written into, such as `MainGradients`."""
 
     def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
-        """Let `write` add a gradient there; announced by `promise` as an `add` is."""
+        """Call `write` to add a gradient to the parameter's buffer; needs `promise` like `add`."""
 
 
 class IntoMainGradients:
-    """Multiplies straight into the main gradient: no dW is kept, and none made if it can be.
+    """The route that multiplies straight into the main gradient, without a dW in between.
 
-    For weights that stay on their rank; one whose gradient travels needs it in a buffer.
+    It serves weights that stay on their rank. A gradient that has to be reduced over the weight
+    group needs a buffer of its own, so for such a layer the route only multiplies.
     """
 
     def __init__(self, gradients: ProductSink) -> None:
@@ -400,12 +415,12 @@ class IntoMainGradients:
 
 
 class DeferredWeightGradients:
-    """Keeps the factors, and multiplies when asked, in the order in which they came.
+    """The route that keeps both factors and multiplies later, in the order of the backward passes.
 
-    `drain` is for the embedding and head of a pipeline, whose weight gradients fill its cool-down,
-    `take` for schedules that split the backward. Up to `limit` products are deferred, None: all;
-    what comes beyond is computed at once. Gradients end in `sink`, through the communicator where
-    they travel.
+    `drain` is for the embedding and the head of a pipeline, whose weight gradients fill the
+    cool-down; `take` is for schedules that split the backward. At most `limit` products wait
+    (None: no limit); beyond it, a product is computed at once. Gradients are added to `sink`, by
+    the communicator where they are reduced over the weight group.
     """
 
     def __init__(self, sink: ProductSink, *, limit: int | None = None) -> None:
@@ -423,17 +438,17 @@ class DeferredWeightGradients:
     ) -> Tensor | None:
         if self._limit is not None and len(self._waiting) >= self._limit:
             return _gradient_of(layer, dy, x)
-        self._sink.promise(weight)
+        self._sink.promise(weight)  # else the sink reduces its bucket before this product
         self._waiting.append((layer, weight, dy, x))
         return None
 
     def drain(self, count: int | None = None) -> None:
-        """Compute the oldest `count` of what was deferred; None: all."""
+        """Compute the oldest `count` deferred products; None: all."""
         for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
             self._compute(*self._waiting.popleft())
 
     def take(self) -> Callable[[], None]:
-        """Take what waits, no longer counted here, as a function that computes it."""
+        """Return a function that computes all products deferred so far, and forget them here."""
         taken = self._waiting
         self._waiting = deque()
 
@@ -451,4 +466,4 @@ class DeferredWeightGradients:
             self._sink.add_by(weight, partial(weight_gradient, dy, x))
             return
         layer.communicator.grad_hook(_gradient_of(layer, dy, x), module=layer)
-        self._sink.withdraw(weight)  # on its way, and promised anew by the communicator
+        self._sink.withdraw(weight)  # the communicator made a promise of its own for the reduction

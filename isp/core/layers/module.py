@@ -1,9 +1,9 @@
-"""The facts every layer with parameters of its own tells the runtime, and how values are drawn.
+"""`ParallelModule`, whose parameters are shards with layouts, and the drawing of initial values.
 
 [Note: Tiles] Random values are drawn by tiles of the whole parameter, each from a generator that is
-seeded with the run's seed, the parameter's name and the tile's place. A rank draws the tiles that
-its shard overlaps, and no others: the values are the same in every layout, and the time is that of
-its shard, but for tiles that are cut. Tiles of this size take a tenth longer than one long tensor.
+seeded with the run's seed, the parameter's name and the tile's index. A rank draws only the tiles
+that its shard overlaps, so values are the same in every layout, and a rank takes the time of its
+shard, plus that of tiles it shares. Tiles of this size take a tenth longer than one long tensor.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _TILE = 128
 
 
 class _Piece(NamedTuple):
-    """What a shard has of a tile, along one dim."""
+    """The overlap of a shard with a tile, along one dim."""
 
     tile: int
-    """The tile's number."""
+    """Index of the tile."""
     within: slice
-    """Of the tile."""
+    """The overlap, counted in the tile."""
     there: slice
-    """Of the shard."""
+    """The overlap, counted in the shard."""
 
 
 def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
-    """The tiles of `side` that a shard of `intervals` overlaps."""
-    done = 0
+    """Yield the overlaps with tiles of `side` of a shard, given by its `intervals`."""
+    done = 0  # rows of the shard in earlier intervals
     for start, stop in intervals:
         for tile in range(start // side, -(-stop // side) if stop > start else 0):
             first, last = max(start, tile * side), min(stop, (tile + 1) * side)
@@ -58,16 +58,16 @@ def _pieces(intervals: Iterable[Interval], side: int) -> Iterator[_Piece]:
 
 @dataclass(frozen=True)
 class MasterStream:
-    """Random numbers for one parameter: a function of the run's seed and its name alone.
+    """The random numbers of one parameter, which follow from the run's seed and its name alone.
 
-    Those of rows of a larger parameter are rows of its numbers.
+    A parameter that is some rows of a larger one gets the numbers of these rows.
     """
 
     seed: int
     name: str
-    """Of the larger parameter, if it is rows of one."""
+    """Name of the parameter, or of the larger one."""
     first: int = 0
-    """The first of these rows."""
+    """Index of the first row in the larger parameter."""
     whole: int | None = None
     """Rows of the larger parameter; None: there is none."""
 
@@ -79,14 +79,16 @@ class MasterStream:
     def drawn(
         self, layout: ParameterLayout, fill: Callable[[Tensor, torch.Generator], object]
     ) -> Tensor:
-        """This rank's shard of what `fill` draws tile by tile, float32 on CPU [Note: Tiles]."""
+        """Return this rank's shard of the values `fill` draws, float32 on CPU [Note: Tiles]."""
         rows, *rest = layout.global_shape
         shape = rows if self.whole is None else self.whole, math.prod(rest)
-        if layout.dim and len(rest) > 1:  # tiles are of rows, and this cuts within them
+        # The parameter is tiled as a matrix [rows, all else]. A cut along a later dim of three or
+        # more is no interval of its columns, so all tiles are drawn and the shard is taken out.
+        if layout.dim and len(rest) > 1:
             whole = replace(layout, dim=0, parts=1, index=0, segments=())
             return layout.shard(self.drawn(whole, fill)).contiguous()
         width = min(_TILE, shape[1])
-        sides = _TILE * _TILE // max(width, 1), width
+        sides = _TILE * _TILE // max(width, 1), width  # narrow matrices have taller tiles
         cut: list[tuple[Interval, ...]] = [((0, rows),), ((0, shape[1]),)]
         cut[layout.dim] = layout.intervals()
         cut[0] = tuple((self.first + start, self.first + stop) for start, stop in cut[0])
@@ -99,6 +101,7 @@ class MasterStream:
         for place in product(*pieces):
             begin = [piece.tile * side for piece, side in zip(place, sides, strict=True)]
             size = [min(side, n - a) for a, side, n in zip(begin, sides, shape, strict=True)]
+            # The tile is drawn whole, with the seed of its index: the ranks that share it agree.
             name = f"{self.name}/{place[0].tile}/{place[1].tile}"
             generator.manual_seed(MasterStream(self.seed, name).generator_seed)
             tile = torch.empty(size)
@@ -108,9 +111,9 @@ class MasterStream:
 
 
 class ParallelModule(nn.Module):
-    """A module whose parameters are shards, each with a layout that says of what.
+    """A module whose parameters are shards, with a layout for each.
 
-    `name` is its qualified name in the whole model, by which its transfers are logged.
+    `name` is its qualified name in the whole model, under which its transfers are logged.
     """
 
     weight_name = "weight"
@@ -122,35 +125,36 @@ class ParallelModule(nn.Module):
 
     @property
     def title(self) -> str:
-        """Its name, in messages."""
+        """The module's name for messages: its qualified name, or its type."""
         return self.name or type(self).__name__
 
     def add_shard(
         self, name: str, layout: ParameterLayout, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """Register parameter `name`, uninitialised, of the shape of this rank's shard."""
+        """Register parameter `name`, uninitialized, with the shape of this rank's shard."""
         shard = torch.empty(layout.local_shape, device=device, dtype=dtype)
         self.register_parameter(name, nn.Parameter(shard))
         self.layouts[name] = layout
 
 
 class RowsOf(NamedTuple):
-    """Rows of a parameter, under the name that it has in a checkpoint."""
+    """Rows of a parameter as a checkpoint names it."""
 
     name: str
     first: int = 0
     whole: int | None = None
-    """Rows of that parameter; None: these are all."""
+    """Rows of the whole parameter; None: these rows are all of it."""
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of that parameter, of rows of this `shape`."""
+        """Return the shape of the whole parameter, given the `shape` of these rows."""
         return shape if self.whole is None else (self.whole, *shape[1:])
 
 
 def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
-    """The parameters of a model of `ParallelModule`s with their layouts, in order of declaration.
+    """Yield the parameters of a model of `ParallelModule`s with layouts, in order of declaration.
 
-    Raises TypeError for a parameter that belongs to a module which declares no layout.
+    A shared parameter comes once, under its first name. Raises TypeError for a parameter of a
+    module that declares no layout.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -168,7 +172,7 @@ def named_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
 
 
 def bind_names(model: nn.Module) -> None:
-    """Tell every `ParallelModule` its qualified name."""
+    """Set the qualified name of every `ParallelModule` in `model`."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelModule):
             module.name = name

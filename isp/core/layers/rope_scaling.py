@@ -1,4 +1,7 @@
-"""Scaling of rotary positions to contexts longer than a model was trained for."""
+"""The keys of `model.rope_scaling`: rotary positions in contexts longer than those of training.
+
+In a file without torch, as configurations are read before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ __all__ = ["RopeScaling", "RopeScalingType"]
 
 
 class RopeScalingType(StrEnum):
-    """The method that brings positions beyond the original context back."""
+    """The method of scaling positions beyond the original context."""
 
     NONE = "none"
-    """Not at all."""
+    """No scaling."""
     LINEAR = "linear"
     """All frequencies divided by `factor`."""
     NTK = "ntk"
@@ -81,7 +84,7 @@ class RopeScaling:
 
     @property
     def logit_scale(self) -> float:
-        """The factor on cos and sin, so that logits are multiplied by its square."""
+        """The factor on cos and sin; q and k both have it, so logits get its square."""
         if self.type is not RopeScalingType.YARN:
             return 1.0
         if self.attention_factor is not None:
@@ -91,11 +94,12 @@ class RopeScaling:
         return self._mscale(1.0)
 
     def base_factor(self, head_dim: int) -> float:
-        """The factor on the base that ntk makes of heads of `head_dim` features."""
+        """Return ntk's factor on the base, for heads of `head_dim` features."""
         original = self.original_max_position_embeddings
         length = max(self.target_length or self.factor * original, original)
         stretch = self.factor * length / original - (self.factor - 1)
         return float(stretch ** (head_dim / (head_dim - 2)))
 
     def _mscale(self, weight: float) -> float:
+        """Return yarn's attention factor with this weight; Peng et al. 2023 use 1."""
         return 0.1 * weight * math.log(self.factor) + 1.0

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and the ways of stretching them to longer contexts.
+"""Rotary position embeddings, with scaling to longer contexts.
 
 B batch, S sequence, H heads, d head size
 
@@ -23,7 +23,7 @@ __all__ = ["RotaryEmbedding", "apply_rotary", "inverse_frequencies"]
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """Radians per token of each rotated pair, [d/2] in float64."""
+    """Return the radians per token of each rotated pair, [d/2] in float64."""
     if scaling.type is RopeScalingType.NTK:
         base *= scaling.base_factor(head_dim)
     inverse = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # [d/2]
@@ -36,13 +36,15 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> Ten
             kept = _yarn_kept(head_dim, base, scaling)
         case RopeScalingType.LLAMA3:
             kept = _llama3_kept(inverse, scaling)
+    # Each frequency is a mix of itself and of itself divided by `factor`.
     return inverse * kept + inverse / scaling.factor * (1 - kept)
 
 
 def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
-    """The share of each frequency yarn keeps, 1 to 0 over a ramp of dims; [d/2]."""
+    """Return the share of each frequency that yarn keeps, 1 to 0 over a ramp of dims; [d/2]."""
 
     def dim_of(rotations: float) -> float:
+        """Return the dim (a fraction) that turns so many times over the original context."""
         wavelengths = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelengths) / (2 * math.log(base))
 
@@ -56,16 +58,16 @@ def _yarn_kept(head_dim: int, base: float, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3_kept(inverse: Tensor, scaling: RopeScaling) -> Tensor:
-    """The share of each frequency llama3 keeps, 1 for short and 0 for long wavelengths; [d/2]."""
+    """Return the share of each frequency that llama3 keeps, 1 for short wavelengths; [d/2]."""
     rotations = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((rotations - low) / (high - low)).clamp(0, 1)
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every position's angles; computed once a forward, for all blocks.
+    """The module that computes cos and sin of positions' angles, once a forward for all blocks.
 
-    Angles are taken in float64: in float32 a position of 1e6 is off by up to 0.06 radians.
+    Angles are computed in float64: in float32 a position of 1e6 is off by up to 0.06 radians.
     Has no parameters and nothing to save. Raises ValueError if `head_dim` is odd or below 4.
     """
 
@@ -89,12 +91,12 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Tensor, *, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [B, S, d/2] in float32, or in float64 for a `dtype` of float64.
+        """Return cos and sin, each [B, S, d/2] in float32, or in float64 if `dtype` is.
 
         position_ids [B, S], int64: positions of the tokens that this rank holds.
         """
         device = position_ids.device
-        angle_dtype = torch.float32 if device.type == "mps" else torch.float64
+        angle_dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
         inverse = self._inverse_on(device, angle_dtype)
         angles = position_ids.unsqueeze(-1).to(angle_dtype) * inverse  # [B, S, d/2]
         dtype = torch.promote_types(dtype, torch.float32)
@@ -102,7 +104,7 @@ class RotaryEmbedding(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def _inverse_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The frequencies, [d/2]; sent to each device once."""
+        """Return the frequencies [d/2] on `device`, sent there once."""
         if (dtype, device) not in self._sent:
             inverse = torch.tensor(self._inverse, dtype=dtype)
             self._sent[dtype, device] = pinned_memory.send(inverse, device)
@@ -110,18 +112,19 @@ class RotaryEmbedding(nn.Module):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, compiled: bool = False) -> Tensor:
-    """Turn each pair (x_i, x_{i + d/2}) by its position's angle: transformers' `rotate_half`.
+    """Rotate each pair (x_i, x_{i + d/2}) by its position's angle, as transformers' `rotate_half`.
 
     x [B, S, H, d], cos and sin [B, S, d/2] -> [B, S, H, d], computed in the dtype of cos and sin,
-    returned in that of x.  Backward: the same turn the other way; keeps only cos and sin, which
+    returned in that of x.  Backward rotates by the negative angle; it saves only cos and sin, which
     all blocks share.  `compiled`: one kernel each, [Note: Compiled] in `isp.core.layers.compiled`.
+    Raises ValueError if cos does not fit x.
     """
     if 2 * cos.shape[-1] != x.shape[-1]:
         raise ValueError(
             f"cos has {cos.shape[-1]} angles a token, which turn a head size of"
             f" {2 * cos.shape[-1]}; x has head size {x.shape[-1]}"
         )
-    if not (compiled or torch.is_grad_enabled()):  # a node costs as much as to turn one token
+    if not (compiled or torch.is_grad_enabled()):  # a node costs as much as rotating one token
         return _turn(x, cos, sin, 1)
     out: Tensor = _Turn.apply(x, cos, sin, compiled)
     return out
@@ -143,7 +146,10 @@ class _Turn(Function):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Computed in the dtype of cos and sin, of which no more than half a copy of x is made."""
+    """Return x rotated by `direction` times the angles, one addcmul for each half.
+
+    Computes in the dtype of cos and sin; at most one half of x is held in that dtype at a time.
+    """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
     a, b = x.chunk(2, dim=-1)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -154,7 +160,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 
 def _turn_at_once(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `_turn`, in operations of which a compiler makes one; the other way with -sin."""
+    """Return x rotated, in operations that a compiler fuses into one; -sin rotates back."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [B, S, 1, d/2]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""SwiGLU's product of gate and up, which keeps nothing but its input.
+"""SwiGLU's product of gate and up, which saves nothing but its inputs for backward.
 
 Source: Shazeer 2020 (GLU Variants Improve Transformer).
 """
@@ -18,9 +18,10 @@ __all__ = ["swiglu"]
 
 
 def swiglu(gate: Tensor, up: Tensor, *, compiled: bool = False) -> Tensor:
-    """silu(gate) * up, each [.., F], of which nothing else is kept for backward.
+    """Return silu(gate) * up, of [.., F] each; backward computes silu(gate) again.
 
-    `compiled`: one kernel each, [Note: Compiled] in `isp.core.layers.compiled`.
+    `compiled`: forward and backward are one kernel each ([Note: Compiled] in
+    `isp.core.layers.compiled`).
     """
     if not (compiled or torch.is_grad_enabled()):
         return F.silu(gate).mul_(up)
@@ -42,6 +43,7 @@ class _SwiGLU(Function):
         if ctx.compiled:
             return *_gradients(gate, up, dy), None
         d_gate = dy * up
+        # In place, so that no third tensor of this size is allocated.
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return d_gate, F.silu(gate).mul_(dy), None
 

@@ -1,4 +1,4 @@
-"""What may be asked of the logits of each token, and its gradient.
+"""Rules for per-token results of logits, such as log-probabilities, and for their gradients.
 
 B batch, n tokens, V logits of a token, V' those of a rank, K results of a token
 """
@@ -33,7 +33,7 @@ _LOGITS, _MAX, _SUM = (Tag(Purpose.LOSS, tensor=f"results.{x}") for x in ("logit
 
 @dataclass(frozen=True)
 class ResultRules(ABC):
-    """What is made of the logits of a token, in float32 at least."""
+    """A per-token result of logits and its gradient, computed in float32 or wider."""
 
     channel: Channel
     """The ranks over which the logits of a token are split."""
@@ -42,32 +42,36 @@ class ResultRules(ABC):
     vocab_size: int
 
     needs_logits = False
-    """Whether `gradient` reads them, or their shape and dtype alone."""
+    """True if `gradient` reads the logits, False if only their shape and dtype."""
 
     @property
     def num_buffers(self) -> int:
-        """How many tensors of the logits' size they take at a time, theirs included."""
+        """Number of tensors of the logits' size that exist at a time, the logits included."""
         return 1
 
     @abstractmethod
     def find(self, logits: Tensor, beside: Tensor, /) -> tuple[Tensor, Tensor | None]:
-        """Of logits [B, n, V'], which it may overwrite, and what is known beside, [B, n, ..].
+        """Return the results [B, n, K], and a tensor to save for `gradient` (or None).
 
-        -> the results [B, n, K], and what `gradient` is given again.
+        `logits` [B, n, V'] may be overwritten; `beside` [B, n, ..] holds further inputs of each
+        token, such as its target.
         """
 
     @abstractmethod
     def gradient(self, logits: Tensor, beside: Tensor, kept: Any, given: Tensor, /) -> Tensor:
-        """That of the logits, in their dtype and maybe their place; `given`: of the results."""
+        """Return the gradient of the logits, in their dtype, perhaps overwriting them.
+
+        `kept` is the tensor that `find` saved; `given` is the gradient of the results.
+        """
 
     def _picked(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """The logits of tokens [.., K]."""
+        """Return the logits of `tokens` [.., K], whichever rank holds them."""
         local, held = places_of(tokens, self.first, logits.shape[-1])
         own = logits.gather(-1, local) if logits.shape[-1] else logits.new_zeros(tokens.shape)
         return self.channel.all_reduce(widened(own).masked_fill(~held, 0), tag=_LOGITS).wait()
 
     def _add_to_picked(self, gradient: Tensor, tokens: Tensor, given: Tensor) -> Tensor:
-        """The gradient of logits [.., V'], with that of the picked ones [.., K] added in place."""
+        """Add the gradients `given` [.., K] of picked logits to `gradient` [.., V'], in place."""
         local, held = places_of(tokens, self.first, gradient.shape[-1])
         if gradient.shape[-1]:
             gradient.scatter_add_(-1, local, given.masked_fill(~held, 0))
@@ -75,7 +79,7 @@ class ResultRules(ABC):
 
 
 class AllLogits(ResultRules):
-    """All V of them."""
+    """All V logits of a token."""
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, None]:
         each = math.ceil(self.vocab_size / self.channel.size)
@@ -87,7 +91,7 @@ class AllLogits(ResultRules):
 
 
 class PickedLogits(ResultRules):
-    """Those of the tokens [.., K] that are given beside."""
+    """The logits of the vocabulary entries `beside` [.., K]."""
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, None]:
         return self._picked(logits, beside), None
@@ -99,9 +103,9 @@ class PickedLogits(ResultRules):
 
 @dataclass(frozen=True)
 class TopLogits(ResultRules):
-    """The K/2 largest of all, and their tokens behind them, which have no gradient.
+    """The `top` = K/2 largest logits, followed by their vocabulary entries, without a gradient.
 
-    Those are numbers of the dtype of the logits, float32 at least: exact up to 2^24.
+    The entries are numbers of the results' dtype, float32 or wider: exact up to 2^24.
     """
 
     top: int
@@ -120,7 +124,7 @@ class TopLogits(ResultRules):
         return self._add_to_picked(zeros, kept, given[..., : self.top]).to(logits.dtype)
 
     def _joined(self, x: Tensor) -> Tensor:
-        """That of all ranks, one behind the other."""
+        """Return x of all ranks, concatenated along the last dim."""
         return self.channel.all_gather(x, -1, tag=_LOGITS).wait()
 
 
@@ -133,16 +137,16 @@ class _Scaled(ResultRules):
     needs_logits = True
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """logits / temperature, in their place if they are wide."""
+        """Return logits / temperature, in place if they are float32 or wider."""
         wide = widened(logits)
         return wide if self.temperature == 1 else wide.div_(self.temperature)
 
 
 @dataclass(frozen=True)
 class TokenScoreRules(_Scaled):
-    """How targets [B, n] are scored: log-probability, log-sum-exp and, if asked for, entropy.
+    """Scores of targets [B, n]: log-probability, log-sum-exp and, with `entropy`, the entropy.
 
-    All are 0 without a gradient where the target is `IGNORED`.
+    All are 0, without a gradient, where the target is `IGNORED`.
     """
 
     entropy: bool = False
@@ -152,7 +156,7 @@ class TokenScoreRules(_Scaled):
         return 2 if self.entropy else 1
 
     def find(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores, and of all but the log-probability those of tokens without a label, too."""
+        """Return the scores; save all but the log-probability, unmasked, for `gradient`."""
         z, channel = self._scaled(logits), self.channel
         top = channel.all_reduce(z.amax(-1), op="max", tag=_MAX).wait()
         z = z.sub_(top.unsqueeze(-1))
@@ -170,7 +174,7 @@ class TokenScoreRules(_Scaled):
         return every.masked_fill((target == IGNORED).unsqueeze(-1), 0), every[..., 1:]
 
     def gradient(self, logits: Tensor, target: Tensor, known: Tensor, given: Tensor) -> Tensor:
-        """That of the logits, in their place; `known` is what `find` has found beside."""
+        """Return the gradient of the logits, in place; `known` is the tensor that `find` saved."""
         z = self._scaled(logits).sub_(known[..., :1])  # log-probabilities
         given = given.masked_fill((target == IGNORED).unsqueeze(-1), 0) / self.temperature
         of_log_prob, of_lse = given[..., :1], given[..., 1:2]
@@ -185,14 +189,14 @@ class TokenScoreRules(_Scaled):
 
 
 class DivergenceRules(_Scaled):
-    """Kullback-Leibler divergence sum q log(q / p) from a teacher's distribution, [B, n, 1].
+    """The Kullback-Leibler divergence sum q log(q / p) from a teacher's distribution, [B, n, 1].
 
-    p is the softmax of logits / `temperature`, q [B, n, K] that of the tokens which the teacher
-    holds most likely. Beside the logits are log q and these tokens, [B, n, 2 K].
+    p is the softmax of logits / `temperature`; q [B, n, K] are the teacher's probabilities of its
+    K most likely tokens. `beside` [B, n, 2 K] holds log q, then these tokens.
     """
 
     def find(self, logits: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """The divergences, and the log-sum-exps of logits / temperature, [B, n, 1] each."""
+        """Return the divergences and the log-sum-exps of logits / temperature, [B, n, 1] each."""
         log_q, tokens = self._teacher(beside)
         z = self._scaled(logits)
         picked = self._picked(z, tokens)

@@ -19,7 +19,7 @@ from isp.core.layers.compiled import lazily_compiled, widened
 __all__ = ["IGNORED", "losses_and_gradient", "places_of", "vocab_parallel_cross_entropy"]
 
 IGNORED = -100
-"""The target of a token that has no loss."""
+"""The target of a token without a loss."""
 
 
 _MAX, _TARGET, _SUM = (
@@ -28,9 +28,9 @@ _MAX, _TARGET, _SUM = (
 
 
 def places_of(tokens: Tensor, first: int, num_logits: int) -> tuple[Tensor, Tensor]:
-    """The places of tokens among a rank's logits, and whether it holds them; 0 if it does not.
+    """Return the index of each token among a rank's logits (0 if not held), and a mask of the held.
 
-    `first` is the vocabulary entry of its first logit. Nobody holds `IGNORED`.
+    `first` is the vocabulary entry of the rank's first logit. No rank holds `IGNORED`.
     """
     local = tokens - first
     held = (local >= 0) & (local < num_logits)
@@ -38,18 +38,18 @@ def places_of(tokens: Tensor, first: int, num_logits: int) -> tuple[Tensor, Tens
 
 
 class _Softmax(NamedTuple):
-    """What a gradient is made of."""
+    """The softmax and the indices of the targets, from which backward computes dlogits."""
 
     values: Tensor
-    """[.., V/p], in float32 at least."""
+    """The softmax, [.., V/p], in float32 at least."""
     local: Tensor
-    """The place of the target, [.., 1]; 0 if another rank holds it."""
+    """Index of the target in this rank's logits, [.., 1]; 0 if another rank holds it."""
     held: Tensor
-    """Whether this rank holds the target."""
+    """Mask of the targets that this rank holds."""
     valid: Tensor
-    """Whether the token has a loss."""
+    """Mask of the tokens that have a loss."""
     vocab_size: Tensor
-    """V; only with smoothing."""
+    """V; 0 without smoothing."""
 
 
 def _losses(
@@ -61,32 +61,38 @@ def _losses(
     channel: Channel,
     reuse_logits: bool,
 ) -> tuple[Tensor, _Softmax]:
+    """Return each token's loss, and the softmax for its gradient.
+
+    `reuse_logits` lets the softmax overwrite logits of a wide dtype.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
+    # The largest logit of all ranks is subtracted before exp, which would overflow.
     top = channel.all_reduce(logits.amax(-1).to(wide), op="max", tag=_MAX).wait()
     shifted = logits.detach() if reuse_logits else logits
     shifted = shifted.to(wide, copy=not reuse_logits).sub_(top.unsqueeze(-1))
     valid = target != IGNORED
     local, held = places_of(target, first, logits.shape[-1])
     local = local.unsqueeze(-1)
+    # One rank holds the target and the others give 0, so the sum over ranks is its logit.
     own = shifted.gather(-1, local).squeeze(-1).masked_fill(~held, 0)
     vocab_size = torch.zeros((), device=logits.device)
     if smoothing == 0:
         minuend = channel.all_reduce(own, tag=_TARGET).wait()
-    else:
+    else:  # in the same all-reduce: the sum of all logits and V, for the mean
         size = own.new_full((1,), logits.shape[-1])
         parts = torch.cat([own.flatten(), shifted.sum(-1).flatten(), size])
         parts = channel.all_reduce(parts, tag=_TARGET).wait()
         vocab_size = parts[-1]
         own, summed = parts[:-1].view(2, *target.shape)
         minuend = own.lerp(summed / vocab_size, smoothing)
-    exp = shifted.exp_()
+    exp = shifted.exp_()  # from here on `shifted` holds exponentials
     total = channel.all_reduce(exp.sum(-1), tag=_SUM).wait()
     loss = (total.log() - minuend).masked_fill(~valid, 0)
     return loss, _Softmax(exp.div_(total.unsqueeze(-1)), local, held, valid, vocab_size)
 
 
 def _gradient(softmax: _Softmax, dloss: Tensor, smoothing: float) -> Tensor:
-    """The gradient of the logits, in the place of the softmax."""
+    """Turn the softmax into the gradient of the logits, in place."""
     values, local, held, valid, vocab_size = softmax
     at_target = held.unsqueeze(-1).to(values.dtype) * (smoothing - 1)
     values.scatter_add_(-1, local, at_target)
@@ -147,10 +153,10 @@ def losses_and_gradient(
     first: int,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses of tokens, as `vocab_parallel_cross_entropy` has them, and dlogits for `dloss`.
+    """Return tokens' losses without smoothing, and dlogits for `dloss` (None: no gradient).
 
-    Without smoothing; overwrites the logits. No gradient where `dloss` is None. `compiled`: the
-    logits are read twice, and once turned into their gradient, instead of eight passes over them.
+    Overwrites the logits. `compiled`: three passes over the logits instead of eight: two that read
+    them, and one that turns them into their gradient.
     """
     if compiled:
         return _in_three_passes(logits, target, dloss, channel=channel, first=first)
@@ -166,7 +172,7 @@ def losses_and_gradient(
 def _in_three_passes(
     logits: Tensor, target: Tensor, dloss: Tensor | None, *, channel: Channel, first: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same without another tensor of the logits' size: compiled, and in place."""
+    """Return losses and dlogits by compiled kernels, in place: no other tensor of that size."""
     top = channel.all_reduce(widened(logits.amax(-1)), op="max", tag=_MAX).wait()
     valid = target != IGNORED
     local, held = places_of(target, first, logits.shape[-1])
@@ -205,13 +211,13 @@ def vocab_parallel_cross_entropy(
     first: int | None = None,
     reuse_logits: bool = False,
 ) -> Tensor:
-    """The loss of each token, over logits split by vocabulary: [B, S, V/p], [B, S] -> [B, S].
+    """Return each token's loss over logits split by vocabulary: [B, S, V/p], [B, S] -> [B, S].
 
     `first` is the vocabulary entry of this rank's first logit; None: all ranks have equally many.
     Targets of `IGNORED` have loss and gradient 0. `label_smoothing` spreads that share of the
-    target over the whole vocabulary, as `torch.nn.functional.cross_entropy` does. float32 at least.
-    With `reuse_logits` float32 or float64 logits are overwritten, and what is kept for backward
-    becomes the gradient: that saves the size of the logits twice, and backward can run once only.
+    target over the whole vocabulary, as `torch.nn.functional.cross_entropy` does. The loss is
+    float32 or wider. `reuse_logits` overwrites float32 or float64 logits, and turns what is saved
+    into the gradient: that saves twice the memory of the logits, and backward can run only once.
     Raises ValueError for a smoothing outside [0, 1).  Source: Megatron-LM,
     tensor_parallel/cross_entropy (whose smoothing averages over a rank's part of the vocabulary).
     """

@@ -25,14 +25,15 @@ def weight_gradient(
     into: Tensor | None = None,
     add: bool = False,
 ) -> Tensor:
-    """dW = dy^T x in `dtype`, None: that of the factors; or in the place of `into`, or added to it.
+    """Return dW = dy^T x in `dtype` (None: that of the factors), or written or added to `into`.
 
-    Where `into` has the dtype of the factors, and on CUDA where it is float32, that is one kernel
-    and takes no memory, [Note: Wide products].
+    If `into` has the dtype of the factors, or is float32 on CUDA, one kernel does it and no memory
+    is allocated [Note: Wide products].
 
-    [Note: Wide products] Of narrow factors CUDA gives the float32 sums as they are (torch 2.10 or
-    newer, to add to them); elsewhere there is no such kernel, and a product is rounded to the dtype
-    of its factors before it is widened. Tensors on meta stand for CUDA's.
+    [Note: Wide products] CUDA multiplies bfloat16 or float16 factors into float32 without rounding
+    the sums to the factors' dtype (torch 2.10 or newer, to add to `into`). Other devices have no
+    such kernel: there a product is rounded to the factors' dtype before it is widened. Meta tensors
+    take the path of CUDA, for which the planner uses them.
     """
     if isinstance(dy, tuple):
         return _row_by_row(dy, x, dtype=dtype, into=into, add=add)
@@ -56,6 +57,7 @@ def weight_gradient(
 def _row_by_row(
     dys: Sequence[Tensor], x: Tensor, *, dtype: torch.dtype | None, into: Tensor | None, add: bool
 ) -> Tensor:
+    """Compute the rows of dW of each linear, one product for each, into one tensor."""
     sizes = [dy.shape[1] for dy in dys]
     if into is None:
         into = x.new_empty(sum(sizes), x.shape[1], dtype=dtype or x.dtype)
