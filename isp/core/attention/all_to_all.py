@@ -1,12 +1,12 @@
-"""The one all-to-all of sequence parallelism: spread a dim over the ranks, join another.
+"""The all-to-all of sequence parallelism, which spreads one dim over the ranks and joins another.
 
 p ranks, B batch, S sequence, H heads, h heads of one rank, d head size, T tokens
 
 [Note: A transfer is two autograd nodes]
-Departure packs and launches, arrival waits and unpacks; between them the transfer is a `Pending`.
-In backward the arrival node launches the gradient's transfer and the departure node waits for it,
-so what can run while x travels has its gradient computed while dx travels. Between the two nodes
-autograd sees only an empty ticket; every gradient goes through the transfer.
+Departure packs and launches, arrival waits and unpacks. In backward the arrival node launches the
+gradient's transfer and the departure node waits for it. So operations that run during the transfer
+of x have their gradients computed during the transfer of dx. Between the two nodes autograd sees
+only an empty ticket; every gradient goes through the transfer.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
 _HEADS = Tag(Purpose.HEADS, tensor="all_to_all")
 
 Arrival = Callable[[], tuple[Tensor, ...]]
-"""Gives the tensors of an exchange, when they are there."""
+"""A function that waits for an exchange and returns its tensors; called once."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The split of one dim: rank i has `ranges[i]`; ranges that overlap replicate."""
+    """The split of one dim: rank i has `ranges[i]`; overlapping ranges are replicated."""
 
     dim: int
     ranges: tuple[range, ...]
 
     @classmethod
     def even(cls, dim: int, length: int, num_ranks: int) -> Cut:
-        """Equal slices; raises ValueError if the length does not divide."""
+        """Return equal slices. Raises ValueError if `num_ranks` does not divide `length`."""
         if length % num_ranks:
             raise ValueError(
                 f"dim {dim} of {length} does not divide by {num_ranks} ranks: pad it to"
@@ -63,7 +63,7 @@ class Cut:
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether the slices are equally long and lie one after another."""
+        """True if the slices are equally long and consecutive."""
         size = len(self.ranges[0])
         return all(
             r.start == i * size and r.stop == (i + 1) * size for i, r in enumerate(self.ranges)
@@ -71,7 +71,7 @@ class Cut:
 
     @cached_property
     def is_partition(self) -> bool:
-        """Whether the slices lie one after another, without overlap or gap."""
+        """True if the slices are consecutive, without overlap or gap."""
         return all(a.stop == b.start for a, b in zip(self.ranges, self.ranges[1:], strict=False))
 
     @cached_property
@@ -84,23 +84,25 @@ class _Messages(NamedTuple):
     """The messages of one transfer, by the rank that they go to or come from."""
 
     sent: list[list[int]]
-    """Shapes."""
+    """Shapes of the messages sent."""
     received: list[list[int]]
+    """Shapes of the messages received."""
     num_received: int
-    """Elements of all that is received."""
+    """Elements of all messages received."""
     rows: tuple[list[int], list[int]] | None
-    """Elements of each, received and sent; None if all are alike."""
+    """Elements of each message received and of each sent; None if all are equal."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """All-to-all of several tensors at once: each is cut along one dim and joined along another.
+    """An all-to-all of several tensors at once: each is cut along one dim and joined along another.
 
-    Going out, tensor t is whole in `spread[t].dim` and a slice in `join.dim`; what arrives is whole
-    in `join.dim` and the slice `spread[t].ranges[rank]`. Going back is the dual: where ranges
-    overlap, what comes back is summed (in rank order, in float32 at least).
+    Before `go_out`, tensor t is whole in `spread[t].dim` and a slice in `join.dim`; after it, the
+    tensor is whole in `join.dim` and the slice `spread[t].ranges[rank]` of its spread dim.
+    `go_back` is the dual: where ranges overlap, it sums what the ranks send (in rank order, in
+    float32 or wider).
 
-    The tensors are alike but for the spread dim, and travel as one: the message to a rank has their
+    The tensors differ only in the spread dim and are sent as one: the message to a rank has their
     slices side by side along that dim, so on arrival each is a view of it (for batch 1).
     """
 
@@ -110,7 +112,7 @@ class Exchange:
     tag: Tag = _HEADS
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Spread xs and join them along `join.dim`."""
+        """Launch the transfer that spreads xs and joins them along `join.dim`."""
         dim, rank, messages = self.spread[0].dim, self.channel.rank, self._messages(xs[0], False)
         send = _pack(xs, self.spread, dim, messages.sent)
         widths = [len(cut.ranges[rank]) for cut in self.spread]
@@ -122,7 +124,7 @@ class Exchange:
         return self._launch(send, messages, unpack)
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Cut ys along `join.dim` and put them together along the spread dims."""
+        """Launch the transfer that cuts ys along `join.dim` and joins them along spread dims."""
         dim, messages = self.spread[0].dim, self._messages(ys[0], True)
         send = _pack(ys, [self.join] * len(ys), dim, messages.sent)
 
@@ -136,7 +138,7 @@ class Exchange:
         return {}
 
     def _messages(self, x: Tensor, back: bool) -> _Messages:
-        """The messages of tensors like x; found once, as layers are alike."""
+        """Return the messages of tensors of x's shape; computed once for all layers."""
         key = x.shape, back
         if key not in self._known:
             rank, ranks = self.channel.rank, range(self.channel.size)
@@ -150,7 +152,7 @@ class Exchange:
         return self._known[key]
 
     def _message_shape(self, x: Tensor, spread_rank: int, join_rank: int) -> list[int]:
-        """Shape of what passes between the rank with these heads and the rank with this slice."""
+        """Return the shape of the message between the ranks of a spread and of a join slice."""
         shape = list(x.shape)
         shape[self.spread[0].dim] = sum(len(cut.ranges[spread_rank]) for cut in self.spread)
         shape[self.join.dim] = len(self.join.ranges[join_rank])
@@ -159,6 +161,7 @@ class Exchange:
     def _launch(
         self, send: Tensor, messages: _Messages, unpack: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Arrival:
+        """Launch the all-to-all; the returned function waits for it and unpacks."""
         out_rows, in_rows = messages.rows or (None, None)
         pending = self.channel.all_to_all_into(
             send.new_empty(messages.num_received),
@@ -171,19 +174,21 @@ class Exchange:
 
 
 def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list[int]]) -> Tensor:
-    """The messages to all ranks one after another, flat; copies once, or not at all.
+    """Return the messages to all ranks one after another, flat; copies once, or not at all.
 
     Rank i's message has `cuts[t].ranges[i]` of each x side by side along `dim`.
     """
     size, cut_dim = len(shapes), cuts[0].dim
     if all(cut.is_even for cut in cuts):
         slices = list(xs)
+        # With nothing before the cut dim, memory already has rank 0's slice first, and so on.
         lie_in_order = prod(xs[0].shape[:cut_dim]) == 1 and (len(xs) == 1 or cut_dim < dim)
         if not lie_in_order:
             slices = [torch.unflatten(x, cut_dim, (size, -1)).movedim(cut_dim, 0) for x in xs]
-            dim += 1  # behind that of the ranks
+            dim += 1  # the ranks' dim is in front now
         whole = slices[0] if len(slices) == 1 else torch.cat(slices, dim)
         return whole.reshape(-1).contiguous()  # an expanded gradient is flat with stride 0
+    # Uneven cuts: each message is written to its place in one buffer.
     flat = xs[0].new_empty(sum(prod(s) for s in shapes))
     for rank, message in enumerate(_messages(flat, shapes)):
         parts = [
@@ -195,12 +200,13 @@ def _pack(xs: Sequence[Tensor], cuts: Sequence[Cut], dim: int, shapes: list[list
 
 
 def _messages(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+    """Return views of the messages in a flat buffer."""
     parts = flat.split([prod(s) for s in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
-    """All messages joined along `join.dim`; a view if they are alike and all dims before are 1."""
+    """Join all messages along `join.dim`; a view if they are equal and all dims before it are 1."""
     if not join.is_even:
         return torch.cat(_messages(received, shapes), join.dim)
     shape, dim = shapes[0], join.dim
@@ -212,7 +218,7 @@ def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
 def _assembled(
     received: Tensor, cuts: Sequence[Cut], shapes: list[list[int]]
 ) -> tuple[Tensor, ...]:
-    """Each tensor put together along its dim from the messages, summed where ranges overlap."""
+    """Join each tensor along its spread dim from the messages, summing where ranges overlap."""
     dim = cuts[0].dim
     if all(cut.is_even for cut in cuts):
         whole = received.view(len(shapes), *shapes[0])  # [p, .., its heads of each, ..]
@@ -230,6 +236,7 @@ def _assembled(
 
 
 def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
+    """Add slices at their ranges of the whole dim, in rank order and in float32 or wider."""
     shape = list(slices[0].shape)
     shape[cut.dim] = cut.length
     dtype = torch.promote_types(slices[0].dtype, torch.float32)
@@ -240,21 +247,21 @@ def _summed(slices: Sequence[Tensor], cut: Cut) -> Tensor:
 
 
 class Reversible(Protocol):
-    """An exchange, and its transpose."""
+    """An exchange with its transpose."""
 
     @property
     def channel(self) -> Channel:
-        """Of the ranks that take part."""
+        """Channel of the ranks that take part."""
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Send xs on their way."""
+        """Launch the transfer of xs."""
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Send the gradients of what arrived on their way back."""
+        """Launch the transposed transfer, of the gradients of what arrived."""
 
 
 class _Transfer:
-    """One exchange under autograd: what is in flight there, and in backward what is coming back."""
+    """One exchange under autograd: the transfer in flight, in forward and later in backward."""
 
     def __init__(self, exchange: Reversible, *, reverse: bool) -> None:
         self.there = exchange.go_back if reverse else exchange.go_out
@@ -294,10 +301,10 @@ class _Arrive(Function):
 
 
 def launch(exchange: Reversible, xs: Sequence[Tensor], *, reverse: bool = False) -> Arrival:
-    """Send xs on their way (`go_back` if `reverse`); calling the result gives them, arrived.
+    """Launch the transfer of xs (`go_back` if `reverse`); call the result to wait for them.
 
-    See the note [A transfer is two autograd nodes]. The result must be called once, and the
-    backward of every rank must reach what it gave.
+    See [Note: A transfer is two autograd nodes]. The result must be called once, and the backward
+    of every rank must reach the tensors it returns: the ranks wait for each other there.
     """
     if exchange.channel.size == 1:
         return lambda: tuple(xs)
@@ -307,7 +314,7 @@ def launch(exchange: Reversible, xs: Sequence[Tensor], *, reverse: bool = False)
 
 
 def exchanged(exchange: Reversible, *xs: Tensor, reverse: bool = False) -> tuple[Tensor, ...]:
-    """xs, sent and arrived."""
+    """Exchange xs, waiting for the result."""
     return launch(exchange, xs, reverse=reverse)()
 
 
@@ -327,10 +334,10 @@ def two_dims(channel: Channel, x: Tensor, scatter: int, gather: int) -> Exchange
 
 
 def all_to_all_sp2hp(x: Tensor, channel: Channel) -> Tensor:
-    """Tokens split -> hidden split: [T/p, .., H] -> [T, .., H/p]; backward the other way."""
+    """Exchange split tokens for a split hidden dim: [T/p, .., H] -> [T, .., H/p]."""
     return exchanged(two_dims(channel, x, -1, 0), x)[0]
 
 
 def all_to_all_hp2sp(x: Tensor, channel: Channel) -> Tensor:
-    """Hidden split -> tokens split: [T, .., H/p] -> [T/p, .., H]; backward the other way."""
+    """Exchange a split hidden dim for split tokens: [T, .., H/p] -> [T/p, .., H]."""
     return exchanged(two_dims(channel, x, 0, -1), x)[0]

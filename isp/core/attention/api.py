@@ -1,4 +1,4 @@
-"""`isp.attention(q, k, v)`: the call by which your own model attends.
+"""`isp.attention(q, k, v)`: attention that a user's own model calls.
 
 B batch, S sequence (S' the tokens of a rank), H heads, K KV heads, d and e sizes of heads
 """
@@ -24,55 +24,56 @@ __all__ = ["Attend", "AttentionOptions", "Relative", "attend_by", "attention"]
 
 
 class Relative(NamedTuple):
-    """What is added to the logits of keys by how many tokens they lie before a query."""
+    """A bias of logits by the distance, in tokens, from a key to a later query."""
 
     states: Tensor
-    """[B, S', H, r], of each query and head."""
+    """Features of each query and head, [B, S', H, r]."""
     profiles: Tensor
-    """[r, E]: `states @ profiles` is added at the distances 0 to E - 1, beyond them nothing."""
+    """Weights [r, E]: `states @ profiles` is the bias at distances 0 to E - 1; none beyond."""
     sinks: Tensor | None = None
-    """[B, S', H], a further logit of each query and head, without a value."""
+    """A further logit of each query and head, without a value, [B, S', H]; None: none."""
 
 
 class AttentionOptions(NamedTuple):
-    """How one layer attends."""
+    """The options of one layer's attention."""
 
     causal: bool = True
-    """Whether a token sees only those up to its own place."""
+    """A token sees only tokens up to its own position."""
     window: int | None = None
-    """Tokens that one sees, its own included; None: all."""
+    """Number of tokens that a token sees, including itself; None: all."""
     scale: float | None = None
-    """Of the logits; None: 1 / sqrt(d)."""
+    """Factor of the logits; None: 1 / sqrt(d)."""
     softcap: float | None = None
-    """c makes c tanh(x / c) of logits x; None: they stay."""
+    """c turns logits x into c tanh(x / c); None: no cap."""
     sinks: Tensor | None = None
-    """[H], a further logit of each head, without a value."""
+    """A further logit of each head, without a value, [H]; None: none."""
     chunk: int | None = None
-    """Tokens of the chunks that a document is cut into, each of which sees itself; None: one."""
+    """Tokens of an attention chunk: documents are cut into these, each of which sees only itself;
+    None: not cut."""
     chosen: Chosen | None = None
     """The keys that each query may see; None: all."""
     profiles: Tensor | None = None
-    """[r, E] of `Relative`, whose states, and sinks if it has any, are the last features of q."""
+    """`Relative.profiles` [r, E]; its states, then its sinks if any, are q's last features."""
 
     def of_heads(self, num_heads: int) -> Tensor | None:
-        """What each head has of its own, as `ExplicitAttention` takes it for sinks."""
+        """Return the per-head tensor that `ExplicitAttention` takes as `sinks`."""
         return self.sinks if self.profiles is None else self.profiles.expand(num_heads, -1, -1)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Tensor]
-"""Attention, as models that are not isp's ask for it.
+"""Attention as a user's model calls it.
 
 q [B, S', H, d], k [B, S', K, d], v [B, S', K, e] -> [B, S', H, e].
 """
 
 
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
-"""Where calls go; set while the code of a parallelised model runs."""
+"""The function that calls of `attention` go to; set while a parallelized model runs."""
 
 
 @contextmanager
 def attend_by(attend: Attend) -> Iterator[None]:
-    """Calls of `attention` in this context go to `attend`."""
+    """Send calls of `attention` in this context to `attend`."""
     token = _attend.set(attend)
     try:
         yield
@@ -90,16 +91,18 @@ def attention(
     scale: float | None = None,
     relative: Relative | None = None,
 ) -> Tensor:
-    """Attention for your own model, which `isp.parallelize` spreads over the ranks.
+    """Attend, in a user's own model; `isp.parallelize` spreads the call over the ranks.
 
     q [B, S, H, d], k [B, S, K, d], v [B, S, K, e] -> [B, S, H, e]; K divides H, e is at most d.
-    `window` in tokens, the own included; `scale` of the logits, None: 1 / sqrt(d); `relative`: a
-    bias by distance. Outside of a parallelised model it is plain attention over each row, without
-    packed documents.
+    `window` is in tokens and includes the query's own; `scale` multiplies the logits (None:
+    1 / sqrt(d)); `relative` is a bias by distance. Outside of a parallelized model, each row is one
+    document.
     """
     attend = _attend.get()
     options = AttentionOptions(causal, window, scale)
     if relative is not None:
+        # States travel as features of q, so that one exchange brings both to the rank of a head.
+        # The default scale is that of q's own size.
         options = options._replace(scale=scale or q.shape[-1] ** -0.5, profiles=relative.profiles)
         sinks = [] if relative.sinks is None else [relative.sinks.unsqueeze(-1)]
         q = torch.cat([q, relative.states, *sinks], -1)
@@ -110,7 +113,7 @@ def attention(
         explicit = ExplicitAttention(scale=options.scale)
         return explicit(q, k, v, mask=mask, sinks=options.of_heads(q.shape[2]))
     local = _alone(q.device, q.dtype, q.shape[-1], scale)
-    # A copy, as kernels save what they give, and a model may write into it.
+    # A copy, as kernels save their output for backward and a model may write into it.
     return local(q, k, v, mask=AttentionMask(causal=causal, window=window)).clone()
 
 
@@ -118,6 +121,6 @@ def attention(
 def _alone(
     device: torch.device, dtype: torch.dtype, head_dim: int, scale: float | None
 ) -> LocalAttention:
-    """Chosen once: what is fastest on a device is found by trying."""
+    """Return attention for a process alone; cached, as the choice of a backend is timed."""
     local = make_local_attention(device=device, dtype=dtype, head_dim=head_dim, scale=scale)
     return DistributedAttention(local, Channel.solo())

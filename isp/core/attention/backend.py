@@ -1,4 +1,7 @@
-"""The backends of attention on a rank (`model.attention_backend`); needs no torch."""
+"""The backends of attention on a rank (`model.attention_backend`).
+
+In a file without torch, as configurations are read before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ __all__ = ["AttentionBackend"]
 
 
 class AttentionBackend(StrEnum):
-    """The backend that computes attention."""
+    """The implementation that computes attention on a rank."""
 
     AUTO = "auto"
     """The fastest that is there: timed at the start on CUDA; with deterministic kernels, the first
@@ -28,16 +31,19 @@ class AttentionBackend(StrEnum):
 
     @property
     def package(self) -> str | None:
-        """The package that has it; None: torch."""
+        """The package that contains the backend; None: torch does."""
         return _PACKAGES.get(self, (None, ""))[0]
 
     @property
     def remedy(self) -> str:
-        """The way to get its package; empty: torch has it."""
+        """How to install the backend's package; empty: torch contains it."""
         return _PACKAGES.get(self, (None, ""))[1]
 
     def check_fits(self, device: str, dtype: str, *, deterministic: bool) -> None:
-        """Raise ValueError if it cannot compute in `dtype` on a `device` of this type, or so."""
+        """Raise ValueError if the backend cannot compute in `dtype` on this type of `device`.
+
+        `deterministic`: torch's deterministic algorithms are on, which cuDNN's kernel refuses.
+        """
         anywhere = self in (AttentionBackend.AUTO, AttentionBackend.SDPA)
         if not anywhere and (device == "cpu" or dtype not in ("bfloat16", "float16")):
             raise ValueError(

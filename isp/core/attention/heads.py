@@ -1,4 +1,4 @@
-"""The heads each rank attends with: exact for every number of query heads, KV heads and ranks."""
+"""`HeadPlan`, the heads each rank attends with: exact for all numbers of heads and ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["HeadPlan"]
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The heads of each rank.
+    """The query heads and KV heads of each rank.
 
-    Query heads are dealt in consecutive runs whose lengths differ by one at most; a rank may get
-    none. Runs end where the heads of a KV head do, if ranks or KV heads divide the others. A rank
-    gets exactly the KV heads that its query heads look at, so a KV head is replicated only where
-    the query heads that share it are on several ranks.
+    Each rank gets a run of consecutive query heads; the runs' lengths differ by at most one, and a
+    rank may get none. Runs end at the end of a KV head's group if the number of ranks divides that
+    of KV heads or the reverse. A rank gets the KV heads that its query heads read, so a KV head is
+    replicated only if the query heads that share it are on several ranks.
 
         7 query heads, 7 KV heads, 4 ranks    12 query heads, 3 KV heads, 2 ranks
         query  0 1 | 2 3 | 4 5 | 6            query  0 1 2 3 4 5 | 6 7 8 9 10 11
@@ -34,7 +34,7 @@ class HeadPlan:
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, num_query_heads: int, num_kv_heads: int, num_ranks: int) -> HeadPlan:
-        """The plan for these numbers; raises ValueError if KV heads do not divide query heads."""
+        """Return each rank's heads. Raises ValueError if KV heads do not divide query heads."""
         if num_kv_heads < 1 or num_query_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} must divide num_heads={num_query_heads}: each KV head"
@@ -46,11 +46,10 @@ class HeadPlan:
         return cls(query, tuple(_seen(heads, group) for heads in query), group)
 
     def repeated_kv(self, rank: int) -> tuple[int, ...] | None:
-        """For each KV head that local attention needs, the rank's own KV head it is a copy of.
+        """Return the rank's KV heads, by index, repeated for local attention; None: as they are.
 
-        None where the rank's heads can be attended as they are. Local attention shares each KV head
-        between equally many query heads; where a rank has only part of a group, its KV heads are
-        repeated until that is so.
+        Local attention shares each KV head between equally many query heads. A rank that has only
+        a part of some group repeats KV heads until that holds.
         """
         owners = [head // self.group - self.kv[rank].start for head in self.query[rank]]
         shares = [len(list(run)) for _, run in groupby(owners)]
@@ -60,6 +59,6 @@ class HeadPlan:
 
 
 def _seen(query: range, group: int) -> range:
-    """The KV heads that these query heads look at."""
+    """Return the KV heads that these query heads read."""
     first = query.start // group
     return range(first, -(-query.stop // group) if query else first)  # stop rounds up

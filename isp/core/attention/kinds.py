@@ -1,8 +1,8 @@
-"""The kinds of attention that layers ask for, and what computes each.
+"""The choice of an implementation for each kind of attention.
 
-a mask alone  the `backend` that was asked for: `make_local_attention`
-sinks         a kernel that gives the log-sum-exp: `SinkAttention`
-a soft cap    on CUDA a package of flash-attn, or else `FlexAttention`
+a mask alone  the configured `backend`: `make_local_attention`
+sinks         a kernel that returns the log-sum-exp: `SinkAttention`
+a soft cap    on CUDA a flash-attn package, or else `FlexAttention`
 all else      `ExplicitAttention`, a loop over blocks
 """
 
@@ -39,23 +39,25 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionKind(NamedTuple):
-    """The needs of a layer's attention; layers of one kind share one implementation."""
+    """The features of a layer's attention; layers of one kind share one implementation."""
 
     scale: float | None
-    """The factor of the logits; None: 1 / sqrt(d)."""
+    """Factor of the logits; None: 1 / sqrt(d)."""
     softcap: float | None
+    """c turns logits x into c tanh(x / c); None: no cap."""
     sinks: bool
+    """Each head has a further logit without a value."""
     chosen: bool
-    """Whether queries see chosen keys only."""
+    """Queries see chosen keys only."""
     relative: bool
-    """Whether there is a bias by distance."""
+    """Logits have a bias by distance."""
     head_size: int
     group: int
     """Query heads that share a KV head."""
 
     @property
     def extras(self) -> str:
-        """The needs beyond a mask, in words for the log; empty if there are none."""
+        """The features beyond a mask, in words for the log; empty if there are none."""
         needs = {
             "a soft cap": self.softcap is not None,
             "sinks": self.sinks,
@@ -73,10 +75,10 @@ def make_attention(
     dtype: torch.dtype,
     everyone: Channel,
 ) -> LocalAttention:
-    """Return attention of `kind` on a device; all ranks, `everyone`, call this together.
+    """Return attention of `kind` on a device; a collective over all ranks, `everyone`.
 
-    A mask alone takes `backend`. For other needs the log names the implementation; it warns where
-    that is not `backend`, and where CUDA runs the loop.
+    A mask alone takes `backend`. For other features the log names the implementation, and warns
+    if it is not `backend`, or if CUDA runs the loop.
     """
     extras = kind.extras
     if not extras:
@@ -95,7 +97,8 @@ def make_attention(
     place = Place(device, dtype, kind.head_size, kind.group)
     sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
     missing = ""
-    # One all-reduce a candidate, also on ranks that cannot run it: all must count the same.
+    # One all-reduce for each candidate, also on ranks that cannot run it: ranks that skipped one
+    # would meet the others in different all-reduces.
     for name, make in _candidates(kind, backend, place).items():
         for_others = name in FLASH_PACKAGES and name not in fastest_first(device, dtype)
         fault = "not for this device" if for_others else fault_of(make, place, **sinks)

@@ -1,13 +1,13 @@
-"""Attention on one device: the interface, and the choice of what computes it.
+"""Attention on one device: its interface, and the choice of a backend.
 
-[Note: Choice] AUTO on CUDA, in 16 bit: each backend goes forward and backward once, on a few packed
-tokens; those that can are timed, and the fastest is taken on all ranks, by the times of the slowest
-rank. There are two choices, each timed with its own kind of rows: equal documents (one to a row,
-as a rule), which keep their shape from step to step, and packed ones, whose lengths change: cuDNN
-is fast for the first and slow for the second. Two backends that are close to each other would
-change places from one start to the next, so then the one that comes first in `fastest_first` is
-taken; with deterministic algorithms, the first that can is, for both kinds, as nothing else may
-decide what a run computes.
+[Note: Choice] AUTO on CUDA, in bfloat16 or float16, runs each backend forward and backward once on
+a few packed tokens, times those that work, and takes the fastest on all ranks, by the slowest
+rank's times. It chooses twice, with a kind of rows each: equal documents (usually one a row), whose
+shape is the same in each step, and packed ones, whose lengths change; cuDNN is fast for the first
+and slow for the second. Two backends of nearly equal times would change places from one start to
+the next, so of these it takes the one that is first in `fastest_first`. With deterministic
+algorithms it takes the first that works, for both kinds, without timing: times must not decide the
+bits that a run computes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ T = TypeVar("T")
 
 
 class LocalAttention(Protocol):
-    """Softmax attention over the sequence that this device holds.
+    """Softmax attention over the tokens on this device.
 
-    Whatever implements it handles grouped KV heads, packed documents, windows and causal masks
-    aligned as the note [Causal alignment] in `isp.core.attention.mask` draws them.
+    Each implementation handles grouped KV heads, packed documents, windows, and causal masks
+    aligned as [Note: Causal alignment] in `isp.core.attention.mask` draws them.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]; K divides H."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] -> [B, Sq, H, d]; K divides H."""
         ...
 
 
@@ -72,7 +72,7 @@ class AttentionByRows:
         self.scale = scale
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
         mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
         length = q.shape[1] if mask.cu_seqlens is None else mask.equal_length
         if not length or mask.window is not None or q.shape[1] != k.shape[1]:
@@ -87,7 +87,7 @@ FLASH_PACKAGES: dict[AttentionBackend, Callable[..., LocalAttention]] = {
     AttentionBackend.FLASH4: partial(FlashAttention, "flash_attn.cute", no_limit=None),
     AttentionBackend.FLASH2: partial(FlashAttention, "flash_attn"),
 }
-"""The packages of flash-attn, those expected to be fast first; they take a soft cap, too."""
+"""The flash-attn packages, in the order of expected speed; they support a soft cap."""
 
 _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
     AttentionBackend.CUDNN: partial(SdpaAttention, in_order=True),
@@ -96,19 +96,19 @@ _KINDS: dict[AttentionBackend, Callable[..., LocalAttention]] = {
 }
 
 _CLOSE = 1.05
-"""Times this far apart count as equal."""
+"""Ratio of two times up to which they count as equal."""
 
 _TIMED_TOKENS = 8192
-"""The tokens of the row that is timed, as one document and packed."""
+"""Tokens of the timed row, as one document and packed."""
 _TIMED_DOCUMENTS = (1024, 3072, 512, 3584)
-"""The documents of the first packed row. Later rows have other lengths, as in training, and cuDNN
-builds a plan for each."""
+"""Documents of the first packed row. Later rows have other lengths, as in training, for each of
+which cuDNN builds a plan."""
 _TIMED_HEADS = 8
-"""Query heads, or a few more, so that groups are whole: enough for any device at these tokens."""
+"""Query heads of the timed row, in whole groups: enough to fill any device at these tokens."""
 
 
 class Place(NamedTuple):
-    """What attention is to be computed of."""
+    """The device, dtype and head sizes that attention is chosen for."""
 
     device: torch.device
     dtype: torch.dtype
@@ -118,7 +118,7 @@ class Place(NamedTuple):
 
 
 class _ByRows(NamedTuple, Generic[T]):
-    """A value for equal documents and one for packed rows, [Note: Choice]."""
+    """A value for equal documents and one for packed rows [Note: Choice]."""
 
     equal: T
     packed: T
@@ -134,12 +134,12 @@ def make_local_attention(
     scale: float | None = None,
     everyone: Channel | None = None,
 ) -> LocalAttention:
-    """Local attention by `backend`, with logits multiplied by `scale` (None: 1 / sqrt(d)).
+    """Return local attention by `backend`, with logits times `scale` (None: 1 / sqrt(d)).
 
-    `group` query heads share a KV head. Says which backend it is, once, at level info, and of AUTO
-    why, [Note: Choice]: the same for `everyone`, all ranks, who make it together; None: this
-    process is alone. Raises ValueError if `backend` is forced and cannot run here, with the way to
-    get it.
+    `group` query heads share a KV head. With `everyone`, all ranks, this is a collective that
+    chooses the same backend on each; None: this process is alone. Logs the backend, and for AUTO
+    the times [Note: Choice]. Raises ValueError if a backend other than AUTO cannot run here, and
+    says how to install it.
     """
     backend = AttentionBackend(backend)
     backend.check_fits(
@@ -165,7 +165,7 @@ def make_local_attention(
 
 
 def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
-    """The backends AUTO stands for, the same on all ranks."""
+    """Return the backends that AUTO chooses, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
     times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
     candidates = fastest_first(place.device, place.dtype)
@@ -174,11 +174,13 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
         if not faults[backend]:
             try:
                 times[backend] = _milliseconds(backend, place)
-            except Exception as error:  # at this length; a rank that stops here keeps all waiting
+            except Exception as error:  # out of memory, perhaps
+                # Not raised: this rank has to reach the all-reduce, or the others hang in it.
                 faults[backend] = first_line(error)[:200]
     if not candidates:
         logger.info("attention: %s (auto)", AttentionBackend.SDPA)
         return _ByRows(AttentionBackend.SDPA, AttentionBackend.SDPA)
+    # The greatest time over the ranks; infinite if one rank cannot run the backend.
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)  # [backends, 2]
     slowest = everyone.all_reduce(slowest, op="max", tag=Tag(tensor="attention")).wait()
     times = {b: _ByRows(*each) for b, each in zip(times, slowest.tolist(), strict=True)}
@@ -207,7 +209,10 @@ def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend
 
 
 def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
-    """The backend to take of some with times in milliseconds, those expected to be fast first."""
+    """Return the fastest backend, or the first whose time is close to it.
+
+    `times` are milliseconds, in the order of expected speed.
+    """
     if torch.are_deterministic_algorithms_enabled():
         return next(iter(times), AttentionBackend.SDPA)
     least = min(times.values(), default=math.inf)
@@ -216,17 +221,17 @@ def _fastest(times: dict[AttentionBackend, float]) -> AttentionBackend:
 
 
 def _fault_on(backend: AttentionBackend, place: Place) -> str:
-    """The obstacle to `backend` training on packed documents; empty: none.
+    """Return why `backend` cannot train on packed documents; empty: it can.
 
-    Found out by doing it once, on a few tokens: packages can be imported whose kernels are not
-    built for this device, know other keywords, or have no backward.
+    Tries it once on a few tokens: an importable package may have kernels that are not built for
+    this device, take other keywords, or have no backward.
     """
-    if backend is AttentionBackend.CUDNN:  # without those that help it out
+    if backend is AttentionBackend.CUDNN:  # alone, without the fallback kernels
         return fault_of(partial(SdpaAttention, CUDNN_ALONE), place)
     return fault_of(partial(_make, backend, place.device, None), place)
 
 
-@torch.inference_mode(False)  # in which nothing goes backward; the choice serves training, too
+@torch.inference_mode(False)  # inference mode has no backward, and the choice serves training, too
 def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: Tensor) -> str:
     """Return why the attention that `make` returns cannot train, given `extras`; empty: it can."""
     try:
@@ -239,7 +244,7 @@ def fault_of(make: Callable[[], Callable[..., Tensor]], place: Place, **extras: 
 
 @torch.inference_mode(False)
 def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
-    """Milliseconds of a forward and a backward on the device, the least of three for each kind."""
+    """Time a forward and backward on the device, in milliseconds: for each kind the least of 3."""
     attend = _make(backend, place.device, None)
     tensors = _tensors(place, _TIMED_TOKENS, max(1, _TIMED_HEADS // place.group))
 
@@ -256,6 +261,7 @@ def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
         return min(times[1:])  # the first one warms up
 
     first, second, *rest = _TIMED_DOCUMENTS
+    # Each repeat has new lengths, as training has: a backend pays for its plan of these lengths.
     packed = [
         AttentionMask.of_documents([first + 8 * repeat, second - 8 * repeat, *rest])
         for repeat in range(4)
@@ -264,7 +270,7 @@ def _milliseconds(backend: AttentionBackend, place: Place) -> _ByRows[float]:
 
 
 def _tensors(place: Place, tokens: int, kv_heads: int) -> list[Tensor]:
-    """q, k and v of one row."""
+    """Return q, k and v of one row, zeros."""
     return [
         torch.zeros(
             (1, tokens, heads, place.head_dim),
@@ -285,9 +291,9 @@ def _forward_and_backward(
 
 
 def fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBackend]:
-    """Backends that may be the fastest on such a device, in the order that is expected of them.
+    """Return the backends worth timing on such a device, in the order of expected speed.
 
-    cuDNN is among the kernels of SDPA, which has others for what it cannot do.
+    cuDNN is not listed: it is among SDPA's kernels, which fall back where it cannot run.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return []
@@ -301,6 +307,7 @@ def fastest_first(device: torch.device, dtype: torch.dtype) -> list[AttentionBac
 
 
 def _make(backend: AttentionBackend, device: torch.device, scale: float | None) -> LocalAttention:
+    """Return attention by `backend`; SDPA on CPU is `CpuAttention`."""
     if backend in _KINDS:
         return _KINDS[backend](scale=scale)
     if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""What each query sees: `AttentionMask`, by documents, order and windows; and `Chosen` keys.
+"""`AttentionMask`, which keys each query sees by documents, order and windows; `Chosen` keys.
 
 [Note: Causal alignment]
 Where query and key lengths differ, the *last* query is aligned with the *last* key, on every
@@ -34,23 +34,24 @@ __all__ = ["AttentionMask", "Chosen", "seen_by"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionMask:
-    """The keys each query sees; made once a micro-batch, handed to every block.
+    """The keys each query sees; made once a micro-batch and given to every block.
 
-    Aligned as the note [Causal alignment] draws it.
+    Queries and keys are aligned as [Note: Causal alignment] draws it.
     """
 
     causal: bool = True
-    """Whether a query sees only keys up to its own place."""
+    """A query sees only keys up to its own position."""
     window: int | None = None
-    """Keys that a query sees up to and with its own, in tokens; without `causal` as many after."""
+    """Number of keys a query sees up to and including its own; without `causal`, as many after."""
     cu_seqlens: Tensor | None = None
     """Ends of the packed documents in the *full* sequence, after a 0: int32 [documents + 1].
 
-    With a batch above 1 the rows are counted one after another, so it ends with B * S and every
-    end of a row is in it. None: every row is one document. In host memory nobody waits for it.
+    With a batch above 1 the rows are counted one after another, so the last entry is B * S and the
+    end of each row is among them. None: each row is one document. In host memory, reading it does
+    not wait for the device.
     """
     cu_seqlens_k: Tensor | None = None
-    """The same of the keys, of as many documents, where they are others; batch 1 alone."""
+    """Ends of the documents' keys, if they differ from those of queries; for batch 1 only."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -78,9 +79,9 @@ class AttentionMask:
         causal: bool = True,
         window: int | None = None,
     ) -> AttentionMask:
-        """The mask of documents of these lengths, in tokens, packed one after another.
+        """Return the mask of packed documents with these numbers of tokens.
 
-        `key_lengths` are those of the keys, where they are others.
+        `key_lengths` are the documents' numbers of keys, if they differ.
         """
         ends, key_ends = (
             None
@@ -92,13 +93,13 @@ class AttentionMask:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """`cu_seqlens` on the host; the first use waits for the device if it is there."""
+        """`cu_seqlens` as numbers; if it is on a device, the first use waits for that."""
         assert self.cu_seqlens is not None
         return tuple(self.cu_seqlens.tolist())
 
     @cached_property
     def key_bounds(self) -> tuple[int, ...]:
-        """As `bounds`, of the keys."""
+        """`cu_seqlens_k`, or else `cu_seqlens`, as numbers."""
         return self.bounds if self.cu_seqlens_k is None else tuple(self.cu_seqlens_k.tolist())
 
     @cached_property
@@ -113,12 +114,12 @@ class AttentionMask:
 
     @cached_property
     def max_lengths(self) -> tuple[int, int]:
-        """Most queries and most keys of a packed document."""
+        """The largest number of queries and of keys of a packed document."""
         return max(self.lengths), max(self.key_lengths)
 
     @cached_property
     def equal_length(self) -> int | None:
-        """The number of tokens and of keys, if all packed documents have the same; else None."""
+        """The number of tokens and keys of each packed document if all are equal, else None."""
         first, *others = {*self.lengths, *self.key_lengths}
         return None if others else first
 
@@ -127,7 +128,7 @@ class AttentionMask:
         return {}
 
     def cu_seqlens_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`cu_seqlens` of queries and of keys on `device`, copied there once; no host waits."""
+        """Return `cu_seqlens` of queries and keys on `device`; copied once, without a wait."""
         assert self.cu_seqlens is not None
         if device not in self._on_device:
             ends, of_keys = pinned_memory.send(self.cu_seqlens, device), self.cu_seqlens_k
@@ -136,7 +137,7 @@ class AttentionMask:
         return self._on_device[device]
 
     def check_covers(self, batch_size: int, query_length: int, key_length: int) -> None:
-        """Raise ValueError if the packed documents are not those of [B, S] queries and keys."""
+        """Raise ValueError if the packed documents do not fill B rows of queries and keys."""
         sizes = batch_size, query_length, key_length
         if self.cu_seqlens is None or sizes in self._covered:
             return
@@ -150,6 +151,7 @@ class AttentionMask:
                 f" {query_length} and {key_length}"
             )
         _check_rises("cu_seqlens", self.bounds, batch_size, query_length)
+        # Every row ends where a document ends: kernels know no rows, only documents.
         total = batch_size * query_length
         missing = set(range(0, total, query_length or 1)) - set(self.bounds)
         if missing:
@@ -161,11 +163,12 @@ class AttentionMask:
 
     @cached_property
     def _covered(self) -> set[tuple[int, int, int]]:
-        """Sizes that fit: every layer asks, and it takes 0.4 ms for 2,000 documents."""
+        """Sizes checked before: each layer checks, and 2,000 documents take 0.4 ms."""
         return set()
 
 
 def _between(bounds: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the differences of neighboring bounds."""
     return tuple(b - a for a, b in pairwise(bounds))
 
 
@@ -185,25 +188,26 @@ def _shorten(values: tuple[int, ...]) -> str:
 
 
 class Chosen(NamedTuple):
-    """The keys to which sparse attention lets each query attend, of those that a mask shows it.
+    """The keys that sparse attention selects for each query, among those that its mask shows.
 
-    By their numbers, counted within the query's document. G is the number of KV heads or 1, n of
-    the numbers of a query.
+    Keys are given by indices within the query's document. G is the number of KV heads or 1, n the
+    number of indices for a query.
     """
 
     numbers: Tensor
-    """[B, S, G, n], int32; -1 and what lies behind the last key: none."""
+    """Indices [B, S, G, n], int32; -1 and indices after the last key select nothing."""
     run: int = 1
-    """Keys for which a number stands: number i for those from i * run on."""
+    """Keys that one index selects: index i selects the `run` keys from i * run on."""
 
     def gathered(self, channel: Channel) -> Pending:
-        """The numbers of all ranks' queries, [B, S/p, G, n] -> [B, S, G, n]."""
+        """Launch the all-gather of all ranks' indices, [B, S/p, G, n] -> [B, S, G, n]."""
         return channel.all_gather(self.numbers, 1, tag=Tag(Purpose.HEADS, tensor="indices"))
 
 
 def seen_by(numbers: Tensor, run: int, num_keys: int) -> Tensor:
-    """Whether R queries with these numbers [R, G, n] see each of C keys: [G, 1, R, C]."""
+    """Return the mask [G, 1, R, C] of the C keys that R queries' indices [R, G, n] select."""
     runs = -(-num_keys // run)
+    # Indices without a key go to an extra column, which is cut off after the scatter.
     outside = (numbers < 0) | (numbers >= runs)
     places = numbers.masked_fill(outside, runs).long().transpose(0, 1)  # [G, R, n]
     seen = torch.zeros(*places.shape[:2], runs + 1, dtype=torch.bool, device=numbers.device)

@@ -1,10 +1,10 @@
-"""The ranks that share a sequence: which has which of its tokens, and how they attend to all of it.
+"""`SequenceRanks`, the ranks that share a sequence: their tokens, and their attention to all of it.
 
 p ranks = h of each head group x c of each context group; S tokens of a row
 
-Each rank has S/p tokens of every row. In attention the ranks of a head group exchange them for
-heads, and then hold S/c of the tokens together, of which the plan says which they are; the ranks of
-a context group, which have the same heads, exchange the keys and values that these attend to.
+Each rank has S/p tokens of every row. In attention the ranks of a head group exchange tokens for
+heads, so that each has some heads of S/c tokens, chosen by a `ContextPlan`. The ranks of a context
+group have the same heads, and exchange the keys and values that their queries attend to.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ class SequenceRanks:
     head: Channel
     context: Channel
     windows: Windows = NO_WINDOWS
-    """Those of the model that attends."""
+    """Attention windows of the model's layers, by which work is balanced."""
     head_first: bool = True
-    """Whether the ranks of a head group are neighbours, or those of a context group."""
+    """True if the ranks of a head group are neighbors, False if those of a context group are."""
     exchange: ContextExchange = ContextExchange.GATHER
+    """How context ranks exchange keys and values."""
     scan: SequenceScan = SequenceScan.AUTO
+    """How the p ranks compute a scan."""
 
     @classmethod
     def of(
         cls, mesh: Mesh, windows: Windows, *, exchange: ContextExchange, scan: SequenceScan
     ) -> SequenceRanks:
-        """Those of a mesh, for a model with these windows."""
+        """Return the head and context ranks of `mesh`, for a model with these windows."""
         return cls(
             head=mesh[Axis.HEAD],
             context=mesh[Axis.CONTEXT],
@@ -56,24 +58,25 @@ class SequenceRanks:
 
     @classmethod
     def by_heads(cls, tensor: Channel) -> SequenceRanks:
-        """All of `tensor` as one head group."""
+        """Return all ranks of `tensor` as one head group, without context ranks."""
         return cls(head=tensor, context=Channel.solo(Axis.CONTEXT.value))
 
     def attention(self, local: LocalAttention, *, may_ring: bool = True) -> DistributedAttention:
-        """Attention by `local` to all tokens of a sequence, in a ring if asked for and it may."""
+        """Return attention by `local` to all tokens, in a ring if configured and `may_ring`."""
         if self.context.size > 1:
             ring = may_ring and self.exchange is ContextExchange.RING
             local = ContextAttention(local, self.context, self.windows, ring=ring)
         return DistributedAttention(local, self.head)
 
     def plan(self, lengths: tuple[int, ...]) -> ContextPlan:
-        """The context ranks' tokens in a row of documents of these lengths."""
+        """Return the split of a row of documents of these lengths over the context ranks."""
         return ContextPlan.of(lengths, self.context.size, self.windows)
 
     def arranged(self, rows: Sequence[Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
-        """Tensors of rows [B, S, ..], in which each rank's tokens then are together, rank by rank.
+        """Reorder tokens of tensors [B, S, ..] so that each rank's are consecutive, by rank.
 
-        With the ends of documents, rows are joined to [1, B S, ..], as their documents differ.
+        With the ends of documents, rows are joined to [1, B S, ..]: each row has other documents
+        and would need an order of its own.
         """
         if self.context.size == 1:
             return list(rows)
@@ -83,13 +86,13 @@ class SequenceRanks:
         return [x.index_select(1, order) for x in rows]
 
     def lengths(self, rows: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:
-        """The documents of rows [B, S, ..] that share a plan: packed ones, or a row as one."""
+        """Return the lengths of documents that one split covers: packed ones, or one row."""
         return (rows.shape[1],) if cu_seqlens is None else tuple(cu_seqlens.diff().tolist())
 
     def order(self, lengths: tuple[int, ...]) -> Tensor:
-        """Where in a row of documents of these lengths the ranks' tokens lie, rank by rank; [S].
+        """Return the positions of all ranks' tokens in a row of such documents, by rank; [S].
 
-        Those of a context rank, in the order of the plan, are cut evenly over its head ranks.
+        A context rank's tokens, in the order of its slices, are cut evenly over its head ranks.
         """
         order = torch.from_numpy(self.plan(lengths).order)
         if self.head_first:

@@ -1,12 +1,12 @@
-"""`DistributedAttention`: attention over sequences that are split over ranks, by all-to-all.
+"""`DistributedAttention`: attention over sequences split over ranks, by all-to-all (Ulysses).
 
-p ranks, B batch, S sequence, H query heads, K KV heads, h and k those of this rank, d head size
+p ranks, B batch, S sequence, H query heads, K KV heads, h and k this rank's, d head size
 
     q, k, v  [B, S/p, H, d]  --all-to-all-->  [B, S, h, d]  local attention  [B, S, h, d]
                                                              --all-to-all-->  [B, S/p, H, d]
 
-Every rank attends with some heads over the whole sequence, so packed documents, windows and
-positions are what they are on one device. `HeadPlan` says which heads.
+Each rank attends with some heads, given by `HeadPlan`, to the whole sequence, so packed documents,
+windows and positions are those of one device.
 
 Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint transfers are ours.
 """
@@ -32,25 +32,26 @@ from isp.core.comm.tag import Purpose, Tag
 __all__ = ["DistributedAttention"]
 
 _TOGETHER_BELOW_BYTES = 4 << 20
-"""Up to this size on a rank q, k and v travel as one message."""
+"""Size of q, k and v on a rank up to which they are sent as one message."""
 
 _MAX_EXCHANGES = 64
-"""Kept at most: sequences of ever other lengths would make ever more."""
+"""Exchanges kept at most: sequences of ever new lengths would fill memory with them."""
 
 _HEADS, _SEQUENCE = 2, 1  # dims of [B, S, H, d]
 
 
 class DistributedAttention:
-    """Local attention made to work on a sequence that `channel` splits; made once a model.
+    """Attention to a sequence that is split over `channel`, by `local_attention` of whole ones.
 
-    `local_attention` sees what the ranks of `channel` hold together. It may itself be spread over
-    the ranks of another channel: `ContextAttention` splits a sequence further.
+    `local_attention` gets all tokens that the ranks of `channel` hold. It may itself be spread over
+    another channel: `ContextAttention` splits a sequence further. Made once for each kind of layer.
 
-    Each way of handing over q, k and v has its own method, all with the same result: `__call__`
-    (separate), `from_qkv` and `from_kv` (packed).
+    q, k and v are passed separately (`__call__`) or packed (`from_qkv`, `from_kv`), with the same
+    result.
 
-    `together_below_bytes`: up to this size on a rank q, k and v travel as one message, which saves
-    launches; above it each on its own, and packing one overlaps the transfer of the one before.
+    `together_below_bytes`: size of q, k and v on a rank up to which they are one message, which
+    saves launches. Above it each is sent on its own, and packing one overlaps sending the one
+    before.
     """
 
     def __init__(
@@ -75,17 +76,17 @@ class DistributedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
     ) -> Tensor:
-        """q [B, S/p, H, d], k and v [B, S/p, K, d] -> [B, S/p, H, d]; `mask` of the full sequence.
+        """Attend with q [B, S/p, H, d] to k and v [B, S/p, K, d] -> [B, S/p, H, d].
 
-        The heads of v, and so of the result, may be smaller than those of q and k. `extras`, where
-        the local attention takes them: `sinks` [H], a further logit of each head, without a value,
-        or [H, ..], whatever else of each head it takes, and then q may be wider than k; `chosen`,
-        the keys of this rank's queries.
+        `mask` is that of the full sequence. The heads of v, and so of the result, may be smaller
+        than those of q and k. `extras` go to the local attention: `sinks` [H], a further logit of
+        each head without a value, or another tensor [H, ..] of values of each head (q may be wider
+        than k then); `chosen`, the keys of this rank's queries.
         Raises ValueError if K does not divide H.
         """
         if self.channel.size == 1:
             return self._attend_here(q, k, v, mask, extras)
-        if "chosen" in extras:
+        if "chosen" in extras:  # launched first: it arrives while q, k and v are sent
             numbers = extras["chosen"].gathered(self.channel)
         plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         length = q.shape[_SEQUENCE] * self.channel.size
@@ -95,6 +96,7 @@ class DistributedAttention:
             together = self._exchange((plan.query, plan.kv, plan.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:
+            # All three are launched before the first is waited for.
             transfers = [
                 launch(self._exchange((heads,), length, label), (x,))
                 for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
@@ -107,12 +109,12 @@ class DistributedAttention:
         return exchanged(back, out, reverse=True)[0]
 
     def from_qkv(self, qkv: Tensor, *, mask: AttentionMask) -> Tensor:
-        """Packed with as many KV heads as query heads: [B, S/p, 3, H, d] -> [B, S/p, H, d]."""
+        """Attend with packed q, k, v of equally many heads: [B, S/p, 3, H, d] -> [B, S/p, H, d]."""
         q, k, v = qkv.unbind(2)
         return self(q, k, v, mask=mask)
 
     def from_kv(self, q: Tensor, kv: Tensor, *, mask: AttentionMask) -> Tensor:
-        """k and v packed: q [B, S/p, H, d], kv [B, S/p, 2, K, d] -> [B, S/p, H, d]."""
+        """Attend with packed k and v: q [B, S/p, H, d], kv [B, S/p, 2, K, d] -> [B, S/p, H, d]."""
         k, v = kv.unbind(2)
         return self(q, k, v, mask=mask)
 
@@ -135,8 +137,8 @@ class DistributedAttention:
         mask: AttentionMask,
         extras: dict[str, Any],
     ) -> Tensor:
-        """This rank's heads of `plan`: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
-        if q.shape[_HEADS] == 0:
+        """Attend with this rank's heads: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
+        if q.shape[_HEADS] == 0:  # backward has to reach the exchange: the other ranks wait there
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
         own, kv = plan.query[self.channel.rank], plan.kv[self.channel.rank]
         repeated = plan.repeated_kv(self.channel.rank)
@@ -153,7 +155,7 @@ class DistributedAttention:
 
     @torch.inference_mode(False)  # such a tensor could not be kept for backward later
     def _index(self, heads: tuple[int, ...], like: Tensor) -> Tensor:
-        """These numbers of heads as a tensor; sent to each device once."""
+        """Return these indices of heads as a tensor on the device of `like`, sent there once."""
         if (heads, like.device) not in self._sent:
             index = pinned_memory.send(torch.tensor(heads), like.device)
             self._sent[heads, like.device] = index
@@ -162,7 +164,10 @@ class DistributedAttention:
     def _attend_here(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, extras: dict[str, Any]
     ) -> Tensor:
-        """Kernels want heads of one size: what v lacks is zero."""
+        """Attend by the local attention, with v padded by zeros to the head size of k.
+
+        Kernels take heads of one size only; the padding is cut off the result.
+        """
         size, lacking = v.shape[-1], k.shape[-1] - v.shape[-1]
         if lacking:
             v = F.pad(v, (0, lacking))

@@ -3,14 +3,14 @@
 B batch, S sequence, T tokens = B * S, H query heads, K KV heads, G = H / K, d head size
 
 forward   for each block: out[rows], lse[rows] = kernel(q[rows], k[rows], v[rows])
-backward  for each block: dq[rows] += .., dk[rows] += .., dv[rows] += ..
+backward  for each block: dq[rows] = .., dk[rows] += .., dv[rows] += ..
 
 One node, because with slices under autograd every document's gradient would be a tensor of the
 whole sequence: quadratic in the number of documents. The kernel never forms S x S scores; the band
 masks of windows, and of short causal documents, have at most 256 rows.
 
 [Note: float32 on CPU] bfloat16 and float16 are attended in float32: more exact, and torch's kernel
-takes ten times as long for a bfloat16 backward where the processor has no bfloat16 arithmetic.
+takes ten times as long for a bfloat16 backward on processors without bfloat16 arithmetic.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _SPLIT_UP_TO = 1024
-"""Causal documents of up to so many tokens are cut into blocks: the kernel skips hidden keys only
-512 at a time, so that it would compute nearly the whole square of a shorter one."""
+"""Tokens up to which a causal document is cut into blocks: the kernel skips hidden keys only 512
+at a time, so that it would compute nearly the whole square of a short document."""
 
 _SMALL = 1 << 18
-"""Numbers of a mask that is kept from call to call, at most."""
+"""Elements up to which a mask is kept from call to call."""
 
 
 class CpuAttention:
@@ -51,7 +51,7 @@ class CpuAttention:
         self.scale = scale
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
         blocks = _blocks(mask, q, k)
         wide = [x.to(_dtype(q)).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
         out: Tensor = _Blocks.apply(*wide, blocks, self.scale)
@@ -60,7 +60,7 @@ class CpuAttention:
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
-        """See `LseKernel`."""
+        """Attend with the log-sum-exp; see `LseKernel`."""
         blocks = _blocks(mask, q.unsqueeze(0), k.unsqueeze(0))
         return _attend(blocks, self.scale, *(x.to(_dtype(q)) for x in (q, k, v)))
 
@@ -74,13 +74,14 @@ class CpuAttention:
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LseKernel`."""
+        """Return the gradients of q, k and v; see `LseKernel`."""
         blocks = _blocks(mask, q.unsqueeze(0), k.unsqueeze(0))
         wide = (x.to(_dtype(q)) for x in (dout, q, k, v, out, lse))
         return _gradients(blocks, self.scale, *wide)
 
 
 def _dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype to attend in [Note: float32 on CPU]."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -92,7 +93,8 @@ def _blocks(mask: AttentionMask, q: Tensor, k: Tensor) -> tuple[MaskBlock, ...]:
 def _attend(
     blocks: tuple[MaskBlock, ...], scale: float | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The output [T, H, d] and the log of each softmax's sum [T, H]."""
+    """Return the output [T, H, d] and the log of each softmax's sum [T, H]."""
+    # Queries that see no key are in no block: their output is 0 and their lse -inf.
     out, group = q.new_zeros(q.shape), q.shape[1] // k.shape[1]
     lse = q.new_full((*q.shape[:2], 1), -torch.inf)
     for block in blocks:
@@ -120,7 +122,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = q.shape[1] // k.shape[1]
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-    if dout.stride(-1) != 1:
+    if dout.stride(-1) != 1:  # the kernel reads rows; an expanded gradient has none
         dout = dout.contiguous()
     for block in blocks:
         of_query, *of_keys = _backward(
@@ -133,7 +135,7 @@ def _gradients(
             attn_mask=_mask(block, q),
             scale=scale,
         )
-        _queries(block, dq, group).copy_(of_query)
+        _queries(block, dq, group).copy_(of_query)  # a query is in one block, a key in several
         for total, grad in zip((dk, dv), of_keys, strict=True):
             summed = grad.sum(1) if group > 1 else grad[:, 0]  # [K, rows, d]
             total[block.slices[1]].add_(summed.transpose(0, 1))
@@ -161,38 +163,38 @@ class _Blocks(Function):
 
 
 def _mask(block: MaskBlock, like: Tensor) -> Tensor | None:
-    """[queries, keys] to add to the logits; None where no mask need be given."""
+    """Return a mask [queries, keys] to add to the logits; None if the kernel needs none."""
     if block.visible == EVERYTHING or block.is_causal_square:
         return None
     rows, width = len(block.query), len(block.key)
-    small = rows * width <= _SMALL and type(like) is Tensor  # nothing that stands for one
+    small = rows * width <= _SMALL and type(like) is Tensor  # no fake tensor may be cached
     make = _small_band if small else _band
     return make(rows, width, block.visible, like.dtype, like.device)
 
 
-@torch.inference_mode(False)  # one made in it could not serve training
+@torch.inference_mode(False)  # a mask made in inference mode could not be used in training
 def _band(
     rows: int, width: int, visible: Visible, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[rows, width]: 0 where a key is seen, else the least that is added to a logit."""
-    # finite: a row of which a whole kernel block is hidden must not become inf - inf
+    """Return [rows, width] with 0 where a key is seen, else a large negative number."""
+    # Finite: where a kernel block hides all of a row, -inf would lead to inf - inf.
     least = torch.finfo(dtype).min / 2
     mask = torch.zeros(rows, width, dtype=dtype, device=device)
     return mask.masked_fill_(~visible.band(rows, width, device), least)
 
 
 _small_band = lru_cache(maxsize=16)(_band)
-"""Kept, as blocks, layers and steps have the same again and again."""
+"""`_band`, cached: blocks, layers and steps have the same masks again and again."""
 
 
 def _inputs(block: MaskBlock, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """q [K, G, rows, d], k and v [K, G, rows, d], each head seen G times; views."""
+    """Return views q, k and v [K, G, rows, d] of a block, each KV head repeated G times."""
     group, keys = q.shape[1] // k.shape[1], block.slices[1]
     seen = (x[keys].transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
     return _queries(block, q, group), *seen
 
 
 def _queries(block: MaskBlock, x: Tensor, group: int) -> Tensor:
-    """[T, H, d] -> [K, G, rows, d], a view."""
+    """Return a block's rows of x [T, H, d] as a view [K, G, rows, d]."""
     heads: Tensor = x[block.slices[0]].unflatten(1, (-1, group))
     return heads.permute(1, 2, 0, 3)

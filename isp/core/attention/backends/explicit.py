@@ -1,13 +1,13 @@
-"""Local attention in plain tensor operations, for what the fused kernels cannot do; any device.
+"""Local attention in plain tensor operations, for features without a fused kernel; any device.
 
 T tokens, H query heads, K KV heads, G = H / K, d head size, R queries and C keys of a block; r
-features by which queries say how much they see at each of E distances
+features of a query that give its bias at each of E distances
 
 forward   for each block: p = softmax(cap(scale q k^T) + bias + mask, with the sink), out = p v
 backward  for each block: the same again, and the gradients of its rows
 
-One block exists at a time, [K, G, R, C], so memory grows with the longest document and not with its
-square; of long ones a block has fewer queries, for `MOST_LOGITS`.
+One block [K, G, R, C] exists at a time, so memory grows with the longest document and not with its
+square. In long documents blocks have fewer queries, so that none exceeds `MOST_LOGITS`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from isp.core.autograd import Function, once_differentiable
 __all__ = ["MOST_LOGITS", "ExplicitAttention", "block_rows"]
 
 _ROWS = 256
+"""Queries of a block at most."""
 MOST_LOGITS = 1 << 26
-"""Of a block, unless a query alone has more."""
+"""Logits of a block at most, unless one query has more."""
 
 
 def block_rows(num_heads: int, keys: int) -> int:
-    """Queries of a block at most, which see up to so many keys."""
+    """Return the number of queries of a block whose queries see up to `keys` keys."""
     return max(1, min(_ROWS, MOST_LOGITS // (num_heads * max(1, keys))))
 
 
@@ -42,11 +43,11 @@ class ExplicitAttention:
     """Softmax attention with soft-capped logits, sinks, chosen keys, and a bias by distance.
 
     `softcap`: logits become softcap * tanh(logits / softcap) (Gemma 2). A head's sink is a logit
-    without a value that takes part in the softmax (gpt-oss). Computed in float32 at least.
+    without a value that takes part in the softmax (gpt-oss). Computes in float32 or wider.
 
-    With profiles [H, r, E] for sinks, q has r features more, and their product with the profile of
-    a distance, in tokens from 0 to E - 1, is added to the logit of the key that far back (Inkling).
-    One feature more is the query's own sink.
+    If `sinks` are profiles [H, r, E], q has r further features. Their product with the profile of
+    a distance, from 0 to E - 1 tokens, is added to the logit of the key that far back (Inkling).
+    One more feature of q is the query's own sink.
     """
 
     def __init__(self, *, scale: float | None = None, softcap: float | None = None) -> None:
@@ -63,10 +64,12 @@ class ExplicitAttention:
         sinks: Tensor | None = None,
         chosen: Chosen | None = None,
     ) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d]; q may be wider.
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d].
 
-        `chosen`: without a window, and of documents that begin with their first key.
+        q has further features if `sinks` are profiles. `chosen` needs a mask without a window, and
+        keys from the first of each document on.
         """
+        # Indices of chosen keys count from the first key of a block, which a window would shift.
         assert chosen is None or mask.window is None
         dtype = torch.promote_types(q.dtype, torch.float32)
         wide = [x.to(dtype).flatten(0, 1) for x in (q, k, v)]  # [T, H, d]
@@ -93,14 +96,14 @@ class ExplicitAttention:
         block: MaskBlock,
         chosen: Tensor | None,
     ) -> Tensor:
-        """One block: q [R, H, d], k and v [C, K, d], `chosen` [K or 1, 1, R, C] -> [R, H, d]."""
+        """Attend in a block: q [R, H, d], k, v [C, K, d], chosen [K or 1, 1, R, C] -> [R, H, d]."""
         q, more = q.split((k.shape[-1], q.shape[-1] - k.shape[-1]), -1)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         grouped = q.unflatten(1, (k.shape[1], -1))  # [R, K, G, d]
         logits = torch.einsum("rkgd,ckd->kgrc", grouped, k) * scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        if sinks is not None and sinks.dim() == 3:
+        if sinks is not None and sinks.dim() == 3:  # profiles of a bias by distance
             states, own_sink = more.split((sinks.shape[1], more.shape[-1] - sinks.shape[1]), -1)
             logits = logits + _by_distance(states, sinks, block).view(logits.shape)
             sinks = own_sink.permute(1, 0, 2) if own_sink.shape[-1] else None
@@ -109,7 +112,7 @@ class ExplicitAttention:
             logits = logits.masked_fill(~seen, -torch.inf)
         if chosen is not None:
             logits = logits.masked_fill(~chosen, -torch.inf)
-        if sinks is not None:
+        if sinks is not None:  # a column that takes part in the softmax and is cut off after it
             column = sinks.reshape(*logits.shape[:2], -1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, column], -1)
         weights = logits.softmax(-1)[..., : k.shape[0]]
@@ -117,9 +120,9 @@ class ExplicitAttention:
 
 
 def _by_distance(states: Tensor, profiles: Tensor, block: MaskBlock) -> Tensor:
-    """What is added to logits: states [R, H, r], profiles [H, r, E] -> [H, R, C]."""
+    """Return the bias of logits: states [R, H, r], profiles [H, r, E] -> [H, R, C]."""
     queries, keys = (torch.arange(len(x), device=states.device) for x in (block.query, block.key))
-    back = queries.unsqueeze(1) + block.diagonal - keys
+    back = queries.unsqueeze(1) + block.diagonal - keys  # tokens from a key to a query, [R, C]
     num_distances = profiles.shape[2]
     at_each = torch.einsum("rhx,hxe->hre", states, profiles)
     places = back.clamp(0, num_distances - 1).expand(len(profiles), -1, -1)
@@ -156,6 +159,7 @@ class _Blocks(Function):
         for block in ctx.blocks:
             rows, keys = block.slices
             parts = (q[rows], k[keys], v[keys], sinks)
+            # The block again, under autograd: its logits exist only until its gradients do.
             leaves = [None if x is None else x.detach().requires_grad_() for x in parts]
             with torch.enable_grad():
                 out = ctx.attention.attend(*leaves, block, _chosen(numbers, ctx.run, block))
@@ -170,6 +174,6 @@ class _Blocks(Function):
 
 
 def _chosen(numbers: Tensor | None, run: int, block: MaskBlock) -> Tensor | None:
-    """Of all queries' numbers [T, G, n] what those of a block see."""
+    """Return the mask of chosen keys for a block, from all queries' indices [T, G, n]."""
     query, key, *_ = block
     return None if numbers is None else seen_by(numbers[query.start : query.stop], run, len(key))

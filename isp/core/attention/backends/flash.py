@@ -2,10 +2,10 @@
 
 B batch, S sequence, T tokens = B * S, H query heads, K KV heads, d head size
 
-All align causal masks at the last query and key (flash-attn since 2.1), give zeros where a
-query sees nothing, and share KV heads between query heads, as `LocalAttention` asks. A package
-counts as there if the function itself can be imported: a build whose extension does not load fails
-with ImportError or, for a missing symbol, OSError.
+All align causal masks at the last query and key (flash-attn since 2.1), return zeros for a query
+that sees nothing, and share KV heads between query heads, as `LocalAttention` requires. A package
+counts as installed if the function itself can be imported: a build whose extension does not load
+raises ImportError or, for a missing symbol, OSError.
 
 Source: github.com/Dao-AILab/flash-attention, flash_attn_interface.py of `flash_attn` and `hopper`,
 and flash_attn/cute/interface.py.
@@ -13,8 +13,8 @@ and flash_attn/cute/interface.py.
 [Note: Signature of varlen_attn] torch's own takes `scale` and `window_size`, where (-1, 0) is
 causal; since 2.12 `enable_gqa` has to be set where KV heads are shared. On Hopper and Blackwell it
 prefers cuDNN's kernel unless `sdpa_kernel` forbids that: torch 2.14 without a causal mask and
-shared KV heads, 2.15 also with them. ISP has cuDNN as another backend, and refuses it where torch
-has to be deterministic.
+shared KV heads, 2.15 also with them. In ISP cuDNN is a backend of its own, refused with
+deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["FlashAttention", "VarlenAttention"]
 class FlashAttention:
     """Local attention by the dense and the packed function of the package `module`.
 
-    `no_limit` is its value for an open side of a window. With a `softcap`, logits x become
+    `no_limit` is the package's value for an open side of a window. A `softcap` turns logits x into
     softcap * tanh(x / softcap).
     """
 
@@ -56,7 +56,7 @@ class FlashAttention:
         self._packed = _imported(module, "flash_attn_varlen_func")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
         mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
         options: dict[str, Any] = {
             "softmax_scale": self.scale,
@@ -65,7 +65,7 @@ class FlashAttention:
         }
         if self.softcap is not None:
             options["softcap"] = self.softcap
-        if torch.are_deterministic_algorithms_enabled():  # as torch's own kernels do
+        if torch.are_deterministic_algorithms_enabled():  # torch's switch does not reach packages
             options["deterministic"] = True
         if mask.cu_seqlens is None:
             return _only_output(self._dense(q, k, v, **options))
@@ -82,6 +82,7 @@ class FlashAttention:
         return _only_output(out).view(q.shape)
 
     def _window(self, mask: AttentionMask) -> tuple[int | None, int | None]:
+        """Return the keys seen before and after a query's own, which packages do not count."""
         if mask.window is None:
             return self._no_limit, self._no_limit
         return mask.window - 1, 0 if mask.causal else mask.window - 1
@@ -96,13 +97,13 @@ def _imported(module: str, function: str) -> Callable[..., Any]:
 
 
 def _only_output(result: Any) -> Tensor:
-    """Some versions give (output, logsumexp) where others give the output alone."""
+    """Return the output: some versions return (output, logsumexp), others the output alone."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
 
 class VarlenAttention:
-    """The flash attention that comes with torch; one kernel for all documents."""
+    """Local attention by torch's own flash attention, one kernel for all documents."""
 
     def __init__(self, *, scale: float | None = None) -> None:
         self.scale = scale
@@ -110,7 +111,7 @@ class VarlenAttention:
         self._parameters = frozenset(inspect.signature(varlen_attn).parameters)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
         mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
         if mask.cu_seqlens is None:
             query_ends, key_ends = (

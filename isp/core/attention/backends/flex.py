@@ -2,10 +2,10 @@
 
 T queries, L keys, H query heads, K KV heads, d head size, R and C blocks of 128 queries and keys
 
-A query sees one run of keys, [low, high), whatever the documents, order and window are. So one mask
-function serves all, and reads the runs from two tensors: another micro-batch compiles nothing new.
-Which blocks any query sees, and which all do, follows from the least and the greatest of the runs
-in each block of queries; no mask of T x L is formed.
+For all documents, orders and windows, a query sees one range of keys [low, high). So one mask
+function that reads the ranges from two tensors serves all, and a new micro-batch does not
+recompile. The blocks of keys that some queries, or all queries, of a block see follow from the
+least and greatest bounds in it; no mask of T x L is formed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["FlexAttention"]
 
 _BLOCK = 128
 _MASKS = 2
-"""Masks whose blocks are kept: models with soft caps have layers with and without a window."""
+"""Number of masks whose blocks are kept: soft-capped models have layers with and without window."""
 
 
 class FlexAttention:
@@ -39,20 +39,22 @@ class FlexAttention:
 
         self.scale = scale
         self.softcap = softcap
-        # `fullgraph`: too many kinds of tensors are an error, not scores of T x L in memory
+        # `fullgraph`: after too many kinds of tensors torch raises; without it, it would run
+        # uncompiled, with scores of T x L in memory.
         self._attend: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
         self._blocks = lru_cache(_MASKS)(_blocks)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
         softcap = self.softcap
         sizes = q.shape[0], q.shape[1], k.shape[1]
 
         def capped(logit: Tensor, *_: Tensor) -> Tensor:
             return softcap * torch.tanh(logit / softcap)
 
-        # A second cap or scale would become a symbol and break the graph, so floats stay constants.
-        # Gradients or none, one block or more, and head counts each compile: more than the usual 8.
+        # Floats stay constants: a second cap or scale would become a symbol and break the graph.
+        # Calls with and without gradients, of one block or more, and each number of heads compile
+        # separately: more than torch's usual limit of 8.
         with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):
             out: Tensor = self._attend(
                 *(x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v)),  # [1, H, T, d]
@@ -60,12 +62,12 @@ class FlexAttention:
                 block_mask=self._blocks(mask, sizes, q.device),
                 scale=self.scale,
                 enable_gqa=q.shape[2] != k.shape[2],
-                kernel_options={"BACKEND": "TRITON"},  # not another kernel below 128 queries
+                kernel_options={"BACKEND": "TRITON"},  # one kernel also below 128 queries
             )
         return out.squeeze(0).transpose(0, 1).reshape(q.shape)
 
 
-@torch.inference_mode(False)  # which serves training, too
+@torch.inference_mode(False)  # cached: a mask made in inference mode could not serve training
 def _blocks(mask: AttentionMask, sizes: tuple[int, int, int], device: torch.device) -> BlockMask:
     """Return the block mask of B rows of Sq queries and Sk keys, joined into one sequence."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -95,7 +97,7 @@ def _runs(mask: AttentionMask, sizes: tuple[int, int, int]) -> tuple[Tensor, Ten
     """Return the first key of each query and the end of its keys, int32 [T] each."""
     queries, keys = torch.tensor(document_lengths(mask, *sizes)).T
     last = keys.cumsum(0)
-    # the last query of a document is aligned with its last key: [Note: Causal alignment]
+    # A document's last query is aligned with its last key: [Note: Causal alignment].
     start, end, shift = (
         x.repeat_interleave(queries) for x in (last - keys, last, last - queries.cumsum(0))
     )

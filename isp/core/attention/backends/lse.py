@@ -1,4 +1,4 @@
-"""Kernels whose results over parts of the keys can be merged: they tell each softmax's sum.
+"""Kernels that return the log-sum-exp, by which results for parts of the keys can be merged.
 
 T queries, L keys, H query heads, K KV heads, d head size
 """
@@ -28,10 +28,10 @@ class LseKernel(Protocol):
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
-        """q [T, H, d], k and v [L, K, d] -> the output [T, H, d], and lse [T, H].
+        """Attend with q [T, H, d] to k and v [L, K, d] -> the output [T, H, d] and lse [T, H].
 
-        Both in float32 at least, but for what kernels round. If a query sees no key, its output is
-        0, and its lse -inf, or inf on CUDA.
+        The lse is float32 or wider; the output is in the dtype that the kernel returns. If a query
+        sees no key, its output is 0 and its lse -inf, or inf on CUDA.
         """
         ...
 
@@ -45,12 +45,15 @@ class LseKernel(Protocol):
         lse: Tensor,
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of q, k and v by way of these keys; `out` and `lse` are those of all keys."""
+        """Return the gradients of q, k and v for these keys; `out` and `lse` are of all keys."""
         ...
 
 
 def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
-    """The kernel that does what `local` does for such queries; None: it cannot be merged."""
+    """Return a kernel with log-sum-exp that computes what `local` does for q; None: there is none.
+
+    Logs a warning if only the dtype or the head size of q is the reason.
+    """
     if isinstance(local, LseKernel):
         return local
     if not isinstance(local, SdpaAttention | VarlenAttention | FlashAttention | AttentionByRows):
@@ -71,7 +74,7 @@ def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
 class FlashKernel:
     """Torch's flash attention on CUDA: `aten::_flash_attention_forward` as in torch 2.11 to 2.15.
 
-    Its lse is [H, T] for packed documents. Source: torch/nn/attention/varlen.py.
+    Torch returns lse as [H, T] for packed documents. Source: torch/nn/attention/varlen.py.
     """
 
     def __init__(self, scale: float | None) -> None:

@@ -1,7 +1,7 @@
-"""Cuts attention under a mask into dense blocks, none of which needs a mask of S x S.
+"""Dense blocks that attention under a mask is cut into; none needs a mask of S x S.
 
-A block is a run of queries of one document against the run of keys that any of them sees. Its mask
-is nothing, a plain causal triangle, or a band of at most `_BLOCK_ROWS` rows.
+A block is a range of queries of one document against the range of keys that any of them sees. It
+needs no mask, the causal triangle, or a band mask of at most `_BLOCK_ROWS` rows.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = [
 ]
 
 _BLOCK_ROWS = 256
-"""Most queries of a block that needs a band mask; so that mask has at most _BLOCK_ROWS * S bits."""
+"""Queries at most of a block with a band mask, which so has at most _BLOCK_ROWS * S elements."""
 
 
 @dataclass(frozen=True)
 class Visible:
-    """Query i of a block sees key j if low <= j - i <= high; None: no limit."""
+    """The band of a block: query i sees key j if low <= j - i <= high; None: no limit."""
 
     low: int | None
     high: int | None
 
     def band(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """[queries, keys], True where seen."""
+        """Return the band as a mask [queries, keys], True where a key is seen."""
         offset = torch.arange(num_keys, device=device) - torch.arange(
             num_queries, device=device
         ).unsqueeze(1)
@@ -49,7 +49,7 @@ class Visible:
         return seen
 
     def within(self, num_queries: int, num_keys: int) -> Visible:
-        """Without the limits that hide nothing here."""
+        """Return the band without limits that hide nothing in a block of this size."""
         return Visible(
             None if self.low is None or self.low <= 1 - num_queries else self.low,
             None if self.high is None or self.high >= num_keys - 1 else self.high,
@@ -61,31 +61,31 @@ TRIANGLE = Visible(None, 0)
 
 
 class MaskBlock(NamedTuple):
-    """A run of queries against all keys that any of them sees."""
+    """A range of queries against the range of keys that any of them sees."""
 
     query: range
     key: range
     visible: Visible
     diagonal: int = 0
-    """Key i + diagonal is of the token of query i, both counted in the block."""
+    """Index of the first query's own key in the block; key i + diagonal is query i's own."""
 
     @property
     def is_causal_square(self) -> bool:
-        """Whether the mask is the plain triangle, which kernels know without being given it."""
+        """True if the mask is the causal triangle of a square, for which kernels have a flag."""
         return self.visible == TRIANGLE and len(self.query) == len(self.key)
 
     @property
     def slices(self) -> tuple[slice, slice]:
-        """The queries and the keys."""
+        """Slices of the queries and of the keys."""
         return slice(self.query.start, self.query.stop), slice(self.key.start, self.key.stop)
 
 
 def document_lengths(
     mask: AttentionMask, batch_size: int, query_length: int, key_length: int
 ) -> tuple[tuple[int, int], ...]:
-    """(queries, keys) of each document of [B, Sq] queries and [B, Sk] keys, rows one after another.
+    """Return (queries, keys) of each document in B rows of queries and keys, row after row.
 
-    Raises ValueError where the mask does not fit them.
+    Raises ValueError if the mask's documents do not fill the rows.
     """
     mask.check_covers(batch_size, query_length, key_length)
     if mask.cu_seqlens is None:
@@ -102,9 +102,9 @@ def blocks_of(
     rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
 ) -> tuple[MaskBlock, ...]:
-    """The blocks of documents of these (queries, keys), packed one after another.
+    """Return the blocks of packed documents of these (queries, keys).
 
-    Queries and keys are counted over all of them; the rest is as in `document_blocks`.
+    Queries and keys are counted over all documents; other arguments are `document_blocks`'.
     """
     found: list[MaskBlock] = []
     query_start = key_start = 0
@@ -138,11 +138,11 @@ def document_blocks(
     rows: int = _BLOCK_ROWS,
     split_up_to: int = 0,
 ) -> list[MaskBlock]:
-    """The blocks of one document, aligned at its last query and key.
+    """Return the blocks of one document, whose last query is aligned with its last key.
 
-    One block where no mask has to be given, else blocks of `rows` queries; documents of up to
-    `split_up_to` tokens are cut into such blocks also where the mask is the plain triangle. Queries
-    that see no key are left out.
+    A document that needs no mask, or the triangle of a square, is one block; others are cut into
+    blocks of `rows` queries. Up to `split_up_to` queries, a triangle is cut, too. Queries that see
+    no key are in no block.
     """
     offset = num_keys - num_queries
     # query i sees key j if low <= j - i <= high
@@ -169,6 +169,7 @@ def _block(
         0 if low is None else max(0, start + low),
         num_keys if high is None else min(num_keys, stop + high),
     )
+    # Limits are for indices in the whole document; a block's indices begin at its own corner.
     by = key.start - start
     visible = Visible(None if low is None else low - by, None if high is None else high - by)
     return MaskBlock(query, key, visible.within(len(query), len(key)), offset - by)

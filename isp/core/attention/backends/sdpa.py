@@ -30,16 +30,16 @@ _FUSED = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 )
-"""All but the kernel that forms S x S scores."""
+"""All kernels but the one that forms S x S scores."""
 
 
 class SdpaAttention:
     """Local attention by torch's fused kernels, exact for packed documents and windows.
 
-    By the first of `kernels` that can, `in_order` or else in torch's own order for the device.
-    cuDNN's cannot attend to a single key, and in some versions not in bands of a window or with
-    fewer queries than keys, as context ranks have; where torch has to be deterministic it
-    cannot at all. The others are deterministic then.
+    Takes the first of `kernels` that supports a call, in their order if `in_order`, else in torch's
+    order for the device. cuDNN's kernel does not support a single key, in some versions band masks
+    or fewer queries than keys (as context ranks have), and deterministic algorithms; the other
+    kernels are deterministic with these.
     """
 
     def __init__(
@@ -54,15 +54,16 @@ class SdpaAttention:
         self.scale = scale
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
-        # no fused kernel of CUDA's takes float64, in which things are only compared
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d] -> [B, Sq, H, d]."""
+        # No fused kernel on CUDA takes float64, which only tests and comparisons use.
         kernels = self._kernels + [SDPBackend.MATH] * (q.dtype is torch.float64)
         with sdpa_kernel(kernels, set_priority=self._in_order):
             if mask.cu_seqlens is None and mask.window is None and q.shape[1] == k.shape[1]:
                 return self._attend(q, k, v, TRIANGLE if mask.causal else EVERYTHING)
             lengths = document_lengths(mask, q.shape[0], q.shape[1], k.shape[1])
             query_sizes, key_sizes = ([pair[i] for pair in lengths] for i in (0, 1))
-            # cut by `split`, whose gradient is one concatenation for all documents
+            # Cut by `split`, whose gradient is one concatenation for all documents; slices would
+            # have a gradient of the whole row each.
             documents = zip(
                 q.flatten(0, 1).split(query_sizes),
                 k.flatten(0, 1).split(key_sizes),
@@ -74,10 +75,10 @@ class SdpaAttention:
             )
 
     def _attend_document(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-        """q [Sq, H, d], k and v [Sk, K, d] -> [Sq, H, d]."""
+        """Attend in one document: q [Sq, H, d], k and v [Sk, K, d] -> [Sq, H, d]."""
         blocks = document_blocks(q.shape[0], k.shape[0], causal=mask.causal, window=mask.window)
         unseeing = blocks[0].query.start if blocks else q.shape[0]
-        outs = [q[:unseeing] * 0]
+        outs = [q[:unseeing] * 0]  # queries that see no key: zeros that are part of the graph
         for query, key, visible, _ in blocks:
             rows = q[query.start : query.stop].unsqueeze(0)  # [1, rows, H, d]
             keys, values = (x[key.start : key.stop].unsqueeze(0) for x in (k, v))
@@ -85,11 +86,12 @@ class SdpaAttention:
         return torch.cat(outs)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+        """Attend under one band, in rows of [B, .., H, d]."""
         causal = visible == TRIANGLE and q.shape[1] == k.shape[1]
         bare = causal or visible == EVERYTHING
         group = q.shape[2] // k.shape[2]
         if group > 1 and not (bare and q.dtype in (torch.bfloat16, torch.float16)):
-            # only the kernels for 16 bit without a mask know shared KV heads
+            # Only the kernels for 16 bit without a mask support shared KV heads.
             k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
         out = scaled_dot_product_attention(
             q.transpose(1, 2),

@@ -1,4 +1,4 @@
-"""Attention with sinks, by a kernel that gives the log-sum-exp.
+"""Attention with sinks, by a kernel that returns the log-sum-exp.
 
 T queries, L keys, H query heads, K KV heads, d head size
 
@@ -24,11 +24,11 @@ from isp.core.autograd import Function, once_differentiable
 __all__ = ["SinkAttention"]
 
 _ROWS = 8192
-"""Queries whose products with the gradient of the output are in float32 at once."""
+"""Queries at a time whose products with the output's gradient are held in float32."""
 
 
 class SinkAttention:
-    """Softmax attention in which each head has a further logit, without a value (gpt-oss)."""
+    """Softmax attention in which each head has a further logit without a value (gpt-oss)."""
 
     def __init__(self, kernel: LseKernel) -> None:
         self.kernel = kernel
@@ -36,7 +36,7 @@ class SinkAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [B, Sq, H, d], k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d]."""
+        """Attend with q [B, Sq, H, d] to k and v [B, Sk, K, d], sinks [H] -> [B, Sq, H, d]."""
         assert sinks is not None
         mask.check_covers(q.shape[0], q.shape[1], k.shape[1])
         if mask.cu_seqlens is None:
@@ -45,8 +45,8 @@ class SinkAttention:
         return out.view(q.shape).to(q.dtype)
 
 
-@lru_cache(maxsize=16)  # kept with its copy on the device
-@torch.inference_mode(False)  # which serves training, too
+@lru_cache(maxsize=16)  # a mask keeps its copy on the device
+@torch.inference_mode(False)  # one made in inference mode could not serve training
 def _of_rows(rows: int, queries: int, keys: int, causal: bool, window: int | None) -> AttentionMask:
     """Return the mask of rows of one document each, joined into one sequence."""
     lengths = [queries] * rows, [keys] * rows
@@ -77,9 +77,9 @@ class _Sinks(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, total = ctx.saved_tensors
-        # With `total` for lse the kernel forms the weights that include the sink.
+        # Given `total` as lse, the kernel computes the weights of the softmax with the sink.
         grads = ctx.kernel.gradients(dout, q, k, v, out, total, ctx.mask)
-        # By parts, so that the products in float32 are never as large as the output.
+        # In pieces, so that the products in float32 are never as large as the output.
         parts = zip(dout.split(_ROWS), out.split(_ROWS), strict=True)
         along = torch.cat([(a.to(total.dtype) * b).sum(-1) for a, b in parts])  # [T, H]
         d_sinks = -((sinks.to(total.dtype) - total).exp_() * along).sum(0)

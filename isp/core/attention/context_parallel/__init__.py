@@ -1,1 +1,1 @@
-"""How context ranks exchange keys and values, and how they attend to them."""
+"""The exchange of keys and values between context ranks, and attention to them."""

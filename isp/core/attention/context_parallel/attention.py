@@ -1,19 +1,19 @@
-"""`ContextAttention`: attention of queries that a rank has to keys that lie on many.
+"""`ContextAttention`: attention of this rank's queries to keys on many ranks.
 
 c context ranks, B batch, S sequence, h query heads and k KV heads of this rank, d head size, T its
 tokens in all rows, L keys as its kernels see them
 
-    q     [B, S/c, h, d]                                                is not sent
+    q     [B, S/c, h, d]                                                stays on its rank
     k, v  [B, S/c, k, d]  --needed keys, all-to-all-->  [L, k, d]       for each stripe of KV heads
                                                          local attention [B, S/c, h, d]
 
 Each context rank has the slices of documents that a `ContextPlan` gives it, and receives exactly
 the keys and values that they attend to. One kernel call sees each slice's whole range of keys, so
-results are never merged: they are exact to the kernel, and windows and sinks are what they are on
-one device. Keys travel by stripes of heads, the next one while this one is attended to.
+no results have to be merged: they are those of the kernel, and windows and sinks work as on one
+device. Keys are sent by stripes of heads; the next stripe is sent while this one is attended to.
 
-backward   gradients of k and v return by the transposed all-to-all, and are added up in float32 at
-           least, first over a rank's copies and then in the order of ranks
+backward   gradients of k and v return by the transposed all-to-all, and are added up in float32 or
+           wider, first over a rank's copies and then in the order of ranks
 
 Source: the stripes are those of ring-flash-attention, llama3_flash_attn_varlen; that only needed
 keys travel, of NeMo's blockdiag_cp.
@@ -42,24 +42,24 @@ from isp.core.mesh.sequence_split import ContextPlan, Windows
 __all__ = ["ContextAttention"]
 
 _ROUTES = 16
-"""Micro-batches and kinds of mask whose routes are kept."""
+"""Number of routes kept, each for the documents of a micro-batch and a kind of mask."""
 
 _STRIPE_BYTES = 1 << 20
-"""Least that a stripe is worth, of what the rank that receives most receives."""
+"""Smallest stripe, in bytes received by the rank that receives most; smaller ones cost launches."""
 
 _MOST_STRIPES = 4
+"""Stripes of KV heads at most."""
 
 PlanOf = Callable[[tuple[int, ...], int, Windows], ContextPlan]
 
 
 class ContextAttention:
-    """Local attention made to work on tokens that a plan spreads over `channel`; for all layers.
+    """Attention by a local attention to tokens that a plan spreads over `channel`; for all layers.
 
-    The tokens of a rank are in the order of its slices, row by row. `mask` is that of the rows in
-    their own order; without documents each row is cut alike. `windows` are those of the model's
-    layers, by which work is balanced. `stripes` of KV heads at most; None: by their bytes.
-    In a `ring` keys and values are never there all at once: for layers without windows, sinks
-    and soft caps, by kernels that tell each softmax's sum. The other layers gather.
+    A rank's tokens are in the order of its slices, row by row. `windows` are those of the model's
+    layers, by which work is balanced. `stripes` is the number of stripes of KV heads; None: by
+    their bytes. With `ring`, layers without windows, sinks, chosen keys and soft caps pass blocks
+    of keys around and never hold all, if the kernel returns the log-sum-exp; other layers gather.
     """
 
     def __init__(
@@ -84,10 +84,11 @@ class ContextAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **extras: Any
     ) -> Tensor:
-        """q [B, S/c, h, d], k and v [B, S/c, k, d] -> [B, S/c, h, d]; `mask` of the whole rows.
+        """Attend with q [B, S/c, h, d] to k and v [B, S/c, k, d] -> [B, S/c, h, d].
 
-        `extras`: as of `DistributedAttention`. Raises ValueError if the tokens are not those that
-        the plan gives this rank, or if a mask that is not causal has a window.
+        `mask` is that of the whole rows, in their own order; without documents, each row is cut the
+        same way. `extras` are those of `DistributedAttention`. Raises ValueError if the number of
+        tokens is not what the plan gives this rank, or if a mask that is not causal has a window.
         """
         if self.channel.size == 1:
             return self.local_attention(q, k, v, mask=mask, **extras)
@@ -96,7 +97,9 @@ class ContextAttention:
             kernel = self._lse_kernel(q)
         routes = self._routes(q, mask, in_ring=kernel is not None)
         if not routes[0].is_local:
-            q = q.contiguous()  # is kept, unlike the keys, which may lie beside it
+            # A copy: q may be a view of a message with k and v, which saving q for backward would
+            # keep alive; the sent keys and values replace those.
+            q = q.contiguous()
         tokens = _Tokens(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), extras)
         if routes[0].is_local:
             out = self._attend(tokens, routes[0].mask)
@@ -108,28 +111,29 @@ class ContextAttention:
         return out.view(*q.shape[:-1], out.shape[-1])
 
     def _lse_kernel(self, q: Tensor) -> LseKernel | None:
-        """What a ring needs, chosen once for such queries."""
+        """Return the kernel that a ring merges, chosen once for each kind of queries."""
         kind = q.dtype, q.shape[-1], q.device
         if kind not in self._kernels:
             self._kernels[kind] = lse_kernel(self.local_attention, q)
         return self._kernels[kind]
 
     def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
-        """Attend stripe by stripe, while the next one travels."""
+        """Attend stripe by stripe while the next stripe is sent."""
         stripes = tokens.stripes(self._num_stripes(tokens, route))
         route, outs, transfers = route.on(tokens.k.device), [], []
         for number, (_, k, v, _) in enumerate(stripes):
             tag = Tag(Purpose.KEYS, tensor=f"attention.kv.{number}")
             exchange = KeyExchange(self.channel, route, tag)
             transfers.append(launch(exchange, (torch.stack((k, v), 1),)))
-            if number:
+            if number:  # the stripe before, while this one is sent
                 outs.append(self._attend_arrived(stripes[number - 1], transfers[number - 1], route))
         outs.append(self._attend_arrived(stripes[-1], transfers[-1], route))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def _num_stripes(self, tokens: _Tokens, route: Route) -> int:
+        """Return the number of stripes; the same on all ranks, as they exchange each together."""
         k = tokens.k
-        if "chosen" in tokens.extras:
+        if "chosen" in tokens.extras:  # chosen keys are given for all heads together
             return 1
         if self.stripes is not None:
             return min(self.stripes, k.shape[1])
@@ -141,14 +145,15 @@ class ContextAttention:
         return self._attend(stripe._replace(k=k, v=v), route.mask)
 
     def _attend(self, tokens: _Tokens, mask: AttentionMask) -> Tensor:
-        """[T, h, d]."""
+        """Attend locally -> [T, h, d]."""
         q, k, v, extras = tokens
-        if not len(q):
+        if not len(q):  # backward has to reach the exchange: the other ranks wait there
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
         attended = self.local_attention(*(x[None] for x in (q, k, v)), mask=mask, **extras)
         return attended.squeeze(0)
 
     def _routes(self, q: Tensor, mask: AttentionMask, *, in_ring: bool) -> tuple[Route, ...]:
+        """Return the routes of this mask, after a check that q has this rank's tokens."""
         batch_size, length = q.shape[:2]
         lengths: tuple[int, ...] = (length * self.channel.size,)
         rows = batch_size
@@ -167,7 +172,7 @@ class ContextAttention:
     def _make_routes(
         self, lengths: tuple[int, ...], rows: int, causal: bool, window: int | None, in_ring: bool
     ) -> tuple[Route, ...]:
-        """The way of keys for `rows` that are alike, of documents of these lengths."""
+        """Return the routes of keys for `rows` equal rows of documents of these lengths."""
         rank, num_ranks = self.channel.rank, self.channel.size
         if not causal and window is not None:
             raise ValueError(
@@ -181,15 +186,17 @@ class ContextAttention:
 
 
 class _Tokens(NamedTuple):
+    """Queries, keys and values of all rows, or of a stripe of their heads."""
+
     q: Tensor
     """[T, h, d]."""
     k: Tensor
-    """[T, k, d], [L, k, d] once they have arrived; v likewise."""
+    """[T, k, d], [L, k, d] after the exchange; v likewise."""
     v: Tensor
     extras: dict[str, Any]
 
     def stripes(self, number: int) -> list[_Tokens]:
-        """Cut along the KV heads, as evenly as they go; chosen keys are not."""
+        """Cut the heads into `number` stripes, as evenly as KV heads allow."""
         if number == 1:
             return [self]
         heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]

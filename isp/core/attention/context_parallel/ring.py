@@ -1,19 +1,20 @@
-"""Attention in a ring: blocks of keys and values come one after the other, and results are merged.
+"""Ring attention: a rank attends to one block of keys after another and merges the results.
 
 c context ranks, T tokens of this rank, L keys of a block as kernels see them, h query heads, k KV
 heads, d head size
 
-    step t   keys and values of the t-th rank before this one, as far as this rank sees them
+    step t   receive the keys and values of the t-th rank before this one that this rank sees
              out_t [T, h, d], lse_t [T, h] = kernel(q, k_t, v_t)
-             out, lse = merged, in float32 at least
+             merge into out and lse, in float32 or wider
 
-At most two blocks are there at once, where `gather` has them all. A block comes straight from its
-rank, so that none carries what it does not need; and the next one while this one is attended to.
+At most two blocks are in memory at a time; `gather` holds all. Each block comes straight from the
+rank that owns it, so no rank passes on keys that it does not need, and the next block is sent while
+this one is attended to.
 
-backward   of each step: k_t and v_t again; dq += .., dk_t and dv_t = kernel'(.., out, lse) with the
-           `out` and `lse` of all keys; they return to their rank, which adds in the order of steps
+backward   for each step: k_t and v_t again; dq += .., dk_t and dv_t = kernel'(.., out, lse) with
+           the `out` and `lse` of all keys; these return to their rank, which adds in step order
 
-Source: Liu et al. 2023 (ring attention); float32 in the sums, for want of which others lose
+Source: Liu et al. 2023 (ring attention). Sums are in float32: sums in the model's dtype lose
 precision with the number of ranks (ring-flash-attention, issue 42).
 """
 
@@ -36,13 +37,13 @@ __all__ = ["Ring", "ring_attention"]
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-    """q [T, h, d], k and v [T, k, d] of this rank -> [T, h, d]."""
+    """Attend with q [T, h, d] to all ranks' keys; k, v [T, k, d] are this rank's -> [T, h, d]."""
     out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
     return out
 
 
 class Ring:
-    """The steps of one micro-batch, by the routes of each: the first is of own keys."""
+    """The steps of one micro-batch's ring, with a route for each; the first is of own keys."""
 
     def __init__(
         self, channel: Channel, routes: Sequence[Route], kernel: LseKernel, device: torch.device
@@ -56,20 +57,22 @@ class Ring:
             )
             for step, route in enumerate(routes)
         )
+        # A step in which no rank receives anything is left out on all of them.
         self.steps = [own, *(step for step in others if step.route.most_received)]
 
     def attend(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, h, d], kv [T, 2, k, d] -> the output and lse [T, h], in float32 at least."""
+        """Attend with q [T, h, d] to kv [T, 2, k, d] -> output and lse [T, h], float32 or wider."""
         dtype = wide(q.dtype)
         total, lse = q.new_zeros(q.shape, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
         for number, (step, k, v) in enumerate(self._blocks(kv)):
             rows, mask = step.route.queries, step.route.mask
-            if not len(k):
+            if not len(k):  # this rank sees none of that rank's keys; others see some
                 continue
             out, part = self.kernel.with_lse(_at(q, rows), k, v, mask)
-            if number == 0:  # every query sees itself
+            if number == 0:  # every query sees itself, so this fills all rows
                 total, lse = out.to(dtype), part.to(dtype)
                 continue
+            # A result weighs e^(its lse - the lse of both).
             before = _at(lse, rows)
             after = torch.logaddexp(before, part)
             merged = _at(total, rows) * (before - after).exp().unsqueeze(-1)
@@ -80,7 +83,7 @@ class Ring:
     def gradients(
         self, dout: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Those of q and kv, in float32 at least."""
+        """Return the gradients of q and kv, in float32 or wider."""
         dq, dkv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, kv))
         returning: list[tuple[KeyExchange, Pending]] = []
         for step, k, v in self._blocks(kv):
@@ -92,13 +95,13 @@ class Ring:
                 dq = _put(dq, rows, _at(dq, rows) + d_rows)
                 d_block = torch.stack(d_keys, 1).to(kv.dtype)
             returning.append((step, step.send_back(d_block)))
-            if len(returning) > 1:
+            if len(returning) > 1:  # waits for the step before, whose transfer ran meanwhile
                 _take(*returning.pop(0), dkv)
         _take(*returning.pop(), dkv)
         return dq, dkv
 
     def _blocks(self, kv: Tensor) -> Iterator[tuple[KeyExchange, Tensor, Tensor]]:
-        """Each step with its keys and values [L, k, d]; the next ones on their way."""
+        """Yield each step with its keys and values [L, k, d], after launching the next one's."""
         arrive = self.steps[0].go_out((kv,))
         for step, following in zip_longest(self.steps, self.steps[1:]):
             k, v = arrive()[0].unbind(1)
@@ -129,9 +132,10 @@ def _take(step: KeyExchange, returning: Pending, total: Tensor) -> None:
 
 
 def _at(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Return these rows of x; None: all."""
     return x if rows is None else x.index_select(0, rows)
 
 
 def _put(x: Tensor, rows: Tensor | None, new: Tensor) -> Tensor:
-    """x with `new` in these rows."""
+    """Return x with `new` in these rows, written in place; None: all rows."""
     return new if rows is None else x.index_put_((rows,), new)

@@ -1,4 +1,4 @@
-"""Which keys a context rank sends, receives, and lays out for its queries: index arithmetic.
+"""`Route`, the keys that a context rank sends and receives; `KeyExchange`, their transfer.
 
 c context ranks, T tokens of this rank, R keys that it receives (its own among them), L keys as its
 kernels see them: those of each slice's whole visible range, one slice after another
@@ -6,7 +6,8 @@ kernels see them: those of each slice's whole visible range, one slice after ano
     own [T] --send--> [.., c messages] --all-to-all--> [R] --layout--> [L]
 
 A key that several slices of the rank see is received once, and laid out once for each. Backward is
-the transpose: copies are summed, travel back, and are summed by the rank that has the key.
+the transpose: a rank sums its copies' gradients, sends them back, and the key's owner sums those of
+all ranks.
 """
 
 from __future__ import annotations
@@ -41,30 +42,31 @@ _Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The way of keys between the ranks, as one of them sees it; indices are int32."""
+    """The keys that one rank sends and receives, as index tensors (int32)."""
 
     num_tokens: int
-    """T."""
+    """T, this rank's tokens."""
     sent: tuple[int, ...]
-    """Keys to each rank; what a rank has itself is counted, and does not travel."""
+    """Number of keys sent to each rank, this one included."""
     received: tuple[int, ...]
-    """Keys from each rank, together R."""
+    """Number of keys received from each rank, this one included; they add up to R."""
     most_received: int
-    """By any rank from the others."""
+    """Largest number of keys that any rank receives from the others."""
     send: Tensor
-    """The own key of each row sent; each key once in the message to a rank."""
+    """Index of the own key in each row sent; a key is once in the message to a rank."""
     layout: Tensor
-    """[L], the received key of each row."""
+    """Index [L] of the received key in each row that kernels see."""
     first: Tensor
-    """[R], a row where each received key is laid out."""
+    """Index [R] of the first row where each received key is laid out."""
     again: tuple[tuple[Tensor, Tensor], ...]
-    """Keys and the rows where they are laid out again; each key once in such a layer."""
+    """Pairs of received keys and the rows of their further copies; a key is once in each pair, so
+    that `index_add_` adds its copies in a fixed order."""
     queries: Tensor | None
-    """The own tokens that see any of these keys; None: all."""
+    """Indices of the own tokens that see any of these keys; None: all do."""
     mask: AttentionMask
-    """Of slices as documents, with the keys that each sees."""
+    """The mask with slices as documents, each with the keys that it sees."""
     is_local: bool = False
-    """Whether every rank has whole documents alone, so that nothing has to be sent."""
+    """True if every rank has whole documents only, so that nothing has to be sent."""
 
     @classmethod
     def of(
@@ -77,27 +79,32 @@ class Route:
         causal: bool,
         window: int | None,
     ) -> Self:
-        """The route, as `rank` has it, by which all slices come to see what the ranks hold."""
-        # Each key that is new to a rank travels to it once: ranges of those, cut by who holds them.
+        """Return `rank`'s route, so that each slice gets the keys in `sight` from those `held`.
+
+        `sight` and `held` cover all ranks: every rank computes all messages by the same rule.
+        """
+        # Ranges of keys that are new to a rank are sent to it once, cut by the ranks that hold
+        # them: range i goes to rank to[i], from rank by[i], and begins at row[i] of its keys.
         ends = held.begin + held.size
         of, piece, begin, size = _overlaps(sight.new, sight.high, held.begin, ends)
         to, by = sight.rank[of], held.rank[piece]
         row = held.row[piece] + begin - held.begin[piece]
         sends, mine = by == rank, np.flatnonzero(to == rank)
 
-        # What arrives lies in the order of ranks, one rank's keys in that of their places.
+        # Received ranges are in the order of the sending ranks, then of their places.
         arriving = mine[by[mine].argsort(kind="stable")]
         at = np.zeros(len(size), np.int64)
         at[arriving] = _starts(size[arriving])
 
-        # Each slice's whole range, in rows of what has arrived.
+        # Each slice's whole visible range, as rows of the received keys.
         own = np.flatnonzero((sight.rank == rank) & (sight.high > sight.low))
         low, high, new = sight.low[own], sight.high[own], sight.new[own]
         here = begin[mine]
         _, piece, seen, sizes = _overlaps(low, high, here, here + size[mine])
         layout = _ranges(at[mine][piece] + seen - here[piece], sizes)
 
-        # And back: new keys are laid out first where they are new, then in later slices.
+        # For backward: a key's first row is in the slice where it is new; later slices of the
+        # document have its further copies.
         laid = np.zeros(len(sight.rank), np.int64)
         laid[own] = _starts(high - low)
         of = of[arriving]
@@ -130,7 +137,7 @@ class Route:
         return {}
 
     def on(self, device: torch.device) -> Route:
-        """The same with its indices on `device`, sent there once."""
+        """Return the route with its indices on `device`, sent there once."""
         there = partial(pinned_memory.send, device=device)
         if device not in self._on_device:
             self._on_device[device] = replace(
@@ -145,7 +152,7 @@ class Route:
 
 
 def gather_route(plan: ContextPlan, rank: int, *, causal: bool, window: int | None) -> Route:
-    """The route of all that the slices of each rank see."""
+    """Return the route of all keys that the slices of each rank see."""
     cut = Slices.of(plan)
     low = cut.start if window is None else np.maximum(cut.start, cut.begin - window + 1)
     sight = cut.sight(low, cut.end if causal else cut.stop)
@@ -155,16 +162,18 @@ def gather_route(plan: ContextPlan, rank: int, *, causal: bool, window: int | No
 
 
 def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, ...]:
-    """The routes of what the slices of each rank see of one rank: at step t, of the t-th before it.
+    """Return a route for each ring step: at step t a rank sees keys of the t-th rank before it.
 
-    Of other ranks' keys a slice sees all before it, and nothing within: only the first step, of its
-    own keys, is causal.
+    With `causal`, a slice sees all keys of other ranks that precede it in its document, and none of
+    them lie within it. So only the first step, of a rank's own keys, needs the causal mask.
     """
     num_ranks, cut = len(plan.slices), Slices.of(plan)
+    # Places are counted over the ranks' tokens, one rank's after another's, so that what a rank
+    # holds is one range.
     sizes = np.bincount(cut.rank, cut.end - cut.begin, num_ranks).astype(np.int64)
     held = _Held(np.arange(num_ranks), _starts(sizes), sizes, np.zeros_like(sizes))
-    places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # the ranks' one after another
-    row = 1 + sizes.sum()
+    places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # of each slice's first token
+    row = 1 + sizes.sum()  # rank * row + token sorts slices by rank, then by token
     routes = []
     for step in range(num_ranks):
         by = (cut.rank - step) % num_ranks
@@ -179,54 +188,57 @@ def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, .
 
 
 class _Held(NamedTuple):
-    """Pieces of ranks' tokens that lie one after another."""
+    """Consecutive tokens that one rank holds, for each piece of all ranks' tokens."""
 
     rank: _Ints
     begin: _Ints
-    """Its place."""
+    """Place of the piece's first token."""
     size: _Ints
     row: _Ints
-    """Of its first token, of those of its rank."""
+    """Index of the piece's first token in its rank's tokens."""
 
 
 class _Sight(NamedTuple):
-    """What each slice of all ranks sees: keys by their places."""
+    """The keys that each slice of all ranks sees, by their places."""
 
     rank: _Ints
     queries: _Ints
     """Tokens of the slice."""
     row: _Ints
-    """Of its first token, of those of its rank."""
+    """Index of the slice's first token in its rank's tokens."""
     low: _Ints
-    """First key that is seen."""
+    """Place of the first key that it sees."""
     high: _Ints
-    """End of the keys that are seen."""
+    """End of the keys that it sees."""
     new: _Ints
-    """First key that the slices of its rank before it do not see."""
+    """First key that no earlier slice of its rank sees."""
     number: _Ints
-    """Of the slice, of those of its document that its rank has."""
+    """Index of the slice among its rank's slices of the document."""
 
 
 class Slices(NamedTuple):
-    """All ranks' slices, one rank's after another's, those that touch as one.
+    """All ranks' slices, by rank, with slices that touch joined into one.
 
     Places are counted over the whole row.
     """
 
     rank: _Ints
     begin: _Ints
+    """Place of the slice's first token."""
     end: _Ints
+    """End of the slice."""
     start: _Ints
-    """Of its document."""
+    """Place of the first token of the slice's document."""
     stop: _Ints
-    """Of its document."""
+    """End of the slice's document."""
     row: _Ints
-    """Of its first token, of those of its rank."""
+    """Index of the slice's first token in its rank's tokens."""
     goes_on: NDArray[np.bool_]
-    """Whether the slice before it is of the same rank and document."""
+    """True if the slice before it is of the same rank and document."""
 
     @classmethod
     def of(cls, plan: ContextPlan) -> Self:
+        """Return the slices of a plan as arrays."""
         table = np.array([s for of_rank in plan.slices for s in of_rank], np.int64).reshape(-1, 3)
         counts = np.array([len(of_rank) for of_rank in plan.slices])
         rank = np.repeat(np.arange(len(counts)), counts)
@@ -234,7 +246,7 @@ class Slices(NamedTuple):
         document, begin, end = table.T
         goes_on = np.zeros(len(rank), bool)
         goes_on[1:] = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
-        # slices that touch are one
+        # Join slices that touch: one range of keys then serves both.
         touches = goes_on & (begin == np.roll(end, 1))
         first, last = ~touches, ~np.roll(touches, -1)
         rank, document, goes_on = rank[first], document[first], goes_on[first]
@@ -252,11 +264,11 @@ class Slices(NamedTuple):
 
     @property
     def are_whole(self) -> bool:
-        """Whether they are whole documents."""
+        """True if all slices are whole documents."""
         return bool(((self.begin == self.start) & (self.end == self.stop)).all())
 
     def sight(self, low: _Ints, high: _Ints) -> _Sight:
-        """Slices that see [low, high); high rises along those of a document."""
+        """Return what the slices see, given ranges [low, high) whose `high` rises in a document."""
         new = np.where(self.goes_on, np.maximum(low, np.roll(high, 1)), low)
         index = np.arange(len(self.rank))
         number = index - np.maximum.accumulate(np.where(self.goes_on, 0, index))
@@ -266,10 +278,10 @@ class Slices(NamedTuple):
 def _overlaps(
     low: _Ints, high: _Ints, begin: _Ints, end: _Ints
 ) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-    """What ranges [low, high) have in common with pieces [begin, end), which cover them.
+    """Return the overlaps of ranges [low, high) with pieces [begin, end) that cover them.
 
-    Of each the range, the piece, its begin and its size, in the order of the ranges, and within one
-    in that of the pieces.
+    Each overlap is given by the index of its range, that of its piece, its begin and its size, in
+    the order of the ranges, then of the pieces.
     """
     order = begin.argsort(kind="stable")
     first = np.searchsorted(begin[order], low, "right") - 1
@@ -280,17 +292,18 @@ def _overlaps(
 
 
 def _starts(sizes: _Ints) -> _Ints:
-    """Where each begins, one after another."""
+    """Return the begin of each of consecutive ranges of these sizes."""
     starts: _Ints = np.cumsum(sizes) - sizes
     return starts
 
 
 def _ranges(begins: _Ints, sizes: _Ints) -> _Ints:
-    """`size` numbers from each `begin` on, one range after another."""
+    """Return `size` numbers from each `begin` on, one range after another."""
     return np.repeat(begins - _starts(sizes), sizes) + np.arange(sizes.sum())
 
 
 def _counts(ranks: _Ints, sizes: _Ints, num_ranks: int) -> tuple[int, ...]:
+    """Return the sum of the sizes for each rank."""
     return tuple(np.bincount(ranks, sizes, num_ranks).astype(int).tolist())
 
 
@@ -300,10 +313,10 @@ def _index(numbers: _Ints) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """The transfer of keys and values [T, ..] to where they are needed, laid out there as [L, ..].
+    """The transfer of keys and values [T, ..] to the ranks that need them, laid out as [L, ..].
 
-    Back, copies are summed where they were laid out, and what comes from the ranks where it
-    belongs: both in float32 at least, in one order.
+    `go_back` sums the gradients of a key's copies on the rank that laid them out, then the ranks'
+    sums on the key's owner: both in float32 or wider, in a fixed order.
     """
 
     channel: Channel
@@ -311,7 +324,7 @@ class KeyExchange:
     tag: Tag
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Own rows to all who need them."""
+        """Launch the transfer of own rows to the ranks that need them."""
         (x,), route = xs, self.route
         pending = self.channel.all_to_all_into(
             x.new_empty(sum(route.received), *x.shape[1:]),
@@ -323,7 +336,7 @@ class KeyExchange:
         return lambda: (pending.wait().index_select(0, route.layout),)
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Gradients to whose they are."""
+        """Launch the transfer of gradients to the owners of the keys."""
         (y,) = ys
         pending = self.send_back(y)
 
@@ -335,10 +348,10 @@ class KeyExchange:
         return arrive
 
     def send_back(self, y: Tensor) -> Pending:
-        """Gradients [L, ..] on their way, summed over copies; `add_to` is for what arrives."""
+        """Sum gradients [L, ..] over copies and launch their transfer; give `add_to` the result."""
         route, dtype = self.route, wide(y.dtype)
         total = y.index_select(0, route.first).to(dtype)
-        for keys, rows in route.again:  # each key once
+        for keys, rows in route.again:  # a key is once in each, so the order of sums is fixed
             total.index_add_(0, keys, y.index_select(0, rows).to(dtype))
         return self.channel.all_to_all_into(
             y.new_empty(len(route.send), *y.shape[1:]),
@@ -349,13 +362,13 @@ class KeyExchange:
         )
 
     def add_to(self, total: Tensor, received: Tensor) -> None:
-        """Add what came back to `total` [T, ..], in the order of ranks."""
+        """Add received gradients to `total` [T, ..], in the order of ranks."""
         sizes = self.route.sent
         messages = zip(self.route.send.split(sizes), received.split(sizes), strict=True)
-        for keys, message in messages:  # each key once
+        for keys, message in messages:  # a key is once in each, so the order of sums is fixed
             total.index_add_(0, keys, message.to(total.dtype))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """That in which numbers of `dtype` are added up."""
+    """Return the dtype in which numbers of `dtype` are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
