@@ -14,7 +14,7 @@ from isp.core.section import KeyRole, Ranks, section
 
 
 class Mode(StrEnum):
-    """The split of a transformer's linears (see `isp.core.layers.linear` for what travels)."""
+    """The split of a transformer's linears (`isp.core.layers.linear` lists the collectives)."""
 
     MTP = "mtp"
     """Megatron tensor parallel: weights split over the tensor group, activations replicated."""
@@ -27,24 +27,24 @@ class Mode(StrEnum):
 
     @property
     def splits_features(self) -> bool:
-        """Whether a linear computes the rank's share of the features (heads, hidden units,
-        vocabulary) of all tokens of its sequence, or all features of the rank's tokens."""
+        """True if a linear computes the rank's share of the features (heads, hidden units,
+        vocabulary) of all its sequence's tokens, False if all features of the rank's tokens."""
         return self is not Mode.ISP
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether a rank has its own tokens between the linears, or all of its sequence."""
+        """True if a rank has its own tokens between the linears, False if the whole sequence."""
         return self is not Mode.MTP
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether weights are cut over a weight group of their own and travel to where they are
-        read, or are cut as the features are, over the tensor group, and stay."""
+        """True if weights are cut over a weight group of their own and gathered for use, False if
+        they are cut like the features, over the tensor group, and stay on their rank."""
         return self is Mode.ISP
 
     @property
     def slices_batch(self) -> bool:
-        """Whether a rank takes its tokens of the batch; else the embedding leaves them to it."""
+        """True if a rank reads its own tokens of the batch, False if the embedding splits them."""
         return not self.splits_features
 
 
@@ -66,38 +66,38 @@ class OverlapUnit(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """The gathering of weights ahead of use: what decides a plan, besides the model."""
+    """The settings of the prefetch plan, which depends on these and the model alone."""
 
     unit: OverlapUnit = OverlapUnit.LAYER
     """The unit of prefetch while going forward."""
     launch: LaunchPoint = LaunchPoint.WO
     """Point in a block at which the all-gather of the next block is launched."""
     overlap: bool = True
-    """False: each weight is gathered at the moment of its first read."""
+    """False: each weight is gathered when it is first read."""
     reshard_after_forward: bool = True
-    """False: a weight that is there stays to its last read in the step."""
+    """False: a gathered weight is kept until its last read in the step."""
 
 
 class PipelineSchedule(StrEnum):
-    """In which order a stage works on its micro-batches; `torch.distributed.pipelining`'s names."""
+    """The order of a stage's micro-batches; names are those of `torch.distributed.pipelining`."""
 
     ONE_F_ONE_B = "1F1B"
     """One forward, one backward. Source: Narayanan et al. 2019, PipeDream-Flush."""
     INTERLEAVED = "Interleaved1F1B"
-    """1F1B over several chunks on each rank. Source: Narayanan et al. 2021."""
+    """1F1B over several model chunks on each rank. Source: Narayanan et al. 2021."""
     INTERLEAVED_ZERO_BUBBLE = "InterleavedZeroBubble"
-    """ZB1P: weight gradients put off into the bubble. Source: Qi et al. 2023, Zero Bubble."""
+    """ZB1P: weight gradients deferred into the bubble. Source: Qi et al. 2023, Zero Bubble."""
     ZBV = "ZBVZeroBubble"
-    """ZB-V: two chunks, down the ranks and up again; the first and last stage on one rank."""
+    """ZB-V: two model chunks, down the ranks and up again; one rank has first and last stage."""
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from the gradients of inputs."""
+        """True if weight gradients are computed apart from the gradients of inputs."""
         return self in (PipelineSchedule.INTERLEAVED_ZERO_BUBBLE, PipelineSchedule.ZBV)
 
     @property
     def is_v(self) -> bool:
-        """Whether stages go down the ranks and up again, rather than around."""
+        """True if stages go down the ranks and up again, False if around."""
         return self is PipelineSchedule.ZBV
 
 
@@ -168,19 +168,19 @@ class WeightConfig:
 
     @property
     def reduces_apart(self) -> bool:
-        """Whether gradients are reduced over a channel of their own."""
+        """True if gradients are reduced over a channel of their own."""
         return self.own_reduce_group or self.reduce_by != "auto"
 
     @property
     def unused(self) -> list[str]:
-        """Keys that differ from their defaults and mean nothing to weights that do not travel."""
+        """Changed keys without effect because weights are not gathered (size 1)."""
         alone = WeightConfig(vocab_parallel_loss=self.vocab_parallel_loss)
         keys = (item.name for item in fields(self)) if self.size == 1 else ()
         return [key for key in keys if getattr(self, key) != getattr(alone, key)]
 
     @property
     def prefetch(self) -> Prefetch:
-        """The prefetch settings."""
+        """The settings of the prefetch plan."""
         return Prefetch(
             unit=self.forward_overlap_per,
             launch=self.launch_allgather_before,
@@ -221,7 +221,7 @@ class PipelineConfig:
             raise ValueError(f"{schedule} has two chunks on each rank, not {chunks}: use 2")
 
     def check_micro_batches(self, micro_num: int, key: str = "data.micro_num") -> None:
-        """Raise ValueError if this schedule cannot be run over so many, which `key` says."""
+        """Raise ValueError if the schedule cannot run `micro_num` micro-batches, set by `key`."""
         if micro_num < self.size:
             raise ValueError(
                 f"parallel.pipeline.size={self.size} needs at least as many micro-batches, but"
@@ -286,11 +286,11 @@ class Sequence2DConfig:
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """Both sizes, as they are given."""
+        """The head and context size as configured."""
         return self.head_size, self.context_size
 
     def check_fits(self, tensor: int) -> None:
-        """Raise ValueError for sizes whose product cannot be the `tensor` size."""
+        """Raise ValueError if head x context cannot be the `tensor` size."""
         for key, size in zip(("head_size", "context_size"), self.sizes, strict=True):
             if size is not None and tensor % size:
                 raise ValueError(
@@ -429,6 +429,6 @@ class ParallelConfig:
 
     @property
     def least_ranks(self) -> int:
-        """The smallest world that these sizes fit; they fit its multiples alone."""
+        """The smallest world that these sizes fit; other worlds must be multiples of it."""
         weight = self.weight.size if self.tensor.mode.gathers_weights else self.tensor.size
         return self.pipeline.size * math.lcm(self.tensor.size, weight * max(1, self.zero1.size))

@@ -1,4 +1,9 @@
-"""The cut of one parameter over the ranks of an axis: intervals of its global tensor."""
+"""`ParameterLayout`, the cut of one parameter over the ranks of an axis, and the boxes of a shard.
+
+[Note: A shard is a set of boxes] A shard of a parameter is one interval of its split dim, or, if
+q, k and v are fused, one interval of each. An optimizer's shard is some rows of dim 0 of that. The
+result is always a union of boxes of the global tensor, and all ranks' boxes together tile it.
+"""
 
 from __future__ import annotations
 
@@ -27,54 +32,55 @@ Interval = tuple[int, int]
 
 
 class Matrices(NamedTuple):
-    """The matrices that a weight [.., A, B] consists of, for updates of whole ones."""
+    """The matrices that a weight [.., A, B] consists of, for updates of whole matrices."""
 
     of_block: bool = True
-    """Whether it is a linear's or experts' in a block; else of a table, a head or a router."""
+    """True for a linear or experts of a block, False for a table, a head or a router."""
     dim: int = -2
-    """The dim along which several are fused: that of output features."""
+    """The dim along which several matrices are fused: that of output features."""
     sizes: tuple[int, ...] = ()
-    """Their sizes along it, as the model's code splits them; empty: one is all."""
+    """Sizes of the fused matrices along `dim`, as the model's code splits them; empty: one."""
     heads: int = 0
-    """Attention heads along it, if it is of q, k or v."""
+    """Attention heads along `dim`, if the weight is that of q, k or v; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """The place of a rank's shard in the global parameter.
+    """A rank's shard of a parameter, as a place in the global tensor.
 
     The parameter is cut along `dim` into `parts` shards, of which this is number `index`. A fused
-    parameter (q, k and v in one) is a row of `segments`, each of which is cut by itself, so that
-    every rank gets its share of each. A segment of n is cut as `torch.chunk` cuts: ceil(n / parts)
+    parameter (q, k and v in one) consists of `segments`, each of which is cut separately, so that
+    every rank gets its share of each. A segment of n is cut like `torch.chunk`: ceil(n / parts)
     each, the last ones shorter or empty.
 
-    Of parameters that are cut as one, by rows, a shard is what the cut leaves of each.
+    Several parameters may be cut as one along their rows; a rank then has the rows of each that
+    fall into its share of all.
     """
 
     global_shape: tuple[int, ...]
     """Shape of the whole parameter."""
     reduce_over: Axis
-    """The ranks whose gradients of this shard are partial sums, to be added up."""
+    """Axis whose ranks have partial sums of this shard's gradient, to be added up."""
     dim: int = 0
     """The dimension that is split."""
     parts: int = 1
     """Number of shards; 1 if every rank holds the whole parameter."""
     index: int = 0
-    """Number of this rank's shard."""
+    """Index of this rank's shard."""
     segments: tuple[int, ...] = ()
-    """Sizes along `dim` of what is fused; nothing is if empty."""
+    """Sizes along `dim` of fused parameters; empty: not fused."""
     ahead: int = 0
-    """Rows of other parameters that come before, where several are cut as one."""
+    """Rows of other parameters before this one, if several are cut as one."""
     behind: int = 0
-    """Rows of other parameters that come after."""
+    """Rows of other parameters after this one, if several are cut as one."""
     groups: int = 1
-    """Equal runs of shards, over which the parameter is cut first."""
+    """Number of groups of ranks over which the parameter is cut first, then within each."""
     cut_over: Axis = Axis.WEIGHT
-    """The ranks that have the other shards."""
+    """Axis whose ranks have the other shards."""
     matrices: Matrices | None = None
-    """Those of the whole parameter; None: it has one dimension, is tied, or is no matrix."""
+    """Matrices of the whole parameter; None: it has one dimension, is tied, or is no matrix."""
     decays: bool = True
-    """Whether weight decay applies to it; not to norms, biases and vectors."""
+    """Weight decay applies to the parameter; False for norms, biases and vectors."""
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -86,15 +92,16 @@ class ParameterLayout:
 
     @property
     def sharded(self) -> bool:
-        """Whether this rank holds less than the whole."""
+        """True if the parameter is cut into several shards."""
         return self.parts > 1
 
     def intervals(self, index: int | None = None) -> tuple[Interval, ...]:
-        """The parts of the global tensor along `dim` in shard `index` (this rank's), in order."""
+        """Return the intervals along `dim` in shard `index` (None: this rank's), one a segment."""
         index = self.index if index is None else index
         intervals, begin = [], 0
         group, within = divmod(index, self.parts // self.groups)
         for size in self.segments:
+            # The cut is of this parameter together with those before and after it.
             of_group = chunk_range(self.ahead + size + self.behind, self.groups, group)
             own = chunk_range(len(of_group), self.parts // self.groups, within)
             part = of_group[own.start : own.stop]
@@ -105,18 +112,18 @@ class ParameterLayout:
 
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
-        """Shape of each rank's piece as it travels, padding included, with the cut dim in front."""
+        """Shape of each rank's piece in a gather, padding included, with the cut dim in front."""
         length = math.ceil(self._run_length / (self.parts // self.groups))
         return (length, *self.global_shape[: self.dim], *self.global_shape[self.dim + 1 :])
 
     @property
     def _run_length(self) -> int:
-        """Along `dim`, of the first of the `groups`."""
+        """Length along `dim` of the first group's share, the longest."""
         return math.ceil(self.global_shape[self.dim] / self.groups)
 
     @property
     def of_group(self) -> ParameterLayout:
-        """The cut of what the ranks of its group have together; itself if there is one group."""
+        """The layout of the shard within the tensor that its group holds; itself for one group."""
         if self.groups == 1:
             return self
         group, index = divmod(self.index, self.parts // self.groups)
@@ -134,7 +141,7 @@ class ParameterLayout:
 
     @cached_property
     def travels_as_it_lies(self) -> bool:
-        """Whether the pieces are the shards, and lie one behind the other in the whole."""
+        """True if the shards, without padding or a transpose, are consecutive in the whole."""
         return self.dim == 0 and self.global_shape[0] % self.parts == 0
 
     @cached_property
@@ -144,9 +151,9 @@ class ParameterLayout:
         return (*self.global_shape[: self.dim], length, *self.global_shape[self.dim + 1 :])
 
     def joined(self, pieces: Tensor) -> Tensor:
-        """The global tensor: a view of all pieces as they travel, one behind the other.
+        """Return the global tensor from all ranks' gathered pieces, one after another.
 
-        Of several groups it is a copy.
+        It is a view of them, or a copy if there are several groups.
         """
         if self.groups > 1:
             runs = pieces.unflatten(0, (self.groups, -1))
@@ -154,7 +161,10 @@ class ParameterLayout:
         return pieces[: self.global_shape[self.dim]].movedim(0, self.dim)
 
     def shard(self, full: Tensor) -> Tensor:
-        """This rank's part of the global tensor; a view if it is in one piece."""
+        """Return this rank's shard of the global tensor, a view if it is one interval.
+
+        Raises ValueError if `full` does not have the global shape.
+        """
         if tuple(full.shape) != self.global_shape:
             raise ValueError(
                 f"a full tensor of shape {self.global_shape} is needed, got {tuple(full.shape)}"
@@ -164,23 +174,23 @@ class ParameterLayout:
 
 
 class Box(NamedTuple):
-    """A block of a global tensor, and where it lies in a local one."""
+    """A block of a global tensor, and its place in a local one."""
 
     offsets: tuple[int, ...]
-    """Its corner in the global tensor."""
+    """First index of the block along each dim of the global tensor."""
     sizes: tuple[int, ...]
     local_offsets: tuple[int, ...]
-    """Its corner in the local tensor."""
+    """First index of the block along each dim of the local tensor."""
 
     def view(self, local: Tensor) -> Tensor:
-        """The block in the local tensor, without autograd."""
+        """Return a view of the block in the local tensor, without autograd."""
         block = local.detach()
         for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
             block = block.narrow(dim, start, size)
         return block
 
     def inside(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
-        """What lies in the block of `sizes` at `offsets` of the global tensor; None if nothing."""
+        """Return the overlap with the block of `sizes` at global `offsets`; None if it is empty."""
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self[:2], offsets, sizes, strict=True))
         start = tuple(map(max, self.offsets, offsets))
         size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
@@ -189,9 +199,9 @@ class Box(NamedTuple):
 
 
 def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box, ...]:
-    """The boxes that make up rows (start, stop) of dim 0 of the local shard; all rows if None.
+    """Return the boxes of `rows` (start, stop) of dim 0 of the local shard; None: of all rows.
 
-    Local offsets count from the first of the rows. Nothing is empty: a shard without elements has
+    Local offsets count from the first of the rows. No box is empty; a shard without elements has
     no boxes.
     """
     begin, end = (0, layout.local_shape[0]) if rows is None else rows
@@ -200,7 +210,7 @@ def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box
     for global_start, local_start, length in _runs(layout):
         start, size, local = list(zeros), list(sizes), list(zeros)
         start[dim], size[dim], local[dim] = global_start, length, local_start
-        if dim == 0:
+        if dim == 0:  # rows are along the split dim, so each run has some of them
             first, last = max(begin, local_start), min(end, local_start + length)
             start[0], local[0] = global_start + first - local_start, first - begin
         else:
@@ -212,7 +222,7 @@ def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box
 
 
 def _runs(layout: ParameterLayout) -> Iterator[tuple[int, int, int]]:
-    """(global start, local start, length) along the split dim; what touches is joined."""
+    """Yield (global start, local start, length) along the split dim, joining adjacent intervals."""
     local = 0
     run: tuple[int, int, int] | None = None
     for start, stop in layout.intervals():

@@ -1,4 +1,4 @@
-"""`Phase`, the words for what a rank is doing."""
+"""`Phase`, a rank's current activity."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["Phase"]
 
 
 class Phase(StrEnum):
-    """A rank's activity, in words for people: the one vocabulary of hooks, logs and clocks."""
+    """A rank's current activity, as hooks, logs and clocks name it."""
 
     DATA = "data loading"
     FORWARD = "forward"
     LOSS = "loss"
     RECOMPUTE = "recompute"
-    """A forward again, inside the backward pass, for activations that were not kept."""
+    """A forward within the backward pass, for activations that were not kept."""
     BACKWARD = "backward"
     FORWARD_BACKWARD = "forward and backward"
-    """The four before, of all micro-batches: what a clock measures as one."""
+    """All four above, of all micro-batches, which a clock measures as one."""
     REDUCE = "gradient reduction"
     OPTIMIZER = "optimizer"
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
     PROFILE = "writing a profile"
     OTHER = "other work"
-    """Between these: agreeing, reporting, waiting for other stages."""
+    """Everything else: agreement between ranks, reports, waiting for other stages."""

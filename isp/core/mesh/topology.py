@@ -1,4 +1,4 @@
-"""Each rank's place: every size, coordinate and group of a run, as plain arithmetic.
+"""`Topology`, the sizes and groups of all ranks of a run, as plain arithmetic.
 
     activations   (pipeline, data,        tensor)    tensor = ranks that share one sequence
     weights       (pipeline, weight_data, weight)    weight = ranks that share a copy of weights
@@ -8,20 +8,20 @@ mode the two are sized independently; in the other modes the weights are split o
 group, so that weight *is* tensor and weight_data *is* data.
 
 [Note: Shared groups] A process group costs buffers, a start and, on CUDA, a stream. Axes of the
-same ranks share one where that delays nothing. Transfers of a group follow each other in the order
-of their launch, which has to be the same on all its ranks. Every axis is of one of these kinds:
+same ranks share one if no transfer is delayed by it. A group runs its transfers in the order of
+their launch, which has to be the same on all its ranks. Every axis is of one of these kinds:
 
-- compute waits for them at once (tensor and its parts), they are fetched ahead (weight), or wait
-  for another stage (pipeline): each has a group of its own; of the first kind is expert, too, which
-  shares the group of tensor;
-- sums of gradients over replicas are launched in backward, and what publishes new weights (zero1)
-  is over by then: the two share;
-- all others are sums that a step begins or ends with, and gradients of replicated weights: they
-  share, but not with zero1, as compute waits for the first sums of a step while weights are still
-  on their way.
+- its transfers block compute (tensor and its parts), are prefetched (weight), or wait for another
+  stage (pipeline): each of these axes has a group of its own, except that expert, whose transfers
+  block compute, too, shares the group of tensor;
+- weight_data sums gradients in backward, when zero1 has finished publishing new weights: the two
+  share a group;
+- all other axes sum values at the begin or end of a step, or gradients of replicated weights: they
+  share a group, but not with zero1, as compute waits for the first sums of a step while weights are
+  still being published.
 
-All ranks of a group come to the same sums in the same order, in a pipeline too: those that span
-stages are outside of its schedule.
+All ranks of a group launch the same sums in the same order, in a pipeline, too: sums that span
+stages are launched outside of its schedule.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = ["Axis", "Topology"]
 
 
 class Axis(StrEnum):
-    """A way of cutting the world into groups; every rank is in exactly one group of each."""
+    """A division of the world into groups; every rank is in exactly one group of each axis."""
 
-    __hash__ = str.__hash__  # Python 3.11 looks a member up by its own code
+    __hash__ = str.__hash__  # Python 3.11's Enum hashes in Python code, on every look-up
 
     TENSOR = "tensor"
     """Ranks that share one sequence (the TP group; in isp mode the SP group)."""
@@ -49,7 +49,7 @@ class Axis(StrEnum):
     CONTEXT = "context"
     """Ranks of a tensor group with the same heads, which exchange keys and values."""
     DATA = "data"
-    """Ranks with the same place in their sequence, on different data."""
+    """Ranks with the same position in their sequence, on different data."""
     WEIGHT = "weight"
     """Ranks that together hold one copy of a stage's weights."""
     EXPERT = "expert"
@@ -62,9 +62,10 @@ class Axis(StrEnum):
     ZERO1 = "zero1"
     """Ranks over which the optimizer states of one weight shard are split."""
     PIPELINE = "pipeline"
-    """Ranks at the same place of each stage."""
+    """Ranks with the same index in each stage."""
     EMBEDDING = "embedding"
-    """Ranks at the same place of the first and the last stage; on those between, the rank alone."""
+    """Ranks with the same index in the first and the last stage; in those between, the rank alone.
+    """
     STAGE = "stage"
     """All ranks of one pipeline stage: data x tensor = weight_data x weight."""
     WORLD = "world"
@@ -72,8 +73,9 @@ class Axis(StrEnum):
 
 
 _FULLY_SHOWN_RANKS = 16
-"""Up to so many ranks every group is printed, with every rank."""
+"""Ranks up to which every group is printed, with every rank."""
 _SHOWN_WORDS = 4
+"""Ranks of a group, or groups of an axis, that are all printed in larger worlds, too."""
 _MAY_SHARE = (
     (Axis.TENSOR, Axis.EXPERT),
     (Axis.WORLD, Axis.STAGE, Axis.DATA, Axis.EMBEDDING),
@@ -84,7 +86,7 @@ _MAY_SHARE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The sizes of a run and the groups that follow from them; knows no process group.
+    """The sizes of a run and the groups that follow from them, without process groups.
 
     Raises ValueError, naming the key, its value and the accepted ones, if the sizes do not fit.
     """
@@ -100,13 +102,13 @@ class Topology:
     expert: int = 1
     """Ranks of a weight group that have different experts."""
     head_first: bool = True
-    """Whether the ranks of a head group are neighbours, or those of a context group."""
+    """True if the ranks of a head group are neighbors, False if those of a context group are."""
     reduces_apart: bool = False
-    """Whether gradients of weights are reduced over process groups of their own."""
+    """Gradients of weights are reduced over process groups of their own."""
 
     @classmethod
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
-        """The topology that `parallel` asks for on `world_size` ranks."""
+        """Return the topology of `parallel` on `world_size` ranks. Raises ValueError as above."""
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
         weight = parallel.weight.size if mode.gathers_weights else tensor
         _require_divides("parallel.pipeline.size", pipeline, "the world size", world_size)
@@ -144,7 +146,7 @@ class Topology:
 
     @property
     def experts_stay(self) -> bool:
-        """Whether each expert lies on one rank as a whole."""
+        """True if each expert is on one rank as a whole."""
         return self.expert > 1 and self.expert_weight == 1
 
     @property
@@ -163,11 +165,11 @@ class Topology:
         return self.stage // self.weight
 
     def size(self, axis: Axis) -> int:
-        """Ranks in each group of `axis`."""
+        """Return the number of ranks in each group of `axis` (of embedding, in the first)."""
         return len(self.groups(axis)[0])
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """Every group of `axis`, each a list of ranks in the group's own order."""
+        """Return every group of `axis`, each a list of ranks in the group's own order."""
         stages = _consecutive(range(self.world_size), self.stage)
         match axis:
             case Axis.WORLD:
@@ -203,10 +205,10 @@ class Topology:
                 return [g for ranks in replicas for g in _consecutive(ranks, self.zero1)]
 
     def channel_axis(self, axis: Axis) -> Axis:
-        """The axis whose channel serves `axis`: the tensor's, where head or context is all of it.
+        """Return the axis whose channel serves `axis`, so that its ranks open no second one.
 
-        So a second group of the same ranks is not opened. That of weights serves experts that are
-        gathered like all others.
+        It is tensor for head or context if that is all of tensor, weight for expert_weight without
+        expert parallelism, else `axis` itself.
         """
         if axis is Axis.EXPERT_WEIGHT and self.expert == 1:
             return Axis.WEIGHT
@@ -214,7 +216,7 @@ class Topology:
         return Axis.TENSOR if parts.get(axis) == self.tensor else axis
 
     def group_axis(self, axis: Axis) -> Axis:
-        """The axis whose process group `axis` uses: the first that may share it, or itself."""
+        """Return the axis whose process group `axis` uses: the first that may share, or itself."""
         if axis is Axis.WEIGHT and not self.mode.gathers_weights:
             return Axis.TENSOR  # the same ranks, and no weight travels
         kind = next((axes for axes in _MAY_SHARE if axis in axes), (axis,))
@@ -222,7 +224,7 @@ class Topology:
 
     @property
     def process_groups(self) -> dict[Axis, list[Axis]]:
-        """The axes of more than one rank, by that whose process group they use."""
+        """The axes of more than one rank, by the axis whose process group they use."""
         shared: dict[Axis, list[Axis]] = {}
         for axis in Axis:
             if self.channel_axis(axis) is axis and max(map(len, self.groups(axis))) > 1:
@@ -230,15 +232,15 @@ class Topology:
         return shared
 
     def group_of(self, axis: Axis, rank: int) -> list[int]:
-        """The group of `axis` that `rank` is in."""
+        """Return the group of `axis` that contains `rank`."""
         return next(group for group in self.groups(axis) if rank in group)
 
     def index(self, axis: Axis, rank: int) -> int:
-        """The place of `rank` in its group of `axis`."""
+        """Return the index of `rank` in its group of `axis`."""
         return self.group_of(axis, rank).index(rank)
 
     def sizes(self) -> list[str]:
-        """The sizes of the meshes, a line each: `world 8 = pipeline 1 x data 4 x tensor 2`."""
+        """Return the meshes' sizes, a line each: `world 8 = pipeline 1 x data 4 x tensor 2`."""
         world = f"world {self.world_size} = pipeline {self.pipeline}"
         lines = [f"{world} x data {self.data} x tensor {self.tensor}"]
         if self.context > 1:
@@ -252,7 +254,7 @@ class Topology:
         return lines
 
     def describe(self) -> str:
-        """Sizes and groups as text, for people; printed before anything runs."""
+        """Return sizes and groups as text; it is logged before anything runs."""
         shown = [Axis.TENSOR, Axis.DATA, Axis.PIPELINE]
         if self.context > 1:
             shown[1:1] = [Axis.HEAD, Axis.CONTEXT]
@@ -269,15 +271,16 @@ class Topology:
         return "\n".join([*lines, self._describe_process_groups()])
 
     def _shown(self, words: Iterable[str]) -> list[str]:
-        """All of `words`; of many, in a world of many ranks, the first three and the last."""
+        """Return `words`; of more than four in a large world, the first three and the last."""
         every = list(words)
         if self.world_size <= _FULLY_SHOWN_RANKS or len(every) <= _SHOWN_WORDS:
             return every
         return [*every[:3], "..", every[-1]]
 
     def _describe_process_groups(self) -> str:
-        """Their number and names, `2 process groups per rank: tensor, world = stage`; in a line of
-        their own those of a run for values in CPU memory, which GPUs need more of.
+        """Return the process groups in words: `2 process groups per rank: tensor, world = stage`.
+
+        A second line adds those that a run opens for values in CPU memory, of which GPUs need more.
         """
         named = [" = ".join(axes) for axes in self.process_groups.values()]
         if self.reduces_apart and self.weight > 1:
@@ -302,8 +305,10 @@ def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def _consecutive(ranks: Sequence[int], size: int) -> list[list[int]]:
+    """Cut `ranks` into groups of `size` neighbors."""
     return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 
 
 def _strided(ranks: Sequence[int], stride: int) -> list[list[int]]:
+    """Cut `ranks` into `stride` groups, each of every `stride`-th rank."""
     return [list(ranks[i::stride]) for i in range(stride)]
