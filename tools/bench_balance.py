@@ -6,7 +6,7 @@
 Rows of documents whose lengths are log-normal, packed until a row is full and cut there. Cost is
 the number of keys that queries see.
 
-    ours              `ContextPlan`
+    ours              `SequenceSplit`
     zig-zag, row      the row, documents ignored, in 2c equal pieces: ranks have one and its mirror
     zig-zag, padded   each document so, padded to a multiple of 2c (padding costs as tokens do)
     contiguous        the row in c equal pieces
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 
 __all__ = ["PLANS", "Row", "log_normal_row", "measure"]
 
@@ -44,18 +44,18 @@ def log_normal_row(draw: random.Random, tokens: int, median: float, sigma: float
     return lengths
 
 
-def contiguous(lengths: Sequence[int], num_ranks: int) -> ContextPlan:
+def contiguous(lengths: Sequence[int], num_ranks: int) -> SequenceSplit:
     """The row in c equal pieces."""
     return _pieces(lengths, list(range(num_ranks)))
 
 
-def zigzag(lengths: Sequence[int], num_ranks: int) -> ContextPlan:
+def zigzag(lengths: Sequence[int], num_ranks: int) -> SequenceSplit:
     """The row in 2c equal pieces, of which a rank has one and its mirror."""
     ranks = list(range(num_ranks))
     return _pieces(lengths, ranks + ranks[::-1])
 
 
-def padded(lengths: Sequence[int], num_ranks: int) -> ContextPlan:
+def padded(lengths: Sequence[int], num_ranks: int) -> SequenceSplit:
     """Every document, padded to a multiple of 2c, in zig-zag."""
     whole = [-(-length // (2 * num_ranks)) * 2 * num_ranks for length in lengths]
     slices: list[list[Slice]] = [[] for _ in range(num_ranks)]
@@ -64,10 +64,10 @@ def padded(lengths: Sequence[int], num_ranks: int) -> ContextPlan:
         for i in range(2 * num_ranks):
             rank = min(i, 2 * num_ranks - 1 - i)
             slices[rank].append(Slice(document, i * piece, (i + 1) * piece))
-    return ContextPlan(tuple(whole), tuple(map(tuple, slices)))
+    return SequenceSplit(tuple(whole), tuple(map(tuple, slices)))
 
 
-def _pieces(lengths: Sequence[int], ranks: list[int]) -> ContextPlan:
+def _pieces(lengths: Sequence[int], ranks: list[int]) -> SequenceSplit:
     """The row in equal pieces, of these ranks in turn; touching ones of a document are joined."""
     ends = list(accumulate(lengths, initial=0))
     edges = [ends[-1] * i // len(ranks) for i in range(len(ranks) + 1)]
@@ -82,11 +82,11 @@ def _pieces(lengths: Sequence[int], ranks: list[int]) -> ContextPlan:
                 first = held.pop().begin
             held.append(Slice(document, first, until - ends[document]))
             begin = until
-    return ContextPlan(tuple(lengths), tuple(map(tuple, slices)))
+    return SequenceSplit(tuple(lengths), tuple(map(tuple, slices)))
 
 
-PLANS: dict[str, Callable[[Sequence[int], int], ContextPlan]] = {
-    "ours": ContextPlan.of,
+PLANS: dict[str, Callable[[Sequence[int], int], SequenceSplit]] = {
+    "ours": SequenceSplit.of,
     "zig-zag, row": zigzag,
     "zig-zag, padded": padded,
     "contiguous": contiguous,
@@ -103,7 +103,7 @@ class Row(NamedTuple):
 
 
 def measure(
-    plan_of: Callable[[Sequence[int], int], ContextPlan], lengths: Sequence[int], num_ranks: int
+    plan_of: Callable[[Sequence[int], int], SequenceSplit], lengths: Sequence[int], num_ranks: int
 ) -> Row:
     """One plan of one row."""
     begin = time.perf_counter()
@@ -114,7 +114,7 @@ def measure(
     return Row(plan.imbalance, travels, laid / tokens - 1, seconds)
 
 
-def received(plan: ContextPlan) -> int:
+def received(plan: SequenceSplit) -> int:
     """Keys that travel to all ranks together: those that their tokens see and they do not hold."""
     total = 0
     for held in plan.slices:

@@ -43,7 +43,7 @@ from torch import Tensor
 from isp.core.comm import CommLog
 from isp.core.megatron.mappings import gather_from_sequence_parallel_region
 from isp.core.mesh.config import SequenceScan
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 from isp.core.mixers.convolution import convolve
 from isp.core.mixers.delta_rule import DeltaRule
 from isp.core.mixers.placement import Placement
@@ -105,7 +105,7 @@ def by_gather(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> T
     found = [y.unflatten(1, x.shape[1:]) for x, y in zip(of_tokens, parts, strict=True)]
     cut = len(inputs.of_heads)
     everything = Inputs(tuple(found[:cut]), tuple(found[cut:]), inputs.constants)
-    out = recurrence.scan(everything, placement.plan.lengths, None)[0]
+    out = recurrence.scan(everything, placement.split.lengths, None)[0]
     return out.split(placement.sizes)[placement.channel.rank]
 
 
@@ -141,7 +141,7 @@ class MixersBench(Bench):
             )
             for r in range(self.world)
         )
-        return Placement(self.channel, ContextPlan(lengths, held))
+        return Placement(self.channel, SequenceSplit(lengths, held))
 
     def _check(self, kind: Kind) -> None:
         """All ways give what one process does, their bytes are the formula's, and a halo's, too."""

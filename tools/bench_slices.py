@@ -25,7 +25,7 @@ from torch import Tensor
 from isp.core.attention.context_parallel.route import gather_route
 from isp.core.attention.local import LocalAttention, make_local_attention
 from isp.core.attention.mask import AttentionMask
-from isp.core.mesh.sequence_split import ContextPlan
+from isp.core.mesh.sequence_split import SequenceSplit
 from isp.metrics import device_name
 
 
@@ -42,7 +42,7 @@ class SliceBench:
             torch.randn(sum(lengths), n, options.head_size, device=self.device, dtype=dtype)
             for n in (options.heads, options.kv_heads, options.kv_heads)
         )
-        plan = ContextPlan.of(lengths, options.ranks)
+        plan = SequenceSplit.of(lengths, options.ranks)
         self.row = self._call(q, k, v, AttentionMask.of_documents(lengths))
         self.ranks = []
         places = torch.from_numpy(plan.order).split([_tokens(held) for held in plan.slices])

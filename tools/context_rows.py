@@ -21,7 +21,7 @@ from isp.core.attention.mask import AttentionMask
 from isp.core.attention.ulysses import DistributedAttention
 from isp.core.comm import Channel, CommLog, Pending
 from isp.core.comm.tag import UNNAMED, Tag
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 
 __all__ = ["BothWaysChannel", "BothWaysLink", "Heads", "PacedAttention", "Way", "Ways", "pairs"]
 
@@ -190,7 +190,7 @@ class Ways:
     def _ours(self, h: int, c: int, *, ring: bool = False) -> Way:
         head = self._channel("head", [[i * h + j for j in range(h)] for i in range(c)])
         context = self._channel("context", [[i * h + j for i in range(c)] for j in range(h)])
-        plan = ContextPlan.of(self.lengths, c)
+        plan = SequenceSplit.of(self.lengths, c)
         inner = ContextAttention(self.local, context, ((None, 1),), ring=ring)
         attention = DistributedAttention(inner if c > 1 else self.local, head)
         kv = max(h, self.heads.kv)  # fewer KV heads than ranks are sent to several
@@ -226,7 +226,7 @@ class Ways:
 
         return Way("torch's ring", self._own(plan), attend, least)
 
-    def _own(self, plan: ContextPlan) -> Tensor:
+    def _own(self, plan: SequenceSplit) -> Tensor:
         return torch.from_numpy(plan.order).chunk(self.world)[self.rank]
 
     def _channel(self, name: str, groups: list[list[int]]) -> Channel:
@@ -238,7 +238,7 @@ class Ways:
 class _Ring:
     """Blocks of keys and values that all go all the way round, ring-flash-attention's way."""
 
-    def __init__(self, channel: BothWaysChannel, plan: ContextPlan, kernel: CpuAttention) -> None:
+    def __init__(self, channel: BothWaysChannel, plan: SequenceSplit, kernel: CpuAttention) -> None:
         self.channel, self.plan, self.kernel = channel, plan, kernel
 
     @cached_property

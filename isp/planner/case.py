@@ -12,7 +12,7 @@ from isp.config.models import language_model
 from isp.core.comm.tag import Purpose, Tag, Transfer
 from isp.core.mesh import Axis, Mode, ParallelConfig, Topology
 from isp.core.mesh.layout import ParameterLayout
-from isp.core.mesh.sequence_split import ContextPlan
+from isp.core.mesh.sequence_split import SequenceSplit
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.torch_optimizer import count_states, optimizer_of
 from isp.core.optim.update_rules import update_rule, values_of
@@ -144,7 +144,7 @@ class PlanCase:
                 for window, layers in windows
                 for _, begin, end in held
             )
-            for held in ContextPlan.of(lengths, t.context, windows).slices
+            for held in SequenceSplit.of(lengths, t.context, windows).slices
         ]
         return laid_out.index(max(laid_out)) * (t.head if t.head_first else 1)
 

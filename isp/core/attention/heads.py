@@ -1,4 +1,4 @@
-"""`HeadPlan`, the heads each rank attends with: exact for all numbers of heads and ranks."""
+"""`HeadSplit`, the heads each rank attends with: exact for all numbers of heads and ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 from math import gcd
 
-__all__ = ["HeadPlan"]
+__all__ = ["HeadSplit"]
 
 
 @dataclass(frozen=True)
-class HeadPlan:
+class HeadSplit:
     """The query heads and KV heads of each rank.
 
     Each rank gets a run of consecutive query heads; the runs' lengths differ by at most one, and a
@@ -33,7 +33,7 @@ class HeadPlan:
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of(cls, num_query_heads: int, num_kv_heads: int, num_ranks: int) -> HeadPlan:
+    def of(cls, num_query_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSplit:
         """Return each rank's heads. Raises ValueError if KV heads do not divide query heads."""
         if num_kv_heads < 1 or num_query_heads % num_kv_heads:
             raise ValueError(

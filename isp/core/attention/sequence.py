@@ -3,8 +3,8 @@
 p ranks = h of each head group x c of each context group; S tokens of a row
 
 Each rank has S/p tokens of every row. In attention the ranks of a head group exchange tokens for
-heads, so that each has some heads of S/c tokens, chosen by a `ContextPlan`. The ranks of a context
-group have the same heads, and exchange the keys and values that their queries attend to.
+heads, so that each has some heads of S/c tokens, chosen by a `SequenceSplit`. The ranks of a
+context group have the same heads, and exchange the keys and values that their queries attend to.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from isp.core.attention.ulysses import DistributedAttention
 from isp.core.comm import Channel, Mesh, pinned_memory
 from isp.core.mesh import Axis
 from isp.core.mesh.config import ContextExchange, SequenceScan
-from isp.core.mesh.sequence_split import NO_WINDOWS, ContextPlan, Windows
+from isp.core.mesh.sequence_split import NO_WINDOWS, SequenceSplit, Windows
 
 __all__ = ["SequenceRanks"]
 
@@ -68,9 +68,9 @@ class SequenceRanks:
             local = ContextAttention(local, self.context, self.windows, ring=ring)
         return DistributedAttention(local, self.head)
 
-    def plan(self, lengths: tuple[int, ...]) -> ContextPlan:
+    def split(self, lengths: tuple[int, ...]) -> SequenceSplit:
         """Return the split of a row of documents of these lengths over the context ranks."""
-        return ContextPlan.of(lengths, self.context.size, self.windows)
+        return SequenceSplit.of(lengths, self.context.size, self.windows)
 
     def arranged(self, rows: Sequence[Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
         """Reorder tokens of tensors [B, S, ..] so that each rank's are consecutive, by rank.
@@ -94,7 +94,7 @@ class SequenceRanks:
 
         A context rank's tokens, in the order of its slices, are cut evenly over its head ranks.
         """
-        order = torch.from_numpy(self.plan(lengths).order)
+        order = torch.from_numpy(self.split(lengths).order)
         if self.head_first:
             return order
         return rearrange(order, "(c h s) -> (h c s)", c=self.context.size, h=self.head.size)

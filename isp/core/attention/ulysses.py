@@ -5,10 +5,10 @@ p ranks, B batch, S sequence, H query heads, K KV heads, h and k this rank's, d 
     q, k, v  [B, S/p, H, d]  --all-to-all-->  [B, S, h, d]  local attention  [B, S, h, d]
                                                              --all-to-all-->  [B, S/p, H, d]
 
-Each rank attends with some heads, given by `HeadPlan`, to the whole sequence, so packed documents,
+Each rank attends with some heads, given by `HeadSplit`, to the whole sequence, so packed documents,
 windows and positions are those of one device.
 
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head plan and the joint transfers are ours.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses); the head split and the joint transfers are ours.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.core.attention.all_to_all import Cut, Exchange, exchanged, launch
-from isp.core.attention.heads import HeadPlan
+from isp.core.attention.heads import HeadSplit
 from isp.core.attention.local import LocalAttention
 from isp.core.attention.mask import AttentionMask
 from isp.core.autograd import joined
@@ -88,24 +88,28 @@ class DistributedAttention:
             return self._attend_here(q, k, v, mask, extras)
         if "chosen" in extras:  # launched first: it arrives while q, k and v are sent
             numbers = extras["chosen"].gathered(self.channel)
-        plan = HeadPlan.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
+        split = HeadSplit.of(q.shape[_HEADS], k.shape[_HEADS], self.channel.size)
         length = q.shape[_SEQUENCE] * self.channel.size
         size = q.nbytes + k.nbytes + v.nbytes
         alike = q.shape[-1] == k.shape[-1] and k.shape == v.shape
         if size <= self.together_below_bytes and alike:
-            together = self._exchange((plan.query, plan.kv, plan.kv), length, "qkv")
+            together = self._exchange((split.query, split.kv, split.kv), length, "qkv")
             q, k, v = exchanged(together, q, k, v)
         else:
             # All three are launched before the first is waited for.
             transfers = [
                 launch(self._exchange((heads,), length, label), (x,))
-                for x, heads, label in ((q, plan.query, "q"), (k, plan.kv, "k"), (v, plan.kv, "v"))
+                for x, heads, label in (
+                    (q, split.query, "q"),
+                    (k, split.kv, "k"),
+                    (v, split.kv, "v"),
+                )
             ]
             q, k, v = (arrive()[0] for arrive in transfers)
         if "chosen" in extras:
             extras["chosen"] = extras["chosen"]._replace(numbers=numbers.wait())
-        out = self._attend_arrived(q, k, v, plan, mask, extras)
-        back = self._exchange((plan.query,), length, "out")
+        out = self._attend_arrived(q, k, v, split, mask, extras)
+        back = self._exchange((split.query,), length, "out")
         return exchanged(back, out, reverse=True)[0]
 
     def from_qkv(self, qkv: Tensor, *, mask: AttentionMask) -> Tensor:
@@ -133,15 +137,15 @@ class DistributedAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        plan: HeadPlan,
+        split: HeadSplit,
         mask: AttentionMask,
         extras: dict[str, Any],
     ) -> Tensor:
         """Attend with this rank's heads: q [B, S, h, d], k and v [B, S, k, d] -> [B, S, h, d]."""
         if q.shape[_HEADS] == 0:  # backward has to reach the exchange: the other ranks wait there
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
-        own, kv = plan.query[self.channel.rank], plan.kv[self.channel.rank]
-        repeated = plan.repeated_kv(self.channel.rank)
+        own, kv = split.query[self.channel.rank], split.kv[self.channel.rank]
+        repeated = split.repeated_kv(self.channel.rank)
         if "chosen" in extras and extras["chosen"].numbers.shape[_HEADS] > 1:
             chosen = extras["chosen"]
             index = self._index(tuple(kv if repeated is None else (kv[i] for i in repeated)), q)

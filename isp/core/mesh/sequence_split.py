@@ -1,21 +1,21 @@
-"""The tokens of each context rank: a pure plan from the lengths of documents. Loads no torch.
+"""`SequenceSplit`, the tokens of each context rank, from the lengths of documents. Loads no torch.
 
 S tokens of a row, c context ranks
 
 [Note: From both ends]
-Attention's cost is the number of keys that queries see, so a document's last tokens are dear and
-its first ones cheap. All tokens are laid in a line, document after document, cheapest mean cost
-first. A rank takes x tokens from the front of the line and y from its back: x + y is its S/c
-tokens exactly, and y is found by bisection so that the cost is an even share of what is left.
-Then the next rank takes its part. Of one document this is the zig-zag of ring attention.
+Attention's cost is the number of keys that queries see, so a document's last tokens are expensive
+and its first ones cheap. All tokens form a line, document after document, those with the lowest
+mean cost first. A rank takes x tokens from the front of the line and y from its back: x + y are its
+S/c tokens exactly, and bisection finds the y for which the cost is an even share of what is left.
+Then the next rank takes its tokens. For one document this is the zig-zag of ring attention.
 
     one document, c = 2      0 0 1 1 1 1 0 0
     three, c = 2             0 0 | 0 0 1 1 | 1 1 1 1 0 0
 
-It always succeeds: in a line sorted by mean cost the front has at most the mean cost of the whole
-and the back at least that, and a step of y changes the cost by at most that of one token. What is
-left of a document that was cut is sorted anew. So costs are even to about that of one token, there
-are at most 2(c - 1) cuts, and most documents stay whole.
+It always succeeds: in a line sorted by mean cost, the front costs at most the mean of the whole and
+the back at least that, and one token more in y changes the cost by at most that of one token. The
+rest of a document that was cut is sorted in again. So costs are even to about that of one token,
+there are at most 2(c - 1) cuts, and most documents stay whole.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NO_WINDOWS", "ContextPlan", "Slice", "Windows"]
+__all__ = ["NO_WINDOWS", "SequenceSplit", "Slice", "Windows"]
 
 Windows = tuple[tuple[int | None, int], ...]
-"""The windows of a model's attention layers, in tokens (None: all), each with how many have it."""
+"""Windows of a model's attention layers in tokens (None: all), each with its number of layers."""
 
 NO_WINDOWS: Windows = ((None, 1),)
+"""The windows of a model whose layers see all earlier tokens."""
 
 _Ints = NDArray[np.int64]
 
@@ -49,51 +50,51 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ContextPlan:
+class SequenceSplit:
     """The slices of documents that each context rank holds, in the order in which it holds them."""
 
     lengths: tuple[int, ...]
-    """Tokens of each document; they lie one after another in the row."""
+    """Tokens of each document, in the order of the row."""
     slices: tuple[tuple[Slice, ...], ...]
-    """Of each context rank, by document and begin; together every token once."""
+    """Slices of each context rank, by document and begin; each token is in one of them."""
     windows: Windows = NO_WINDOWS
-    """Of the layers that the costs count."""
+    """Windows of the layers whose costs are balanced."""
 
     @classmethod
     def of(
         cls, lengths: Sequence[int], num_ranks: int, windows: Windows = NO_WINDOWS
-    ) -> ContextPlan:
-        """The plan for documents of these lengths: S/c tokens for each rank, and even costs.
+    ) -> SequenceSplit:
+        """Return the split of such documents: S/c tokens for each rank, at even costs.
 
-        Where c does not divide S the first ranks have a token more. Kept for the next who asks.
+        If c does not divide S, the first ranks have a token more. Cached.
         Source: ours; see [Note: From both ends].
         """
-        return _plan(tuple(lengths), num_ranks, windows)
+        return _split(tuple(lengths), num_ranks, windows)
 
     @cached_property
     def costs(self) -> tuple[int, ...]:
-        """Keys that the queries of each rank see, summed over the layers of `windows`."""
+        """Number of keys that the queries of each rank see, summed over the layers of `windows`."""
         cost = _prefix_cost(self.windows)
         return tuple(sum(cost(end) - cost(begin) for _, begin, end in held) for held in self.slices)
 
     @property
     def imbalance(self) -> float:
-        """The greatest cost over the mean cost, less 1."""
+        """Ratio of the greatest to the mean cost, minus 1."""
         return max(self.costs) * len(self.costs) / sum(self.costs) - 1
 
     @property
     def order(self) -> _Ints:
-        """The place in the row of each token, in the order of ranks and their slices: [S].
+        """Position in the row of each token, in the order of ranks and their slices: [S].
 
-        Made anew each time: a plan is kept for long, and this has 8 bytes a token.
+        Not cached: a split is kept for long, and this takes 8 bytes a token.
         """
         table = np.array([one for held in self.slices for one in held], np.int64).reshape(-1, 3)
         sizes = table[:, 2] - table[:, 1]
         starts = np.cumsum([0, *self.lengths])[table[:, 0]] + table[:, 1]
         return np.repeat(starts - np.cumsum(sizes) + sizes, sizes) + np.arange(sizes.sum())
 
-    def repeated(self, rows: int) -> ContextPlan:
-        """This plan for each of `rows` rows, whose documents follow one another."""
+    def repeated(self, rows: int) -> SequenceSplit:
+        """Return this split for each of `rows` equal rows, with documents row after row."""
         number = len(self.lengths)
         slices = tuple(
             tuple(
@@ -103,17 +104,20 @@ class ContextPlan:
             )
             for held in self.slices
         )
-        return ContextPlan(self.lengths * rows, slices, self.windows)
+        return SequenceSplit(self.lengths * rows, slices, self.windows)
 
 
 def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
-    """Keys that the first n queries of a document see, over all layers; n may be an array."""
+    """Return a function: the keys that a document's first n queries see, over all layers.
+
+    n may be an array.
+    """
     layers = sum(number for _, number in windows)
     limited = [(window, number) for window, number in windows if window is not None]
 
     def cost(n: Any) -> Any:
         seen = layers * (n * (n + 1) // 2)
-        for window, number in limited:
+        for window, number in limited:  # minus the keys that a window hides
             beyond = (n > window) * (n - window)
             seen -= number * (beyond * (beyond + 1) // 2)
         return seen
@@ -122,17 +126,20 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 
 
 @lru_cache(maxsize=64)
-def _plan(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> ContextPlan:
+def _split(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> SequenceSplit:
     line = _Line(lengths, windows)
     held = [line.take(num_ranks - rank) for rank in range(num_ranks)]
-    return ContextPlan(lengths, line.slices(held), windows)
+    return SequenceSplit(lengths, line.slices(held), windows)
 
 
 _Range = tuple[int, int]  # places [begin, end) in a line
 
 
 class _Line:
-    """Tokens in the order of [Note: From both ends]; its places count all."""
+    """The tokens in the order of [Note: From both ends]; places count all of them.
+
+    Documents are sorted by length once, which sorts them by mean cost.
+    """
 
     def __init__(self, lengths: tuple[int, ...], windows: Windows) -> None:
         self.lengths = np.array(lengths, np.int64)
@@ -151,72 +158,80 @@ class _Line:
             return before
 
         self.cost = cost
-        """The cost of the tokens before a place."""
+        """The cost of all tokens before a place."""
         self.starts = starts
         self.means: list[float] = (costs / sizes).tolist()
         self.whole = (0, len(order))
-        """Documents of which nothing is taken."""
-        self.parts: list[_Range] = []
-        """What is left of those that were cut."""
+        """Range of the documents of which no token is taken."""
+        self.rests: list[_Range] = []
+        """Rests of documents that were cut."""
 
     def cost_of(self, ranges: Iterable[_Range]) -> int:
+        """Return the cost of all tokens in these ranges of places."""
         return sum(self.cost(end) - self.cost(begin) for begin, end in ranges)
 
     def left(self) -> list[_Range]:
-        """What is left, cheapest mean cost first."""
+        """Return the tokens that are left, lowest mean cost first."""
         first, last = (self.starts[i] for i in self.whole)
         ranges = []
-        for mean, part in sorted((self.cost_of([p]) / (p[1] - p[0]), p) for p in self.parts):
+        for mean, rest in sorted((self.cost_of([p]) / (p[1] - p[0]), p) for p in self.rests):
+            # The rest goes before the first whole document of at least its mean cost.
             place = max(first, min(self.starts[bisect_left(self.means, mean)], last))
-            ranges += [(first, place), part]
+            ranges += [(first, place), rest]
             first = place
         return [(begin, end) for begin, end in [*ranges, (first, last)] if begin < end]
 
     def take(self, num_ranks: int) -> list[_Range]:
-        """Takes the part of the next of so many ranks."""
+        """Take the tokens of the next of `num_ranks` ranks, and return their ranges."""
         left = self.left()
         sizes = list(accumulate((end - begin for begin, end in left), initial=0))
         costs = [self.cost(end) - self.cost(begin) for begin, end in left]
         costs = list(accumulate(costs, initial=0))
         size, total = sizes[-1], costs[-1]
         tokens = -(-size // num_ranks)
-        if tokens == size:
-            self.whole, self.parts = (0, 0), []
+        if tokens == size:  # the last rank takes all
+            self.whole, self.rests = (0, 0), []
             return left
+        # The n-th token of what is left is at places[i] + n, and the first n tokens cost
+        # costs[i] + cost(places[i] + n), where i is the range that contains it.
         places = [begin - n for (begin, _), n in zip(left, sizes, strict=False)]
         costs = [cost - self.cost(begin) for (begin, _), cost in zip(left, costs, strict=False)]
 
         def before(n: int) -> int:
-            """The cost of the first n tokens."""
+            """Return the cost of the first n tokens."""
             i = bisect_right(sizes, n, hi=len(left)) - 1
             return costs[i] + self.cost(places[i] + n)
 
         def between(first: int, last: int) -> list[_Range]:
-            """The places of the tokens [first, last) of what is left."""
+            """Return the places of the tokens [first, last) of what is left."""
             ranges = zip(left, places, strict=True)
             cut = ((max(begin, p + first), min(end, p + last)) for (begin, end), p in ranges)
             return [(begin, end) for begin, end in cut if begin < end]
 
         def excess(y: int) -> int:
-            """The cost with y tokens from the back, beyond the share, times `num_ranks`."""
+            """Return by how much the cost with y tokens from the back exceeds the even share.
+
+            Times `num_ranks`, so that it is an integer. It rises with y.
+            """
             return num_ranks * (before(tokens - y) + total - before(size - y)) - total
 
         y = bisect_left(range(tokens), 0, key=excess)
+        # Of the two neighbors of the exact share, the nearer.
         y = min(max(0, y - 1), y, key=lambda y: abs(excess(y)))
         self.keep(between(tokens - y, size - y))
         return between(0, tokens - y) + between(size - y, size)
 
     def keep(self, ranges: list[_Range]) -> None:
-        """Leaves these alone."""
-        self.whole, self.parts = (0, 0), []
+        """Keep only these ranges of tokens."""
+        self.whole, self.rests = (0, 0), []
         for begin, end in ranges:
-            first, last, parts = self.documents_in(begin, end)
-            self.parts += parts
-            if first < last:
+            first, last, rests = self.documents_in(begin, end)
+            self.rests += rests
+            if first < last:  # consecutive documents, as tokens are taken from both ends
                 self.whole = (self.whole[0] if self.whole[1] else first, last)
 
     def documents_in(self, begin: int, end: int) -> tuple[int, int, list[_Range]]:
-        """The documents [first, last) that are whole in a range, and what it has of others."""
+        """Return the documents [first, last) that are whole in a range, and its parts of others."""
         first, last = bisect_left(self.starts, begin), bisect_right(self.starts, end) - 1
         if first > last:
             return first, first, [(begin, end)]
@@ -224,8 +239,10 @@ class _Line:
         return first, last, [(a, b) for a, b in edges if a < b]
 
     def slices(self, held: list[list[_Range]]) -> tuple[tuple[Slice, ...], ...]:
-        """The slices of documents in the ranges of each rank, sorted."""
-        ranks = np.full(len(self.lengths), len(held), np.int16)  # of whole documents
+        """Return the slices of documents in the ranges of each rank, sorted."""
+        # The rank of each whole document; cut and empty ones keep the number of ranks, and are
+        # left out below.
+        ranks = np.full(len(self.lengths), len(held), np.int16)
         cut: list[tuple[int, Slice]] = []
         for rank, ranges in enumerate(held):
             for begin, end in ranges:

@@ -78,7 +78,7 @@ def choose(
     for (size, length), own in zip(lengths, keys.split(route.mask.key_lengths), strict=False):
         lacking = length - len(own) if on_cpu else 0  # [Note: Ties]
         documents.append((len(own) - size, size, F.pad(own, (0, 0, 0, lacking))))
-    return _numbers(indexer, documents, indexer.most(max(placement.plan.lengths)), tiles)
+    return _numbers(indexer, documents, indexer.most(max(placement.split.lengths)), tiles)
 
 
 def _numbers(

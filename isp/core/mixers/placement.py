@@ -24,7 +24,7 @@ from torch import Tensor
 from isp.core.attention.context_parallel.route import Route, Slices, gather_route
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 
 __all__ = ["Placement", "rank_slices"]
 
@@ -34,7 +34,7 @@ class Placement:
     """The tokens of one micro-batch over the ranks of `channel`."""
 
     channel: Channel
-    plan: ContextPlan
+    split: SequenceSplit
     """The slices of documents on each of the p ranks, in the order in which it holds them."""
 
     @classmethod
@@ -55,7 +55,7 @@ class Placement:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return tuple(sum(end - begin for _, begin, end in held) for held in self.plan.slices)
+        return tuple(sum(end - begin for _, begin, end in held) for held in self.split.slices)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -71,14 +71,14 @@ class Placement:
         """The route of the `reach` tokens before each slice, laid out before the slice's own."""
         window = reach + 1
         if window not in self._routes:
-            route = gather_route(self.plan, self.channel.rank, causal=True, window=window)
+            route = gather_route(self.split, self.channel.rank, causal=True, window=window)
             self._routes[window] = route
         return self._routes[window]
 
     @cached_property
     def earlier(self) -> Route:
         """The route of all tokens of each slice's document up to the slice's end."""
-        return gather_route(self.plan, self.channel.rank, causal=True, window=None)
+        return gather_route(self.split, self.channel.rank, causal=True, window=None)
 
     @cached_property
     def whole_lengths(self) -> tuple[int, ...]:
@@ -106,8 +106,8 @@ class Placement:
             )
             for mine in (np.flatnonzero(self._slices.rank == r) for r in range(self.channel.size))
         )
-        plan = ContextPlan(tuple(lengths.tolist()), slices)
-        return gather_route(plan, self.channel.rank, causal=True, window=None)
+        split = SequenceSplit(tuple(lengths.tolist()), slices)
+        return gather_route(split, self.channel.rank, causal=True, window=None)
 
     @cached_property
     def continued(self) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Placement:
     @cached_property
     def order(self) -> Tensor | None:
         """[T], the place in the sequences of each token, rank by rank; None: they lie in order."""
-        order = self.plan.order
+        order = self.split.order
         return None if (order == np.arange(len(order))).all() else torch.from_numpy(order)
 
     @cached_property
@@ -127,7 +127,7 @@ class Placement:
 
     @cached_property
     def _slices(self) -> Slices:
-        return Slices.of(self.plan)
+        return Slices.of(self.split)
 
     @cached_property
     def _own(self) -> NDArray[np.int64]:
@@ -145,7 +145,7 @@ class Placement:
 
 def rank_slices(
     sequence: SequenceRanks, num_ranks: int, rows: tuple[int, int], bounds: tuple[int, ...]
-) -> ContextPlan:
+) -> SequenceSplit:
     """The slices of each of p ranks, of `rows` sequences x tokens with documents at `bounds`."""
     batch, length = rows
     ends = np.array(bounds or [length * i for i in range(batch + 1)], np.int64)
@@ -157,7 +157,7 @@ def rank_slices(
     else:
         order = np.arange(batch * length).reshape(batch, length)
     parts = order.reshape(len(order), num_ranks, -1).swapaxes(0, 1).reshape(num_ranks, -1)
-    return ContextPlan(lengths, tuple(_slices_of(part, ends) for part in parts))
+    return SequenceSplit(lengths, tuple(_slices_of(part, ends) for part in parts))
 
 
 def _slices_of(places: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Slice, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isp.core.attention.all_to_all import Cut, Exchange, exchanged
 from isp.core.attention.context_parallel.route import KeyExchange
-from isp.core.attention.heads import HeadPlan
+from isp.core.attention.heads import HeadSplit
 from isp.core.autograd import joined
 from isp.core.comm import pinned_memory
 from isp.core.comm.tag import Purpose, Tag
@@ -42,13 +42,13 @@ def received_bytes(
     Backward moves as much again the other way.
     """
     size, tokens, total = placement.channel.size, placement.sizes, placement.ends[-1]
-    plan = HeadPlan.of(inputs.num_heads, inputs.num_groups, size)
-    xs = [(_bytes(x), plan.query) for x in inputs.of_heads]
-    xs += [(_bytes(x), plan.kv) for x in inputs.of_groups]
+    split = HeadSplit.of(inputs.num_heads, inputs.num_groups, size)
+    xs = [(_bytes(x), split.query) for x in inputs.of_heads]
+    xs += [(_bytes(x), split.kv) for x in inputs.of_groups]
     out = _bytes(inputs.of_heads[0])
     by_heads = max(
         (total - tokens[rank]) * sum(len(heads[rank]) * each for each, heads in xs)
-        + tokens[rank] * (inputs.num_heads - len(plan.query[rank])) * out
+        + tokens[rank] * (inputs.num_heads - len(split.query[rank])) * out
         for rank in range(size)
     )
     state = torch.promote_types(inputs.of_heads[0].dtype, torch.float32).itemsize
@@ -64,24 +64,24 @@ def cheaper_way(recurrence: Recurrence, inputs: Inputs, placement: Placement) ->
 
 def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
     """The results [T', H, V] of this rank's tokens; each rank scans all tokens of some heads."""
-    channel, lengths = placement.channel, placement.plan.lengths
+    channel, lengths = placement.channel, placement.split.lengths
     if channel.size == 1:
         return recurrence.scan(inputs, lengths, None)[0]
     rank, xs = channel.rank, (*inputs.of_heads, *inputs.of_groups)
-    plan = HeadPlan.of(inputs.num_heads, inputs.num_groups, channel.size)
-    heads = [plan.query] * len(inputs.of_heads)
-    gathered = _to_heads(xs, (*heads, *[plan.kv] * len(inputs.of_groups)), placement)
+    split = HeadSplit.of(inputs.num_heads, inputs.num_groups, channel.size)
+    heads = [split.query] * len(inputs.of_heads)
+    gathered = _to_heads(xs, (*heads, *[split.kv] * len(inputs.of_groups)), placement)
     of_heads, of_groups = gathered[: len(heads)], gathered[len(heads) :]
-    own = plan.query[rank]
+    own = split.query[rank]
     constants = tuple(None if x is None else x[own.start : own.stop] for x in inputs.constants)
     if len(own):
-        if (repeated := plan.repeated_kv(rank)) is not None:
+        if (repeated := split.repeated_kv(rank)) is not None:
             index = pinned_memory.send(torch.tensor(repeated), of_groups[0].device)
             of_groups = tuple(x.index_select(1, index) for x in of_groups)
         out, _ = recurrence.scan(Inputs(of_heads, of_groups, constants), lengths, None)
     else:
         out = joined(*gathered, *constants)
-    return _to_tokens(out, plan.query, placement)
+    return _to_tokens(out, split.query, placement)
 
 
 def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from isp.config import JobConfig
 from isp.core.attention.sequence import SequenceRanks
-from isp.core.mesh.sequence_split import ContextPlan
+from isp.core.mesh.sequence_split import SequenceSplit
 from isp.core.micro_batch import MicroBatch
 
 __all__ = ["ContextBalance", "balance_text"]
@@ -19,7 +19,9 @@ def balance_text(config: JobConfig) -> str:
         return ""
     data, windows = config.data, config.language_model.attention_windows
     lengths = (data.seq_len,) * (data.micro_bsz if data.pack else 1)
-    plan = ContextPlan.of(lengths, ranks, windows) if windows else ContextPlan.of(lengths, ranks)
+    plan = (
+        SequenceSplit.of(lengths, ranks, windows) if windows else SequenceSplit.of(lengths, ranks)
+    )
     return (
         f"the busiest of {ranks} context ranks attends to {plan.imbalance:.1%} more than the mean,"
         f" in a row of {len(lengths)} x {data.seq_len:,} tokens"
@@ -38,7 +40,7 @@ class ContextBalance:
         """Add the rows of a step; their plans are at hand."""
         for batch in batches:
             lengths = self._ranks.lengths(batch.tokens, batch.cu_seqlens)
-            imbalance = self._ranks.plan(lengths).imbalance
+            imbalance = self._ranks.split(lengths).imbalance
             self._rows += 1
             self._sum += imbalance
             self._worst = max(self._worst, imbalance)

@@ -20,7 +20,7 @@ from isp.core.attention.local import LocalAttention
 from isp.core.attention.mask import AttentionMask
 from isp.core.attention.ulysses import DistributedAttention
 from isp.core.comm import Channel
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 from tests.core.attention.reference import attend, make_mask, random_inputs, visible
 
 LENGTH = 48
@@ -28,7 +28,7 @@ SCALE = 0.4
 STRADDLING = [5, 20, 1, 1, 14, 7]
 
 
-def random_plan(lengths: Sequence[int], sizes: Sequence[int], seed: int) -> ContextPlan:
+def random_plan(lengths: Sequence[int], sizes: Sequence[int], seed: int) -> SequenceSplit:
     """Documents cut where it happens, and dealt out until each rank has its number of tokens."""
     draw = random.Random(seed)
     whole = []
@@ -47,7 +47,7 @@ def random_plan(lengths: Sequence[int], sizes: Sequence[int], seed: int) -> Cont
             if middle < end:
                 whole.append(Slice(document, middle, end))
     assert not whole
-    return ContextPlan(tuple(lengths), tuple(tuple(sorted(of_rank)) for of_rank in slices))
+    return SequenceSplit(tuple(lengths), tuple(tuple(sorted(of_rank)) for of_rank in slices))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,9 +89,9 @@ class Case:
     def lengths(self) -> list[int]:
         return [LENGTH] if self.documents is None else self.documents
 
-    def plan_of(self, lengths: Sequence[int], num_ranks: int, *_: Any) -> ContextPlan:
+    def split_of(self, lengths: Sequence[int], num_ranks: int, *_: Any) -> SequenceSplit:
         if self.seed is None:
-            return ContextPlan.of(lengths, num_ranks)
+            return SequenceSplit.of(lengths, num_ranks)
         sizes = self.sizes or [sum(lengths) // num_ranks] * num_ranks
         return random_plan(lengths, sizes, self.seed)
 
@@ -137,7 +137,7 @@ class Channels(NamedTuple):
         return cls(*mine) if mine else None
 
 
-def own_tokens(plan: ContextPlan, channels: Channels) -> Tensor:
+def own_tokens(plan: SequenceSplit, channels: Channels) -> Tensor:
     """The places in the row of this rank's tokens."""
     tokens = torch.cat([_places(plan, s) for s in plan.slices[channels.context.rank]] or [_NONE])
     return tokens.chunk(channels.head.size)[channels.head.rank]
@@ -146,14 +146,14 @@ def own_tokens(plan: ContextPlan, channels: Channels) -> Tensor:
 _NONE = torch.zeros(0, dtype=torch.int64)
 
 
-def _places(plan: ContextPlan, piece: Slice) -> Tensor:
+def _places(plan: SequenceSplit, piece: Slice) -> Tensor:
     document, begin, end = piece
     return torch.arange(begin, end) + sum(plan.lengths[:document])
 
 
 def keys_sent(case: Case, num_ranks: int) -> list[tuple[int, int]]:
     """Keys that each context rank has to send and to receive, by what each of its tokens sees."""
-    plan = case.plan_of(case.lengths, num_ranks)
+    plan = case.split_of(case.lengths, num_ranks)
     starts = [sum(plan.lengths[:i]) for i in range(len(plan.lengths))]
     held = [{int(t) for s in of_rank for t in _places(plan, s)} for of_rank in plan.slices]
     seen: list[set[int]] = []
@@ -174,7 +174,7 @@ def keys_sent(case: Case, num_ranks: int) -> list[tuple[int, int]]:
 
 def make_attention(case: Case, channels: Channels) -> DistributedAttention:
     """The attention that the case asks for."""
-    options = {"stripes": case.stripes, "ring": case.ring, "plan_of": case.plan_of}
+    options = {"stripes": case.stripes, "ring": case.ring, "split_of": case.split_of}
     inner = ContextAttention(case.attention, channels.context, (), **options)
     return DistributedAttention(inner, channels.head, together_below_bytes=case.together)
 
@@ -182,7 +182,7 @@ def make_attention(case: Case, channels: Channels) -> DistributedAttention:
 def leaves_of(case: Case, channels: Channels) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """This rank's part of `Case.solved`, as leaves; sinks and their gradient are whole."""
     inputs, dout, expected = case.solved
-    tokens = own_tokens(case.plan_of(case.lengths, channels.context.size), channels)
+    tokens = own_tokens(case.split_of(case.lengths, channels.context.size), channels)
     leaves = [x.detach()[:, tokens].clone().requires_grad_() for x in inputs[:3]]
     leaves += [x.detach().clone().requires_grad_() for x in inputs[3:]]
     return leaves, dout[:, tokens], [*(x[:, tokens] for x in expected[:4]), *expected[4:]]

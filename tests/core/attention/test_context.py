@@ -226,7 +226,7 @@ def _refusals(rank: int) -> list[str]:
 def test_tokens_of_another_plan_are_refused() -> None:
     """Catches tokens in the order of the row, and a window that would be cut at its far side."""
     tokens, window = run_ranks(2, _refusals)[0]
-    assert "context rank 0 of 2 has 5 tokens by the plan, got 1 x 6" in tokens
+    assert "context rank 0 of 2 has 5 tokens by the split, got 1 x 6" in tokens
     assert "window=3 without causal order" in window
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isp.core.attention.backends.cpu import CpuAttention
-from isp.core.attention.heads import HeadPlan
+from isp.core.attention.heads import HeadSplit
 from isp.core.attention.mask import AttentionMask
 from isp.core.attention.ulysses import DistributedAttention
 from isp.core.comm import Channel
@@ -103,7 +103,7 @@ def _count_transfers(
 def test_messages_and_bytes(heads: tuple[int, int], world: int) -> None:
     """Catches more messages than tensors, and KV heads that are sent where nobody looks at them."""
     case = Case([LENGTH], heads)
-    plan = HeadPlan.of(*heads, world)
+    plan = HeadSplit.of(*heads, world)
     head_bytes = LENGTH // world * 4 * 8  # of a rank's tokens, in float64
 
     def sent(rank: int, deal: tuple[range, ...]) -> int:

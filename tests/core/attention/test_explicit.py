@@ -15,7 +15,7 @@ from isp.core.attention.api import attention as attend
 from isp.core.attention.backends import explicit
 from isp.core.attention.backends.explicit import ExplicitAttention
 from isp.core.attention.backends.sdpa import SdpaAttention
-from isp.core.attention.heads import HeadPlan
+from isp.core.attention.heads import HeadSplit
 from isp.core.attention.mask import AttentionMask, Chosen
 from tests.core.attention.cases import SCALE, Case, wrong_on_ranks
 from tests.core.attention.reference import make_mask, random_inputs
@@ -145,7 +145,7 @@ def test_ranks_attend_as_one_does() -> None:
     """Catches the sink of another rank's head, padding of values that is sent back, a rank without
     heads that waits or is waited for.
     """
-    assert any(not HeadPlan.of(2, 2, 4).query[rank] for rank in range(4))
+    assert any(not HeadSplit.of(2, 2, 4).query[rank] for rank in range(4))
     apart = {name: replace(case, together=0) for name, case in ON_RANKS.items()}
     plans = [((2, 1), ON_RANKS), ((4, 1), ON_RANKS), ((4, 1), apart)]
     for wrong in run_ranks(4, wrong_on_ranks, plans, TOLERANCE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isp.core.attention.heads import HeadPlan
+from isp.core.attention.heads import HeadSplit
 
 RANKS = [1, 2, 3, 4, 8]
 HEADS = [
@@ -20,7 +20,7 @@ def test_every_query_head_meets_its_kv_head(ranks: int) -> None:
 
 
 def _check_plan(query: int, kv: int, ranks: int) -> None:
-    plan = HeadPlan.of(query, kv, ranks)
+    plan = HeadSplit.of(query, kv, ranks)
     assert [head for heads in plan.query for head in heads] == list(range(query))
     assert max(map(len, plan.query)) - min(map(len, plan.query)) <= 1
     group = query // kv
@@ -38,7 +38,7 @@ def _check_plan(query: int, kv: int, ranks: int) -> None:
 @pytest.mark.parametrize("kv", [1, 2, 3])
 def test_few_kv_heads_are_replicated_least(kv: int, ranks: int) -> None:
     """Catches replication to every rank: a KV head is only where its own query heads are."""
-    plan = HeadPlan.of(kv * 8, kv, ranks)
+    plan = HeadSplit.of(kv * 8, kv, ranks)
     copies = sum(map(len, plan.kv))
     assert max(kv, ranks) <= copies <= ranks + kv - 1
 
@@ -46,7 +46,7 @@ def test_few_kv_heads_are_replicated_least(kv: int, ranks: int) -> None:
 def test_kv_heads_must_divide_query_heads() -> None:
     """Catches groups of unequal size, which no model means."""
     with pytest.raises(ValueError, match="num_kv_heads=3 must divide num_heads=8"):
-        HeadPlan.of(8, 3, 2)
+        HeadSplit.of(8, 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_kv_heads_must_divide_query_heads() -> None:
 )
 def test_kv_heads_that_a_rank_attends_with(heads: tuple[int, int], ranks: int, kept: int) -> None:
     """In the third case a KV head is repeated, as another is seen by twice as many query heads."""
-    plan = HeadPlan.of(*heads, ranks)
+    plan = HeadSplit.of(*heads, ranks)
     assert max(len(plan.repeated_kv(r) or own) for r, own in enumerate(plan.kv)) == kept

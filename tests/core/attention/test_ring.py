@@ -26,7 +26,7 @@ from isp.core.comm.channel import DryChannel
 from isp.core.comm.tag import UNNAMED
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import ContextExchange, Mode
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 from isp.core.weights.wp import LocalWeights
 from tests.core.attention.cases import STRADDLING, Case, error_of, random_plan
 from tests.core.attention.reference import random_inputs, visible
@@ -194,7 +194,7 @@ def _under_way(rank: int) -> list[int]:
     channel = Channel(dist.group.WORLD, name="context")
     channel.log.collect()
     slices = [(Slice(0, 4 * i, 4 * i + 4), Slice(0, 28 - 4 * i, 32 - 4 * i)) for i in range(4)]
-    plan = ContextPlan((32,), tuple(slices))
+    plan = SequenceSplit((32,), tuple(slices))
     kernel = _Counting(channel)
     ring = Ring(channel, ring_routes(plan, rank, causal=True), kernel, torch.device("cpu"))
     q, kv = torch.randn(8, 2, 4), torch.randn(8, 2, 2, 4)
@@ -212,7 +212,7 @@ def test_one_block_travels_while_another_is_attended_to() -> None:
 def _summed(rank: int, values: list[list[float]]) -> float:
     channel = Channel(dist.group.WORLD, name="context")
     slices = [(0, 0), (1, 1), (0, 2), (2, 3), (0, 4)]  # one token each, in turn
-    plan = ContextPlan(
+    plan = SequenceSplit(
         (5,), tuple(tuple(Slice(0, t, t + 1) for r, t in slices if r == rank) for rank in range(3))
     )
     route = gather_route(plan, rank, causal=True, window=None)

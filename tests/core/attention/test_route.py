@@ -8,11 +8,11 @@ from itertools import accumulate
 import pytest
 
 from isp.core.attention.context_parallel.route import Route, gather_route, ring_routes
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 from tests.core.attention.cases import random_plan
 
 
-def _random_plans(number: int) -> list[ContextPlan]:
+def _random_plans(number: int) -> list[SequenceSplit]:
     plans = []
     for seed in range(number):
         draw = random.Random(seed)
@@ -25,7 +25,7 @@ def _random_plans(number: int) -> list[ContextPlan]:
     return plans
 
 
-def _own(plan: ContextPlan) -> list[list[int]]:
+def _own(plan: SequenceSplit) -> list[list[int]]:
     """The places of each rank's tokens, as it holds them."""
     starts = list(accumulate(plan.lengths, initial=0))
     return [[starts[d] + t for d, a, b in s for t in range(a, b)] for s in plan.slices]
@@ -55,7 +55,7 @@ def _check_transpose(route: Route) -> None:
     assert sorted(pairs) == list(enumerate(route.layout.tolist()))
 
 
-def _expected(plan: ContextPlan, rank: int, window: int | None, causal: bool) -> list[list[int]]:
+def _expected(plan: SequenceSplit, rank: int, window: int | None, causal: bool) -> list[list[int]]:
     """The keys that each of a rank's tokens sees."""
     starts = list(accumulate(plan.lengths, initial=0))
     seen = []
@@ -121,7 +121,7 @@ def test_steps_of_a_ring_make_the_whole(causal: bool) -> None:
 def test_slices_that_touch_are_one() -> None:
     """Catches keys that are laid out twice for queries that follow each other."""
     slices = ((0, 2), (6, 8)), ((2, 4), (4, 6))
-    plan = ContextPlan((8,), tuple(tuple(Slice(0, *s) for s in of_rank) for of_rank in slices))
+    plan = SequenceSplit((8,), tuple(tuple(Slice(0, *s) for s in of_rank) for of_rank in slices))
     apart, touching = (gather_route(plan, rank, causal=True, window=None) for rank in (0, 1))
     assert (apart.mask.lengths, apart.mask.key_lengths) == ((2, 2), (2, 8))
     assert (touching.mask.lengths, touching.mask.key_lengths) == ((4,), (6,))

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from isp.core.mesh.sequence_split import ContextPlan, Slice, Windows
+from isp.core.mesh.sequence_split import SequenceSplit, Slice, Windows
 
 FULL: Windows = ((None, 1),)
 WINDOWS: list[Windows] = [FULL, ((3, 1),), ((2, 3), (None, 1)), ((40, 2), (7, 1)), ((1, 5),)]
@@ -33,7 +33,7 @@ def token_costs(lengths: Sequence[int], windows: Windows) -> list[int]:
     ]
 
 
-def check(plan: ContextPlan, num_ranks: int) -> None:
+def check(plan: SequenceSplit, num_ranks: int) -> None:
     total = sum(plan.lengths)
     sizes = [total // num_ranks + (rank < total % num_ranks) for rank in range(num_ranks)]
     assert [sum(end - begin for _, begin, end in held) for held in plan.slices] == sizes
@@ -57,7 +57,7 @@ def test_every_token_once_on_ranks_of_one_size() -> None:
         lengths = [draw.randint(0, longest) for _ in range(count)]
         lengths[draw.randrange(count)] += draw.choice([1, 1, 100])
         num_ranks = draw.randint(1, 9)
-        check(ContextPlan.of(lengths, num_ranks, draw.choice(WINDOWS)), num_ranks)
+        check(SequenceSplit.of(lengths, num_ranks, draw.choice(WINDOWS)), num_ranks)
 
 
 KINDS: dict[str, Callable[[random.Random], list[int]]] = {
@@ -77,7 +77,7 @@ def test_long_rows_are_even_and_hardly_cut(kind: str) -> None:
     for num_ranks, windows in product([2, 3, 8, 16], [FULL, ((256, 3), (None, 1)), ((64, 1),)]):
         for _ in range(2):
             lengths = KINDS[kind](draw)
-            plan = ContextPlan.of(lengths, num_ranks, windows)
+            plan = SequenceSplit.of(lengths, num_ranks, windows)
             check(plan, num_ranks)
             dearest = max(token_costs([max(lengths)], windows))
             mean = sum(plan.costs) / num_ranks
@@ -89,24 +89,24 @@ def test_long_rows_are_even_and_hardly_cut(kind: str) -> None:
 
 def test_cases_by_hand() -> None:
     """Catches another order of things than the note draws."""
-    (one, other) = ContextPlan.of([8], 2).slices
+    (one, other) = SequenceSplit.of([8], 2).slices
     assert one == (Slice(0, 0, 2), Slice(0, 6, 8))
     assert other == (Slice(0, 2, 6),)
-    assert ContextPlan.of([2, 4, 6], 2).slices == (
+    assert SequenceSplit.of([2, 4, 6], 2).slices == (
         (Slice(0, 0, 2), Slice(1, 0, 2), Slice(2, 4, 6)),
         (Slice(1, 2, 4), Slice(2, 0, 4)),
     )
     # four alike, two ranks: whole
-    assert ContextPlan.of([5, 5, 5, 5], 2).slices == (
+    assert SequenceSplit.of([5, 5, 5, 5], 2).slices == (
         (Slice(0, 0, 5), Slice(1, 0, 5)),
         (Slice(2, 0, 5), Slice(3, 0, 5)),
     )
     # a window of one makes all tokens alike
-    assert ContextPlan.of([8], 2, ((1, 1),)).slices == ((Slice(0, 0, 4),), (Slice(0, 4, 8),))
+    assert SequenceSplit.of([8], 2, ((1, 1),)).slices == ((Slice(0, 0, 4),), (Slice(0, 4, 8),))
     # fewer tokens than ranks
-    assert ContextPlan.of([1, 1], 3).slices == ((Slice(0, 0, 1),), (Slice(1, 0, 1),), ())
+    assert SequenceSplit.of([1, 1], 3).slices == ((Slice(0, 0, 1),), (Slice(1, 0, 1),), ())
     # 36 + 3 x 1 keys are 19.5 a rank, of 6 or 5 tokens: 1 + 1 + 1 + 1 + 8 + 7, or 2 + .. + 6
-    plan = ContextPlan.of([1, 8, 1, 1], 2)
+    plan = SequenceSplit.of([1, 8, 1, 1], 2)
     assert plan.slices == (
         (Slice(0, 0, 1), Slice(1, 0, 1), Slice(1, 6, 8), Slice(2, 0, 1), Slice(3, 0, 1)),
         (Slice(1, 1, 6),),
@@ -118,8 +118,8 @@ def test_the_same_in_every_process() -> None:
     """Catches an order that hashes decide, and torch being loaded for arithmetic."""
     lengths = log_normal(random.Random(4), 20000, 50, 1)
     code = (
-        "import sys; from isp.core.mesh.sequence_split import ContextPlan;"
-        f"print(ContextPlan.of({lengths}, 8).slices, 'torch' in sys.modules)"
+        "import sys; from isp.core.mesh.sequence_split import SequenceSplit;"
+        f"print(SequenceSplit.of({lengths}, 8).slices, 'torch' in sys.modules)"
     )
     said = {
         subprocess.run(
@@ -131,5 +131,5 @@ def test_the_same_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert said == {f"{ContextPlan.of(tuple(lengths), 8).slices} False\n"}
-    assert ContextPlan.of(lengths, 8) is ContextPlan.of(tuple(lengths), 8)
+    assert said == {f"{SequenceSplit.of(tuple(lengths), 8).slices} False\n"}
+    assert SequenceSplit.of(lengths, 8) is SequenceSplit.of(tuple(lengths), 8)

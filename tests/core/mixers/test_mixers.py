@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel
-from isp.core.mesh.sequence_split import ContextPlan, Slice
+from isp.core.mesh.sequence_split import SequenceSplit, Slice
 from isp.core.mixers.convolution import convolve
 from isp.core.mixers.placement import Placement, rank_slices
 from isp.core.mixers.scan import scan_by_heads, scan_by_state
@@ -36,7 +36,7 @@ KINDS = {
     "selective": reference.selective_kind(5),
 }
 
-PLANS: dict[str, Callable[[int], ContextPlan]] = {
+PLANS: dict[str, Callable[[int], SequenceSplit]] = {
     "contiguous": lambda p: _contiguous(STRADDLING, [64 // p] * p),
     "uneven": lambda p: _contiguous(STRADDLING, [*range(p - 1), 64 - sum(range(p - 1))]),
     "one document": lambda p: _contiguous((64,), [64 // p] * p),
@@ -46,7 +46,7 @@ PLANS: dict[str, Callable[[int], ContextPlan]] = {
 }
 
 
-def _contiguous(lengths: tuple[int, ...], sizes: list[int]) -> ContextPlan:
+def _contiguous(lengths: tuple[int, ...], sizes: list[int]) -> SequenceSplit:
     ends = [0, *accumulate(sizes)]
     starts = [0, *accumulate(lengths)]
     cut = [
@@ -57,10 +57,10 @@ def _contiguous(lengths: tuple[int, ...], sizes: list[int]) -> ContextPlan:
         ]
         for a, b in pairwise(ends)
     ]
-    return ContextPlan(lengths, tuple(map(tuple, cut)))
+    return SequenceSplit(lengths, tuple(map(tuple, cut)))
 
 
-def _of_context(lengths: tuple[int, ...], size: int) -> ContextPlan:
+def _of_context(lengths: tuple[int, ...], size: int) -> SequenceSplit:
     """As a run places them on 2 context ranks of `size` / 2 head ranks, or on one."""
     context = _Sized(2 if size % 2 == 0 else 1)
     ranks = SequenceRanks(head=_Sized(size // context.size), context=context)  # type: ignore[arg-type]
@@ -76,9 +76,9 @@ class _Sized(NamedTuple):
     size: int
 
 
-def _scattered(lengths: tuple[int, ...], size: int) -> ContextPlan:
+def _scattered(lengths: tuple[int, ...], size: int) -> SequenceSplit:
     slices = [Slice(d, b, min(b + 3, n)) for d, n in enumerate(lengths) for b in range(0, n, 3)]
-    return ContextPlan(lengths, tuple(tuple(slices[rank::size]) for rank in range(size)))
+    return SequenceSplit(lengths, tuple(tuple(slices[rank::size]) for rank in range(size)))
 
 
 @cache  # filled before ranks are forked, which then have it
@@ -236,7 +236,7 @@ def _kda_by_heads_on_rank(rank: int, size: int) -> list[bool]:
     whole, own = kind.tensors(64, 3), slice(*placement.ends[rank : rank + 2])
     mine = [x.detach()[own].requires_grad_() for x in whole]
     inputs = kind.inputs(whole)
-    expected, _ = kind.recurrence.scan(inputs, placement.plan.lengths, None)
+    expected, _ = kind.recurrence.scan(inputs, placement.split.lengths, None)
     out = scan_by_heads(kind.recurrence, kind.inputs(mine), placement)
     expected.backward(_seed(expected))
     out.backward(_seed(expected)[own])

@@ -7,7 +7,7 @@ tokens in all rows, L keys as its kernels see them
     k, v  [B, S/c, k, d]  --needed keys, all-to-all-->  [L, k, d]       for each stripe of KV heads
                                                          local attention [B, S/c, h, d]
 
-Each context rank has the slices of documents that a `ContextPlan` gives it, and receives exactly
+Each context rank has the slices of documents that a `SequenceSplit` gives it, and receives exactly
 the keys and values that they attend to. One kernel call sees each slice's whole range of keys, so
 no results have to be merged: they are those of the kernel, and windows and sinks work as on one
 device. Keys are sent by stripes of heads; the next stripe is sent while this one is attended to.
@@ -37,7 +37,7 @@ from isp.core.attention.mask import AttentionMask
 from isp.core.autograd import joined
 from isp.core.comm import Channel
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.mesh.sequence_split import ContextPlan, Windows
+from isp.core.mesh.sequence_split import SequenceSplit, Windows
 
 __all__ = ["ContextAttention"]
 
@@ -50,11 +50,11 @@ _STRIPE_BYTES = 1 << 20
 _MOST_STRIPES = 4
 """Stripes of KV heads at most."""
 
-PlanOf = Callable[[tuple[int, ...], int, Windows], ContextPlan]
+SplitOf = Callable[[tuple[int, ...], int, Windows], SequenceSplit]
 
 
 class ContextAttention:
-    """Attention by a local attention to tokens that a plan spreads over `channel`; for all layers.
+    """Attention by a local attention to tokens that a split spreads over `channel`, for all layers.
 
     A rank's tokens are in the order of its slices, row by row. `windows` are those of the model's
     layers, by which work is balanced. `stripes` is the number of stripes of KV heads; None: by
@@ -70,14 +70,14 @@ class ContextAttention:
         *,
         stripes: int | None = None,
         ring: bool = False,
-        plan_of: PlanOf = ContextPlan.of,
+        split_of: SplitOf = SequenceSplit.of,
     ) -> None:
         self.local_attention = local_attention
         self.channel = channel
         self.windows = windows
         self.stripes = stripes
         self.ring = ring
-        self._plan_of = plan_of
+        self._split_of = split_of
         self._kernels: dict[tuple[torch.dtype, int, torch.device], LseKernel | None] = {}
         self._routes_of = lru_cache(_ROUTES)(self._make_routes)
 
@@ -88,7 +88,7 @@ class ContextAttention:
 
         `mask` is that of the whole rows, in their own order; without documents, each row is cut the
         same way. `extras` are those of `DistributedAttention`. Raises ValueError if the number of
-        tokens is not what the plan gives this rank, or if a mask that is not causal has a window.
+        tokens is not that of the split, or if a mask that is not causal has a window.
         """
         if self.channel.size == 1:
             return self.local_attention(q, k, v, mask=mask, **extras)
@@ -164,8 +164,8 @@ class ContextAttention:
         if routes[0].num_tokens != batch_size * length:
             raise ValueError(
                 f"context rank {self.channel.rank} of {self.channel.size} has"
-                f" {routes[0].num_tokens} tokens by the plan, got {batch_size} x {length}: the"
-                f" tokens of a micro-batch must be arranged by the plan of its documents"
+                f" {routes[0].num_tokens} tokens by the split, got {batch_size} x {length}: the"
+                f" tokens of a micro-batch must be arranged by the split of its documents"
             )
         return routes
 
@@ -179,10 +179,10 @@ class ContextAttention:
                 f"attention window={window} without causal order is not spread over {num_ranks}"
                 f" context ranks: use parallel.sequence_2D.context_size=1"
             )
-        plan = self._plan_of(lengths, num_ranks, self.windows).repeated(rows)
+        split = self._split_of(lengths, num_ranks, self.windows).repeated(rows)
         if in_ring:
-            return ring_routes(plan, rank, causal=causal)
-        return (gather_route(plan, rank, causal=causal, window=window),)
+            return ring_routes(split, rank, causal=causal)
+        return (gather_route(split, rank, causal=causal, window=window),)
 
 
 class _Tokens(NamedTuple):

@@ -26,7 +26,7 @@ from isp.core.attention.all_to_all import Arrival
 from isp.core.attention.mask import AttentionMask
 from isp.core.comm import Channel, Pending, pinned_memory
 from isp.core.comm.tag import Tag
-from isp.core.mesh.sequence_split import ContextPlan
+from isp.core.mesh.sequence_split import SequenceSplit
 
 __all__ = [
     "KeyExchange",
@@ -151,23 +151,23 @@ class Route:
         return self._on_device[device]
 
 
-def gather_route(plan: ContextPlan, rank: int, *, causal: bool, window: int | None) -> Route:
+def gather_route(split: SequenceSplit, rank: int, *, causal: bool, window: int | None) -> Route:
     """Return the route of all keys that the slices of each rank see."""
-    cut = Slices.of(plan)
+    cut = Slices.of(split)
     low = cut.start if window is None else np.maximum(cut.start, cut.begin - window + 1)
     sight = cut.sight(low, cut.end if causal else cut.stop)
     held = _Held(cut.rank, cut.begin, cut.end - cut.begin, cut.row)
-    route = Route.of(sight, held, rank, len(plan.slices), causal=causal, window=window)
+    route = Route.of(sight, held, rank, len(split.slices), causal=causal, window=window)
     return replace(route, is_local=cut.are_whole)
 
 
-def ring_routes(plan: ContextPlan, rank: int, *, causal: bool) -> tuple[Route, ...]:
+def ring_routes(split: SequenceSplit, rank: int, *, causal: bool) -> tuple[Route, ...]:
     """Return a route for each ring step: at step t a rank sees keys of the t-th rank before it.
 
     With `causal`, a slice sees all keys of other ranks that precede it in its document, and none of
     them lie within it. So only the first step, of a rank's own keys, needs the causal mask.
     """
-    num_ranks, cut = len(plan.slices), Slices.of(plan)
+    num_ranks, cut = len(split.slices), Slices.of(split)
     # Places are counted over the ranks' tokens, one rank's after another's, so that what a rank
     # holds is one range.
     sizes = np.bincount(cut.rank, cut.end - cut.begin, num_ranks).astype(np.int64)
@@ -237,12 +237,12 @@ class Slices(NamedTuple):
     """True if the slice before it is of the same rank and document."""
 
     @classmethod
-    def of(cls, plan: ContextPlan) -> Self:
-        """Return the slices of a plan as arrays."""
-        table = np.array([s for of_rank in plan.slices for s in of_rank], np.int64).reshape(-1, 3)
-        counts = np.array([len(of_rank) for of_rank in plan.slices])
+    def of(cls, split: SequenceSplit) -> Self:
+        """Return the slices of a split as arrays."""
+        table = np.array([s for of_rank in split.slices for s in of_rank], np.int64).reshape(-1, 3)
+        counts = np.array([len(of_rank) for of_rank in split.slices])
         rank = np.repeat(np.arange(len(counts)), counts)
-        lengths = np.array(plan.lengths, np.int64)
+        lengths = np.array(split.lengths, np.int64)
         document, begin, end = table.T
         goes_on = np.zeros(len(rank), bool)
         goes_on[1:] = (rank[1:] == rank[:-1]) & (document[1:] == document[:-1])
