@@ -1,4 +1,4 @@
-"""`BucketManager`: main gradients side by side, in pieces that are summed over the replicas."""
+"""`BucketManager`: main gradients in flat buckets, which are summed over the replicas."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ __all__ = [
 ]
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
+"""Size of a bucket, as in torch's DistributedDataParallel."""
 
 T = TypeVar("T")
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of main gradients and master weights of a parameter: float32 at least."""
+    """Return the dtype of a parameter's main gradient and master weights: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def pads_little(num_rows: int, parts: int) -> bool:
-    """Whether `parts` as long as the first have at most an eighth more rows."""
+    """Return whether padding `num_rows` to `parts` equal parts adds at most an eighth."""
     return 8 * parts * math.ceil(num_rows / parts) <= 9 * num_rows
 
 
 class Bucket:
-    """Parameters that travel together, each in `parts` of equal width, the last ones padded.
+    """Parameters that are communicated together, each in `parts` of equal width, the last padded.
 
-    What a rank has of all of them is a piece: its part of each, one behind the other.
+    A rank's piece of the bucket is its part of each parameter, one after another.
 
-    [Note: Arrival on streams] On CUDA the first stream to wait brings what has arrived to its
-    place, perhaps that of the weight gathers. Whoever waits later, on whatever stream, waits for
-    the end of that.
+    [Note: Arrival on streams] On CUDA, the first stream that waits also unpacks what arrived; it
+    may be the stream of weight gathers. A stream that waits later has to wait for the unpacking.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Bucket:
         what = "gradients" if purpose is Purpose.REPLICA_GRADIENT else "weights"
         self.tag = Tag(purpose, tensor=f"{what} {members[0].name} .. {members[-1].name}")
         self.pending: Pending | None = None
-        """The transfer, from its launch until it is first waited for."""
+        """The transfer in flight, from its launch until the first wait."""
         self._arrived: streams.Event | None = None
 
     def wait(self) -> None:
-        """Wait until what was launched is there, for this stream too; free if it is."""
+        """Wait for the launched transfer, on this stream, too; free if it has arrived."""
         if self.pending is not None:
             found, self.pending = self.pending.wait(), None
             self._arrived = streams.mark(found.device)
@@ -75,14 +75,14 @@ class Bucket:
 
 
 class GradientBucket(Bucket):
-    """Main gradients in one piece of memory, one behind the other, each in its parts.
+    """Main gradients in one flat tensor, one after another, each in its parts.
 
-    There is one part of each where all ranks have all sums, else one for each rank.
+    There is one part if all ranks get all sums (all-reduce), else one for each rank.
 
-    [Note: Packed in place] A reduce-scatter gives a rank one piece, which has to hold its part of
-    every parameter. A bucket of several is brought into that order in its own memory before it
-    travels: one copy out and one back, of a bucket at a time; a large weight is a bucket of its own
-    and is sent as it lies. The sum of a rank's piece takes the place of the piece.
+    [Note: Packed in place] A reduce-scatter returns one piece to a rank, which has to contain its
+    part of every parameter. A bucket of several parameters is reordered by pieces, in its own
+    memory, before the transfer: one copy out and one back, for one bucket at a time. A large weight
+    is a bucket of its own and needs no reordering. The sums of a rank's piece overwrite the piece.
     """
 
     def __init__(
@@ -94,15 +94,16 @@ class GradientBucket(Bucket):
             parts * sum(self.widths), dtype=master_dtype(first.dtype), device=first.device
         )
         self.num_gradients = self.awaited = num_gradients
-        """As many as have to be final: of parameters that travel as one, one; and those not yet."""
+        """Gradients in the bucket (one for parameters that are reduced as one), and those of them
+        that are not final yet."""
 
     def padded(self) -> tuple[Tensor, ...]:
-        """All parts of each member, [p w]."""
+        """Return the view of each member, all parts with padding, [p w]."""
         found: tuple[Tensor, ...] = self.flat.split([self.parts * width for width in self.widths])
         return found
 
     def launch(self, index: int) -> None:
-        """Set the sum on its way, of part `index` where it is cut."""
+        """Launch the sum over the ranks; this rank gets part `index` if there are several."""
         if self.parts == 1:
             self.pending = self.channel.all_reduce_(self.flat, tag=self.tag)
             return
@@ -114,36 +115,36 @@ class GradientBucket(Bucket):
 
 @dataclass(slots=True, eq=False)
 class Gradient:
-    """The main gradient of a parameter, or of several that travel as one."""
+    """The main gradient of a parameter, or of several that are reduced as one."""
 
     name: str
     view: Tensor
-    """In its bucket, of the parameter's shape."""
+    """The buffer, a view of the bucket in the parameter's shape."""
     part: Tensor
-    """This rank's part of it, with its padding, [w]; of a whole that has members, none."""
+    """This rank's part with its padding, [w]; empty for several parameters reduced as one."""
     bucket: GradientBucket
     ready: bool = False
-    """Whether the gradient is final: it may be travelling, hands off."""
+    """The gradient is final. Do not touch: a reduction may be in flight."""
     untouched: bool = True
-    """Whether the buffer holds the last step's values: the first gradient overwrites."""
+    """The buffer holds the last step's values, so the first gradient overwrites it."""
     came: bool = False
-    """Whether this rank has had a gradient in this step, zeros or not."""
+    """This rank has had a gradient in this step, even if zeros."""
     owed: int = 0
-    """Gradients that were promised and have not come."""
+    """Number of gradients that were promised and not yet delivered."""
     passed: bool = False
-    """Whether the last backward pass is through with it."""
+    """The step's last backward pass has accumulated its gradient."""
     receives: bool = False
-    """Whether a promised gradient is being received in the buffer."""
+    """A promised gradient is being received in the buffer."""
     waiting: Tensor | None = None
-    """The sum of what has come meanwhile."""
+    """The sum of gradients that were added while the buffer receives another."""
 
     def open(self) -> Tensor:
-        """Return the buffer, from here on with a gradient of this step."""
+        """Return the buffer, and mark it as holding a gradient of this step."""
         self.untouched, self.came = False, True
         return self.view
 
     def sum_in(self) -> tuple[Tensor, bool]:
-        """The tensor to add the next gradient to, and whether it is the first one there."""
+        """Return the tensor to add the next gradient to, and True if it has to be overwritten."""
         if not self.receives:
             fresh = self.untouched
             return self.open(), fresh
@@ -152,7 +153,7 @@ class Gradient:
         return self.waiting, fresh
 
     def value(self) -> Tensor:
-        """Return the gradient so far, zeros if none has come."""
+        """Return the gradient so far, zeros if there is none."""
         if self.untouched:
             self.view.zero_()
             self.untouched = False
@@ -163,22 +164,22 @@ class BucketManager:
     """Main gradients as views into flat buckets, which are summed over the replicas.
 
     A bucket holds parameters that are reduced over the same axis, about `bucket_bytes` of them, in
-    reverse order of declaration: the order in which a backward pass produces their gradients. It
-    may travel once all of them are `mark_ready`, and the rest goes in `finish`. Parameters that
-    travel as one lie one behind the other, and their whole has a place, too.
+    reverse order of declaration: the order in which a backward pass produces their gradients. Its
+    sum is launched when all of them are `mark_ready`, at the latest in `finish`. Parameters that
+    are reduced as one are consecutive, and their whole has a gradient, too.
 
-    With `rows_of`, a channel, each of its ranks needs the sums of its own rows alone, its
-    `chunk_range`. What is reduced over these very ranks is reduce-scattered then, which moves half
-    the bytes; but for parameters of so few rows that equal parts of them would take much more
-    memory.
+    With `rows_of`, a channel, each of its ranks needs the sums of its own rows only, its
+    `chunk_range`. Gradients that are reduced over exactly these ranks are then reduce-scattered,
+    which sends half the bytes; not parameters of so few rows that padding them to equal parts would
+    take much more memory.
 
-    [Note: Some of the replicas] Where `rows_of` are not all the ranks that are summed over, all get
-    all sums. A reduce-scatter among some and an all-reduce across them would move less, too, but
-    costs a communicator more, and a second transfer for every bucket.
+    [Note: Some of the replicas] If `rows_of` is not all ranks that are summed over, all get all
+    sums. A reduce-scatter among some and an all-reduce across these would send less, too, but needs
+    another communicator, and a second transfer for every bucket.
 
-    [Note: Launch order] Buckets are launched strictly in their order, whatever order they become
-    ready in: the ranks' readiness may differ (a parameter that one of them did not use), and
-    collectives that meet in different orders deadlock or add up different things.
+    [Note: Launch order] Buckets are launched in a fixed order, in whatever order they become ready:
+    ranks may become ready in different orders (one may not use a parameter), and collectives that
+    meet in different orders deadlock or add up different buckets.
     """
 
     def __init__(
@@ -195,10 +196,11 @@ class BucketManager:
             )
         self._buckets: list[GradientBucket] = []
         self._of: dict[int, Gradient] = {}
-        """By the id of the parameter."""
+        """Gradient of each parameter, by the parameter's id."""
         self._whole_of: dict[int, Gradient] = {}
-        """That in which it travels: its own, if it does so by itself."""
+        """Gradient in which each parameter is reduced: a larger one's, or its own; by id."""
         self._launched = 0
+        """Number of buckets launched in this step."""
         self._rows_of = Channel.solo()
         if rows_of is not None and rows_of.size == channels[Axis.WEIGHT_DATA].size:
             self._rows_of = rows_of  # [Note: Some of the replicas]
@@ -219,7 +221,7 @@ class BucketManager:
         for found in grouped(reversed(units), kind, num_bytes, bucket_bytes):
             self._open(found, channels)
         self.gradients = [self._of[id(whole.parameter)] for whole, *_ in units]
-        """As many as come: one of those that travel as one."""
+        """The gradients that are delivered: one for parameters that are reduced as one."""
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -230,12 +232,12 @@ class BucketManager:
 
     @property
     def memory(self) -> list[Tensor]:
-        """All memory of main gradients."""
+        """The flat tensors of all buckets."""
         return [bucket.flat for bucket in self._buckets]
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of the other ranks' parts that are on their way, where they are added up here."""
+        """Bytes of other ranks' parts in flight to this rank, where it adds them up itself."""
         return sum(
             bucket.flat.nbytes
             for bucket in self._buckets
@@ -244,15 +246,15 @@ class BucketManager:
 
     @property
     def scatters(self) -> bool:
-        """Whether ranks may have the sums of their own rows alone; the same on all ranks."""
+        """True if ranks may get the sums of their own rows only; the same on all ranks."""
         return self._rows_of.size > 1
 
     def of(self, parameter: nn.Parameter) -> Gradient:
-        """The gradient of `parameter`, or of what several travel in."""
+        """Return the gradient of `parameter`, or of the whole of several reduced as one."""
         return self._of[id(parameter)]
 
     def rows(self, gradient: Gradient) -> Tensor:
-        """The sums of the rows that this rank owns, once they are there: [n, ..]."""
+        """Return the sums of the rows that this rank owns, [n, ..]; valid after the reduction."""
         count, *rest = gradient.view.shape
         rows = chunk_range(count, self._rows_of.size, self._rows_of.rank)
         if gradient.bucket.parts == 1:
@@ -261,7 +263,7 @@ class BucketManager:
         return gradient.part[: math.prod(own)].view(own)
 
     def all_rows(self, gradient: Gradient) -> Tensor:
-        """All sums, those of other ranks' rows from them: a collective."""
+        """Return all sums, gathering other ranks' rows from them: a collective."""
         bucket, view = gradient.bucket, gradient.view
         if bucket.parts == 1:
             return view
@@ -269,7 +271,7 @@ class BucketManager:
         return gathered[: view.numel()].view(view.shape)
 
     def mark_ready(self, gradient: Gradient) -> None:
-        """The gradient is final; launches every bucket whose turn it is [Note: Launch order]."""
+        """Mark a gradient as final; launch the buckets whose turn it is [Note: Launch order]."""
         if not gradient.ready:
             gradient.ready = True
             gradient.bucket.awaited -= 1
@@ -277,7 +279,7 @@ class BucketManager:
             self._launch_next()
 
     def finish(self) -> None:
-        """Launch what has not been launched, ready or not, and wait until all sums are there."""
+        """Launch the remaining buckets, ready or not, and wait for all sums."""
         while self._launched < len(self):
             self._launch_next()
         self.wait()
@@ -288,7 +290,7 @@ class BucketManager:
             bucket.wait()
 
     def reset(self) -> None:
-        """Await every gradient anew; the values stay until the first comes."""
+        """Begin a step: no gradient is final; old values stay until the first new one."""
         self.wait()
         self._launched = 0
         for bucket in self._buckets:
@@ -303,9 +305,9 @@ class BucketManager:
         bucket.launch(self._rows_of.rank)
 
     def _parts_of(self, members: list[ShardedParameter], channels: Channels) -> int:
-        """The ranks that have sums of some rows each, of all that are added up; 1: all have all.
+        """Return the number of parts for parameters reduced as one; 1: every rank gets all sums.
 
-        Between several that travel as one there may be no padding.
+        Several parameters reduced as one must be contiguous, so none of them may be padded.
         """
         size = channels[members[0].layout.reduce_over].size
         rows = [item.parameter.shape[0] for item in members]
@@ -313,6 +315,7 @@ class BucketManager:
         return size if size == self._rows_of.size and few else 1
 
     def _open(self, units: list[_Unit], channels: Channels) -> None:
+        """Make the bucket of these units, with a gradient for each parameter and each whole."""
         members = [item for _, of_one, _ in units for item in of_one]
         parts, channel = units[0][2], channels[members[0].layout.reduce_over]
         bucket = GradientBucket(members, channel, parts, len(units))
@@ -331,14 +334,13 @@ class BucketManager:
     def _place(
         self, item: ShardedParameter, flat: Tensor, part: Tensor, bucket: GradientBucket
     ) -> None:
-        """Let the gradient of a parameter begin where `flat` does."""
+        """Make the gradient of a parameter, whose buffer begins where `flat` does."""
         view = flat[: item.parameter.numel()].view(item.parameter.shape)
         self._of[id(item.parameter)] = Gradient(item.name, view, part, bucket)
 
 
 _Unit = tuple[ShardedParameter, list[ShardedParameter], int]
-"""What has one gradient, the parameters that it consists of, and the ranks that have sums of some
-rows each."""
+"""A parameter with one gradient, the parameters that it consists of, and its number of parts."""
 
 
 def grouped(
@@ -347,8 +349,10 @@ def grouped(
     size: Callable[[T], float],
     bucket_size: float,
 ) -> list[list[T]]:
-    """Items of one kind together, until they are `bucket_size`: first what is that much, and both
-    this and the rest in the order of the last item of each."""
+    """Group items of one kind, in order, until a group's size is `bucket_size` or more.
+
+    Full groups come first, then the others, both in the order of their last item.
+    """
     opened: dict[Hashable, list[T]] = {}
     closed: list[list[T]] = []
     for item in items:
@@ -360,6 +364,6 @@ def grouped(
 
 
 def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy into the first of each pair the second."""
+    """Copy the second tensor of each pair into the first, in one call of torch."""
     if pairs := list(copies):
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

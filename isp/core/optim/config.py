@@ -1,4 +1,4 @@
-"""The section `optimizer` of the configuration: update rules, their numbers, and who has which."""
+"""The sections `optimizer` and `lr_scheduler`: update rules, their values, parameter groups."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ _RULE_KEYS = {
     "lion": {"beta1", "beta2"},
     "muon": {"muon"},
 }
-"""Keys of `optimizer` that not every update rule has a use for."""
+"""Keys of `optimizer` that only some update rules use, by rule."""
 _SLOWEST_NARROW = 1 - 2**-8
-"""A bfloat16 that is multiplied by more may be rounded back to itself."""
+"""Largest decay of a bfloat16 moment: multiplied by more, it may be rounded back to itself."""
 
 
 @section("optimizer", KeyRole.METHOD)
@@ -203,7 +203,7 @@ class OptimizerConfig:
                 )
 
     def check_torchs(self, optimizer: str) -> None:
-        """Raise ValueError for keys that an `optimizer` of torch, in words, has no use for."""
+        """Raise ValueError for keys that torch's optimizers do not use; `optimizer` names it."""
         plain = {"offload_states": False, "moment_dtype": "float32", "param_groups": ()}
         for key, value in plain.items():
             if (own := getattr(self, key)) != value:
@@ -214,7 +214,7 @@ class OptimizerConfig:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether an optimizer of torch updates weights, in the place of a rule."""
+        """True if a torch optimizer updates the weights, instead of a rule."""
         return ":" in self.name
 
     @property
@@ -224,18 +224,18 @@ class OptimizerConfig:
         return asked | ({"adamw"} if self.name == "muon" else set())
 
     def of_rule(self, rule: str, key: str) -> float:
-        """The value of `lr`, `weight_decay`, .. for what this rule updates."""
+        """Return `lr`, `weight_decay`, .. for the parameters that this rule updates."""
         own = getattr(self, f"adamw_{key}") if rule == "adamw" != self.name else None
         found: float = getattr(self.muon if rule == "muon" else self, key) if own is None else own
         return found
 
     def of_adamw(self, key: str) -> float:
-        """The value of `lr`, `beta1`, .. for what adamw updates, beside another rule or alone."""
+        """Return `lr`, `beta1`, .. for the parameters that adamw updates."""
         return self.of_rule("adamw", key)
 
     @property
     def unused(self) -> list[str]:
-        """Keys that differ from their defaults and mean nothing to the update rules."""
+        """Changed keys that none of the update rules uses."""
         own = _RULE_KEYS["adamw"]
         beside = {f"adamw_{key}" for key in ("lr", "weight_decay", *own)}
         used = set().union(*(_RULE_KEYS.get(rule, own) for rule in self.rules))
@@ -245,7 +245,7 @@ class OptimizerConfig:
         return sorted(key for key in left if getattr(self, key) != getattr(plain, key))
 
     def _moment_decays(self) -> list[tuple[str, float]]:
-        """The keys by which moments decay, and their values."""
+        """Return the keys of the moments' decays, and their values."""
         found = [("beta2", self.beta2)] if "lion" in self.rules else []
         if "adamw" in self.rules:
             found += [(key, self.of_adamw(key)) for key in ("beta1", "beta2")]
@@ -267,7 +267,7 @@ class LRSchedulerConfig:
     """Learning rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
     def num_decay_steps(self, total_steps: int) -> int:
-        """Length of the decay: the steps after the warm-up, or the last `decay_ratio` of a run."""
+        """Return the steps of the decay: all after the warm-up, or the last `decay_ratio`."""
         if self.decay_ratio is None:
             return total_steps - self.warmup_steps
         return round(total_steps * self.decay_ratio)

@@ -11,14 +11,14 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler:
-    """A loss scale that is lowered when gradients overflow, and raised when they long have not.
+    """A loss scale that is lowered when gradients overflow, and raised after long without overflow.
 
-    The loss is multiplied by `scale`, so all gradients are; whoever updates the weights divides
-    them once. Every rank calls `update` with the same verdict (that of the global gradient norm),
-    and no rank holds a number of its own: the scales are equal without a collective.
+    The loss is multiplied by `scale`, and so are all gradients; the optimizer divides them once.
+    Every rank calls `update` with the same flag, from the global gradient norm, so the scales stay
+    equal without a collective.
 
-    [Note: Hysteresis] The first `hysteresis - 1` overflows since the scale was last raised leave it
-    as it is, because a single bad batch says little; from then on every overflow lowers it.
+    [Note: Hysteresis] The first `hysteresis - 1` overflows since the scale was last raised do not
+    lower it, as a single bad batch means little; from then on every overflow does.
 
     Source: Micikevicius et al. 2018, mixed precision training; the rules are those of Megatron-LM,
     core/optimizer/grad_scaler.py, `DynamicGradScaler`, and max_scale is InternEvo's.
@@ -30,7 +30,7 @@ class GradScaler:
         self._steps_since_change = 0
         """Finite steps since the scale was raised, or since a step was not finite."""
         self._overflows_left = config.hysteresis
-        """Steps that are not finite and still leave the scale as it is, plus one."""
+        """Further overflows up to the first that lowers the scale."""
 
     @property
     def scale(self) -> float:
@@ -39,11 +39,11 @@ class GradScaler:
 
     @property
     def can_back_off(self) -> bool:
-        """Whether the scale is above its minimum: a smaller one may still help."""
+        """True if the scale is above its minimum, so that a smaller one may still help."""
         return self._scale > self._config.min_scale
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step: whether its gradients were not finite, the same on all ranks."""
+        """Count a step, whose gradients were not finite if `overflow` (the same on all ranks)."""
         if overflow:
             self._steps_since_change = 0
             self._overflows_left = max(0, self._overflows_left - 1)
@@ -57,7 +57,7 @@ class GradScaler:
             self._set(self._scale * self._config.growth_factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that `update` changes: plain numbers, the same on all ranks."""
+        """Return the numbers that `update` changes, the same on all ranks."""
         return {
             "scale": self._scale,
             "steps_since_change": self._steps_since_change,
@@ -65,7 +65,7 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; limits and intervals are this scaler's own."""
+        """Load a saved state, within this scaler's own limits and intervals."""
         config = self._config
         self._set(state["scale"])
         self._steps_since_change = min(state["steps_since_change"], config.growth_interval - 1)

@@ -1,4 +1,4 @@
-"""`MainGradients`, the one place where gradients end."""
+"""`MainGradients`, which accumulates all gradients of a step and sums them over the ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["MainGradients"]
 class MainGradients(BucketManager):
     """Gradients of this rank's parameters, summed over micro-batches, and over ranks in buckets.
 
-    Two routes lead in. What autograd accumulates is taken from `p.grad` as soon as it is there,
-    and `p.grad` is None again. What a communicator still has to reduce is announced by `promise`
+    Gradients come in two ways. One that autograd accumulates is moved from `p.grad` by a hook, and
+    `p.grad` is None again. One that a communicator still has to reduce is announced by `promise`
     inside the custom backward, which returns None for the leaf, and delivered by `add`.
 
         gradients.zero()
@@ -32,16 +32,16 @@ class MainGradients(BucketManager):
         gradients.reduce()
         gradients.grad(parameter)           # the sum, on every rank of the layout's `reduce_over`
 
-    Where it `scatters`, a rank has the sums of its own rows alone, which `summed` gives.
+    If it `scatters`, a rank gets the sums of its own rows only, from `summed`.
 
     Overlap changes no bits: the same buckets are summed by the same collectives with and without
-    `expect_last`. All reductions are sums; a mean is the loss's business.
+    `expect_last`. All reductions are sums; for a mean, scale the loss.
 
     [Note: When a gradient is final] In the last backward pass the hook of a leaf fires once, after
-    all uses of the parameter have been added up. The gradient is final then, unless promises are
-    outstanding; in that case with the last `add`. What comes later raises, because its bucket may
-    be travelling already. A parameter whose hook never fires contributes what it has (nothing:
-    zeros) when `reduce` launches the rest.
+    all uses of the parameter have been added up. The gradient is final then, or, if promises are
+    outstanding, with the last `add`. A later gradient raises RuntimeError, as its bucket may be in
+    flight. A parameter whose hook never fires contributes what it has (zeros, if nothing) when
+    `reduce` launches the remaining buckets.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class MainGradients(BucketManager):
         super().__init__(self.parameters, channels, bucket_bytes=bucket_bytes, rows_of=rows_of)
         self._last = False
         self.reduced = False
-        """Whether `reduce` has been called since `zero`."""
+        """True if `reduce` has been called since `zero`."""
         self._leaves = [whole.parameter for whole in by_whole(self.parameters)]
         self._hooks = after_gradients(self, MainGradients.collect, self._leaves)
 
     def zero(self) -> None:
-        """Begin a step: every gradient is zero, and no backward pass is the last one yet."""
+        """Begin a step: set all gradients to zero, and expect further backward passes."""
         if owed := self._owed_names():
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
         self.reset()
@@ -72,24 +72,24 @@ class MainGradients(BucketManager):
 
     @property
     def owed(self) -> bool:
-        """Whether a gradient was promised and has not been delivered."""
+        """True if a gradient was promised and has not been delivered."""
         return bool(self._owed_names())
 
     def abandon(self) -> None:
-        """Forget what was promised: the step failed, and `zero` begins another.
+        """Forget all promises, after a step that failed; `zero` then begins another.
 
-        What is on its way has to be delivered before: it would end in the next step's gradients.
+        Gradients in flight have to be delivered before: they would be added to the next step's.
         """
         for gradient in self.gradients:
             gradient.owed, gradient.receives, gradient.waiting = 0, False, None
 
     def expect_last(self) -> None:
-        """The next backward pass is the step's last: reduce each bucket once it is complete."""
+        """Declare the next backward pass the step's last: each bucket is reduced once complete."""
         self._last = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context are not the step's last, whatever was said before."""
+        """Declare backward passes in this context not the step's last, despite `expect_last`."""
         before, self._last = self._last, False
         try:
             yield
@@ -97,11 +97,11 @@ class MainGradients(BucketManager):
             self._last = before
 
     def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Announce one `add` of this parameter; called before the backward of its use returns.
+        """Announce one `add` for this parameter, before the backward of its use returns.
 
-        The first one of a step may, if it is of this `dtype`, be received in the main gradient
-        itself, which is not touched until it is given to `add`. Raises RuntimeError if the
-        parameter's gradient was final already.
+        For the first promise of a step, if the main gradient has this `dtype`, returns the main
+        gradient's buffer to receive the gradient in. It is not touched until it is passed to `add`.
+        Raises RuntimeError if the parameter's gradient is final already.
         """
         gradient = self._whole_of[id(parameter)]
         self._require_open(gradient)
@@ -112,12 +112,13 @@ class MainGradients(BucketManager):
         return gradient.open()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that did not come through autograd; keeps the promise if there is one.
+        """Add a gradient that autograd does not deliver, keeping its promise if there is one.
 
-        Raises RuntimeError if the parameter's gradient was final already.
+        Raises RuntimeError if the parameter's gradient is final already.
         """
         found = self._whole_of[id(parameter)]
         new: Tensor | None = gradient
+        # Received in place: only gradients that came meanwhile are left to add.
         if found.receives and gradient is found.view:
             new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
@@ -125,7 +126,7 @@ class MainGradients(BucketManager):
         self._keep_promise(found)
 
     def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
-        """Let `write` put a gradient into the main gradient, or add it there, as `add` does."""
+        """Call `write` to write or add a gradient to the main gradient; keeps a promise."""
         gradient = self._whole_of[id(parameter)]
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
@@ -133,13 +134,14 @@ class MainGradients(BucketManager):
         self._keep_promise(gradient)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
-        """Take a promise back, or count it as kept."""
+        """Count a promise as kept without a gradient."""
         self._keep_promise(self._whole_of[id(parameter)])
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Take `parameter.grad`, if there is one, and note that this backward pass is through.
+        """Move `parameter.grad`, if any, here, and mark the parameter as done in this backward.
 
-        The leaves' hooks do this; who computes gradients without autograd's accumulation calls it.
+        The leaves' hooks call this; code that computes gradients without autograd's accumulation
+        calls it itself.
         """
         gradient = self._whole_of[id(parameter)]
         if parameter.grad is not None:
@@ -149,7 +151,7 @@ class MainGradients(BucketManager):
         self._settle(gradient)
 
     def reduce(self) -> None:
-        """Sum over the ranks: launch the buckets that are not on their way yet, wait for all."""
+        """Sum over the ranks: launch the buckets that are not in flight, then wait for all."""
         if owed := self._owed_names():
             raise RuntimeError(f"gradients were promised and not delivered: {owed}")
         if self.reduced:
@@ -160,24 +162,24 @@ class MainGradients(BucketManager):
         self.reduced = True
 
     def summed(self, parameter: nn.Parameter) -> Tensor:
-        """The sums that this rank needs, once reduced: its rows if it `scatters`, else `grad`."""
+        """Return the reduced sums that this rank needs: its rows if it `scatters`, else `grad`."""
         if not self.scatters:
             return self.grad(parameter)
         return self.rows(self.of(parameter))
 
     def came(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank has had a gradient of `parameter` in this step, zeros or not."""
+        """Return whether this rank has had a gradient of `parameter` in this step, even zeros."""
         return self._whole_of[id(parameter)].came
 
     def whole(self, parameter: nn.Parameter) -> Tensor:
-        """The reduced gradient, of the shape of the local shard: a collective if it `scatters`."""
+        """Return the reduced gradient of the local shard: a collective if it `scatters`."""
         assert self.reduced, "sums are there after reduce()"
         return self.all_rows(self.of(parameter))
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
-        """The main gradient, of the shape of the local shard; a view that later steps reuse.
+        """Return the main gradient, in the local shard's shape; a view that later steps reuse.
 
-        Where sums are scattered that is this rank's part of them, and of use until `reduce`.
+        If it `scatters`, this may be called only before `reduce`.
         """
         assert not (self.reduced and self.scatters), "a rank has rows of the sums: `summed`"
         gradient = self._whole_of[id(parameter)]
@@ -186,7 +188,7 @@ class MainGradients(BucketManager):
         return self.of(parameter).view
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -214,7 +216,7 @@ class MainGradients(BucketManager):
         self._settle(gradient)
 
     def _settle(self, gradient: Gradient) -> None:
-        """Tell the buckets if the gradient is final [Note: When a gradient is final]."""
+        """Mark the gradient as ready if it is final [Note: When a gradient is final]."""
         if gradient.passed and not gradient.owed and not gradient.receives:
             gradient.value()
             self.mark_ready(gradient)
@@ -224,7 +226,7 @@ class MainGradients(BucketManager):
 
 
 def _check(parameters: list[ShardedParameter]) -> None:
-    """Raise ValueError for what can have no main gradient."""
+    """Raise ValueError for a parameter that cannot have a main gradient."""
     names: dict[nn.Parameter, str] = {}
     for item in parameters:
         name, parameter, layout = item.name, item.parameter, item.layout

@@ -1,12 +1,13 @@
-"""`MatrixUpdates`: rows of momentum become whole matrices on their home ranks, and rows again.
+"""`MatrixUpdates`: rows of momentum are joined to whole matrices on home ranks, and cut again.
 
-[Note: Homes] A rank of a stage has some rows of each weight, by its place in the weight group and
-in the zero1 group, and perhaps as others have them. Of each matrix one rank of the stage is the
-home: it receives the rows from a rank that has them, runs Newton-Schulz once, and sends each rank
-back what it has. So a rank sends and receives about its own rows, and no product is computed twice.
-The most expensive first, each to the rank with the least work, decides how many matrices of a cost
-a rank has; which ones, is chosen in the same way bucket by bucket, so that ranks are alike far at
-all times. Every rank computes this for itself.
+[Note: Homes] A rank of a stage has some rows of each weight, given by its index in the weight group
+and in the zero1 group; other ranks may have the same rows. Each matrix has one rank of the stage as
+its home: the home receives the rows, each from one rank that has them, runs Newton-Schulz once, and
+sends all ranks their rows back. So a rank sends and receives about its own rows, and no product is
+computed twice. Matrices are assigned by cost, the most expensive first, each to the rank with the
+least work; this decides how many matrices of each cost a rank gets. Which ones is decided in the
+same way within each bucket, so that all ranks progress equally. Every rank computes the same
+assignment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from isp.core.mesh.layout import Box, Matrices, ParameterLayout, boxes_of
 from isp.core.mesh.partition import chunk_range
 from isp.core.optim.buckets import copy_all, grouped
 from isp.core.optim.config import MuonConfig, OptimizerConfig
-from isp.core.optim.states import Bucket, Resting, StateStream, by_values
+from isp.core.optim.states import Resting, StateBucket, StateStream, by_values
 from isp.core.optim.update_rules import GroupValues, Rows, group_of
 from isp.core.weights.sharded_parameter import ShardedParameter
 
@@ -43,27 +44,32 @@ __all__ = [
 ]
 
 _BATCH_ELEMENTS, _LARGEST_BATCH = 2**21, 16
-"""Of matrices that a device multiplies at once [Note: One shape]."""
+"""Elements and number of matrices at most that a device multiplies at once.
+
+[Note: One shape] The home of a matrix, and the other matrices there, change no bit: on CPU matrices
+are multiplied one by one, elsewhere small ones in batches whose size follows from the shape alone,
+padded with zeros.
+"""
 
 
 class Matrix(NamedTuple):
-    """A matrix of a weight: a block of its global tensor, of one expert at most."""
+    """A matrix of a weight: a block of its global tensor, within one expert."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def cost(self) -> int:
-        """Multiplications of a step of Newton-Schulz."""
+        """Multiplications of one Newton-Schulz iteration."""
         short, long = sorted(self.sizes[-2:])
         return short * short * (2 * long + short)
 
     def flops(self, keys: MuonConfig) -> int:
-        """Those of its Newton-Schulz."""
+        """Return the floating-point operations of the matrix's Newton-Schulz."""
         return 2 * self.cost * keys.ns_steps
 
     def ratio(self, keys: MuonConfig) -> float:
-        """What the learning rate is multiplied by."""
+        """Return the factor on the learning rate."""
         rows, columns = self.sizes[-2:]
         if keys.adjust_lr_fn == "original":
             return math.sqrt(max(1.0, rows / columns))
@@ -71,7 +77,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> list[Matrix]:
-    """The matrices of a weight, in order.
+    """Return the matrices of a weight, in order.
 
     Raises ValueError if its group splits it in proportions that do not divide it.
     """
@@ -95,13 +101,13 @@ def matrices_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> 
 
 
 def newton_schulz(x: Tensor, keys: MuonConfig) -> Tensor:
-    """x [A, B] or [n, A, B] with singular values of about 1, in the dtype of x.
+    """Return x [A, B] or [n, A, B] with singular values of about 1, in the dtype of x.
 
-    The operations of `torch.optim.Muon`, which takes x in bfloat16.
+    Runs the operations of `torch.optim.Muon`, which takes x in bfloat16.
     """
     a, b, c = keys.ns_coefficients
     multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
-    is_tall = x.shape[-2] > x.shape[-1]
+    is_tall = x.shape[-2] > x.shape[-1]  # transposed, so that x x^T is the smaller product
     x = x.mT if is_tall else x
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=keys.eps)
@@ -128,48 +134,49 @@ def make_orthogonal(xs: Sequence[Tensor], keys: MuonConfig) -> None:
 Update = Callable[[GroupValues, Rows], None]
 
 _DEPTH = 3
-"""Buckets on their way to homes while one is multiplied, and buckets on their way back. With fewer,
-a rank that has little of a bucket to multiply would wait for those that have much of it."""
+"""Buckets in flight to homes while one is multiplied, and buckets in flight back. With fewer, a
+rank that has little to multiply in a bucket would wait for ranks that have much."""
 
 
-class _Part(NamedTuple):
-    """What of a matrix travels between the home and one rank."""
+class _Block(NamedTuple):
+    """A block of a matrix that is sent between its home and one rank."""
 
     rank: int
-    """The other one."""
+    """The other rank of the transfer."""
     at: int
-    """The number of the member whose rows, or of the matrix whose block it is."""
+    """Index of the bucket's weight (on a rank with rows) or of the matrix (on its home)."""
     box: Box
-    """With its place in these."""
+    """The block, with its place in these rows or in this matrix."""
 
 
-class _Stage(NamedTuple):
-    """The ranks of a stage, and which rows they have: those of a place in two groups."""
+class _StageRanks(NamedTuple):
+    """The ranks of a pipeline stage; a rank's rows follow from its place in two groups."""
 
     channel: Channel
     weight: int
-    """Ranks of a weight group."""
+    """Number of ranks in a weight group."""
     zero1: int
+    """Number of ranks in a zero1 group."""
 
     def place(self, layout: ParameterLayout, rank: int) -> tuple[int, int]:
-        """The shard, and the part of its rows, that a rank has."""
+        """Return the index of a rank's shard, and that of its rows within the shard."""
         replica, index = divmod(rank, self.weight)
         return index if layout.sharded else 0, replica % self.zero1
 
     def ranks(self, layout: ParameterLayout, place: tuple[int, int]) -> list[int]:
-        """Those that have the rows of a place."""
+        """Return the ranks that have the rows of a place."""
         replicas = range(place[1], self.channel.size // self.weight, self.zero1)
         indices = [place[0]] if layout.sharded else range(self.weight)
         return [replica * self.weight + index for replica in replicas for index in indices]
 
     def boxes(self, layout: ParameterLayout, place: tuple[int, int]) -> tuple[Box, ...]:
-        """The rows of a place."""
+        """Return the boxes of the rows of a place."""
         shard = replace(layout, index=place[0])
         rows = chunk_range(shard.local_shape[0], self.zero1, place[1])
         return boxes_of(shard, (rows.start, rows.stop))
 
     def sender(self, ranks: Sequence[int], home: int) -> int:
-        """Which of those that have the same rows sends them to a home."""
+        """Return which of `ranks`, with the same rows, sends them to `home`: itself if it can."""
         return home if home in ranks else ranks[home % len(ranks)]
 
 
@@ -180,12 +187,12 @@ class MatrixBucket:
         self,
         members: Sequence[ShardedParameter],
         shards: Mapping[ShardedParameter, Resting],
-        stage: _Stage,
+        stage: _StageRanks,
         matrices: Sequence[tuple[int, Matrix, int]],
         config: OptimizerConfig,
         dtype: torch.dtype | None,
     ) -> None:
-        """`matrices`: by number of the member, each with its home. `dtype`: see `MatrixUpdates`."""
+        """`matrices`: (index of the member, matrix, home). `dtype`: see `MatrixUpdates`."""
         self.members, self._stage, self._keys = members, stage, config.muon
         self._grads = [shards[item].grad for item in members]
         self._tag = Tag(
@@ -195,20 +202,20 @@ class MatrixBucket:
         if dtype is None:
             dtype = torch.bfloat16 if grad.is_cuda else grad.dtype
         self._dtype = grad.dtype if grad.dtype == torch.float64 else dtype
-        self._sent: list[_Part] = []
-        """Rows that go to a home, perhaps this rank: those that others send, too, are left out."""
-        self._returned: list[_Part] = []
-        """Rows that come back."""
-        self._gathered: list[_Part] = []
-        """Blocks of matrices at home here that come."""
-        self._spread: list[_Part] = []
-        """Blocks of them that go to all who have their rows."""
+        self._sent: list[_Block] = []
+        """Blocks of own rows to send to homes, without those that another rank sends."""
+        self._returned: list[_Block] = []
+        """Blocks of own rows that homes send back."""
+        self._gathered: list[_Block] = []
+        """Blocks of this home's matrices to receive."""
+        self._spread: list[_Block] = []
+        """Blocks of this home's matrices to send to all ranks that have their rows."""
         self._matrices: list[Matrix] = []
-        """Those at home here."""
+        """Matrices whose home is this rank."""
         self._scaled: dict[float, list[Tensor]] = {}
-        """Rows here, by what the learning rate of their matrices is multiplied by."""
+        """Own rows, by the factor on the learning rate of their matrix."""
         self.all_flops = sum(matrix.flops(self._keys) for _, matrix, _ in matrices)
-        """Those of Newton-Schulz for all matrices, wherever they are at home."""
+        """Operations of Newton-Schulz for all matrices, on all homes."""
         self._boxes = cache(stage.boxes)  # alike for all experts of a weight
         for number, matrix, home in matrices:
             self._add(number, members[number].layout, matrix, home)
@@ -219,7 +226,7 @@ class MatrixBucket:
 
     @property
     def work_bytes(self) -> tuple[int, int]:
-        """Bytes that the bucket takes on its way, and those of matrices and their products."""
+        """Bytes that the bucket takes in flight, and bytes of its matrices and their products."""
         there, back = self._sent + self._gathered, self._spread + self._returned
         moved = max(sum(math.prod(part.box.sizes) for part in way) for way in (there, back))
         sizes = [math.prod(matrix.sizes) for matrix in self._matrices]
@@ -227,7 +234,7 @@ class MatrixBucket:
         return moved * size, (sum(sizes) + 4 * max(sizes, default=0)) * size
 
     def launch(self) -> None:
-        """Set rows of what the matrices are made of on their way to the homes."""
+        """Launch the transfer of momentum rows to the homes."""
         self._pending = self._exchange(
             [part.box.view(self._grads[part.at]) for part in self._sent],
             self._sent,
@@ -236,16 +243,16 @@ class MatrixBucket:
 
     @property
     def flops(self) -> int:
-        """Those of the matrices at home here."""
+        """Operations of Newton-Schulz for the matrices of this home."""
         return sum(matrix.flops(self._keys) for matrix in self._matrices)
 
     def gather(self) -> None:
-        """Wait for the rows of the matrices at home here."""
+        """Wait for the rows of this home's matrices, and join them."""
         self._whole = [self._new(matrix.sizes) for matrix in self._matrices]
         self._arrive([part.box.view(self._whole[part.at]) for part in self._gathered])
 
     def multiply(self) -> None:
-        """Make the matrices at home here orthogonal."""
+        """Make this home's matrices orthogonal."""
         alike: dict[tuple[int, ...], list[Tensor]] = {}
         for x in self._whole:
             alike.setdefault(x.shape[-2:], []).append(x.view(x.shape[-2:]))
@@ -253,20 +260,20 @@ class MatrixBucket:
             make_orthogonal(xs, self._keys)
 
     def spread(self) -> None:
-        """Set what came of them on its way to those who have their rows."""
+        """Launch the transfer of the results to the ranks that have their rows."""
         blocks = [part.box.view(self._whole[part.at]) for part in self._spread]
         self._pending = self._exchange(blocks, self._spread, self._returned)
         self._whole = []
 
     def finish(self) -> None:
-        """Wait for the updates, which take the place of the gradients."""
+        """Wait for the updates of own rows, which overwrite the gradients."""
         self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
         for ratio, rows in self._scaled.items():
             if ratio != 1 and rows:
                 torch._foreach_mul_(rows, ratio)
 
     def _add(self, number: int, layout: ParameterLayout, matrix: Matrix, home: int) -> None:
-        """Note what this rank has to do with a matrix of a member."""
+        """Add the blocks of a member's matrix that this rank sends and receives."""
         stage, rank = self._stage, self._stage.channel.rank
         here = stage.place(layout, rank)
         own = [
@@ -276,7 +283,7 @@ class MatrixBucket:
         ]
         rows = self._scaled.setdefault(matrix.ratio(self._keys), [])
         rows += (block.view(self._grads[number]) for block in own)
-        parts = [_Part(home, number, block) for block in own]
+        parts = [_Block(home, number, block) for block in own]
         self._returned += parts
         if stage.sender(stage.ranks(layout, here), home) == rank:
             self._sent += parts
@@ -292,13 +299,13 @@ class MatrixBucket:
                     continue
                 offsets = (a - b for a, b in zip(block.offsets, matrix.offsets, strict=True))
                 inner = block._replace(local_offsets=tuple(offsets))
-                self._gathered.append(_Part(stage.sender(ranks, home), at, inner))
-                self._spread += (_Part(other, at, inner) for other in ranks)
+                self._gathered.append(_Block(stage.sender(ranks, home), at, inner))
+                self._spread += (_Block(other, at, inner) for other in ranks)
 
     def _exchange(
-        self, views: Sequence[Tensor], there: Sequence[_Part], here: Sequence[_Part]
+        self, views: Sequence[Tensor], there: Sequence[_Block], here: Sequence[_Block]
     ) -> Pending:
-        """Send `views`, the parts that go to `there`; what comes is that of `here`."""
+        """Launch the all-to-all that sends `views`, blocks `there`, and receives those `here`."""
         out, into = (_by_rank(parts, self._stage.channel.size) for parts in (there, here))
         sent, received = self._new((sum(out),)), self._new((sum(into),))
         pieces = sent.split([view.numel() for view in views]) if views else ()
@@ -308,7 +315,7 @@ class MatrixBucket:
         )
 
     def _arrive(self, views: Sequence[Tensor]) -> None:
-        """Bring what has come to its place."""
+        """Wait for the received blocks, and copy them to `views`."""
         assert self._pending is not None
         received, self._pending = self._pending.wait(), None
         pieces = received.split([view.numel() for view in views]) if views else ()
@@ -319,10 +326,10 @@ class MatrixBucket:
 
 
 class MatrixUpdates:
-    """The update of weights by whole matrices, in buckets in their order [Note: Homes].
+    """Updates of weights by whole matrices, bucket by bucket [Note: Homes].
 
-    While the matrices of one bucket are multiplied, the rows of the next ones and what came of
-    those before travel.
+    While the matrices of one bucket are multiplied, the rows of the next buckets and the results of
+    those before are in flight.
     """
 
     def __init__(
@@ -336,20 +343,21 @@ class MatrixUpdates:
         bucket_bytes: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`bucket_bytes`: of gradients, for each rank of the stage; more where ranks would multiply
-        less than half of the most expensive matrix each. `dtype`: what matrices travel and are
-        multiplied in; None: on CUDA bfloat16, elsewhere that of gradients, and float64 in any case.
+        """`bucket_bytes`: bytes of gradients in a bucket for each rank of the stage; buckets are
+        larger if each rank would multiply less than half of the most expensive matrix. `dtype`:
+        dtype in which matrices are sent and multiplied; None: bfloat16 on CUDA, elsewhere that of
+        gradients; float64 gradients always stay float64.
         """
         channel = channels[Axis.STAGE]
-        stage = _Stage(channel, channels[Axis.WEIGHT].size, channels[Axis.ZERO1].size)
+        stage = _StageRanks(channel, channels[Axis.WEIGHT].size, channels[Axis.ZERO1].size)
         self._stream = stream
-        self._parts: list[tuple[MatrixBucket, list[Bucket], list[Bucket]]] = []
+        self._parts: list[tuple[MatrixBucket, list[StateBucket], list[StateBucket]]] = []
         cut = {item: matrices_of(item.name, item.layout, config) for item in shards}
         costs = {item: [matrix.cost for matrix in of] for item, of in cut.items()}
         most = max((cost for of in costs.values() for cost in of), default=0)
 
         def share(item: ShardedParameter) -> float:
-            """Of a bucket."""
+            """Return the fraction of one rank's share of a bucket that this weight fills."""
             num_bytes = math.prod(item.layout.global_shape) * shards[item].grad.itemsize
             return min(num_bytes / max(1, bucket_bytes), sum(costs[item]) / most * 2)
 
@@ -366,17 +374,17 @@ class MatrixUpdates:
 
     @property
     def buckets(self) -> list[MatrixBucket]:
-        """In their order."""
+        """The buckets, in order."""
         return [bucket for bucket, *_ in self._parts]
 
     @property
     def members(self) -> list[ShardedParameter]:
-        """The weights, in their order."""
+        """The weights of all buckets, in order."""
         return [item for bucket, *_ in self._parts for item in bucket.members]
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of the device that an update takes."""
+        """Bytes of device memory that an update takes: buckets in flight and one's matrices."""
         sizes, window = [bucket.work_bytes for bucket in self.buckets], 2 * _DEPTH + 1
         travel = (sum(moved for moved, _ in sizes[i : i + window]) for i in range(len(sizes)))
         return max(travel, default=0) + max((own for _, own in sizes), default=0)
@@ -384,9 +392,9 @@ class MatrixUpdates:
     def run(
         self, average: Update, step: Update, meanwhile: Callable[[], None]
     ) -> Iterator[Sequence[ShardedParameter]]:
-        """Update all weights, a bucket at a time: gives those that are done.
+        """Update all weights, and yield those of each bucket when they are done.
 
-        `meanwhile` is called as the first rows travel.
+        `meanwhile` is called once, while the first rows are in flight.
         """
 
         def launch(number: int) -> None:
@@ -413,7 +421,7 @@ def in_turn(
     meanwhile: Callable[[], None],
     multiply: Callable[[int], None],
 ) -> Iterator[int]:
-    """Call these for each of so many buckets when it is its turn; gives those to be finished."""
+    """Call `launch` and `multiply` for each of `count` buckets in turn; yield those to finish."""
     for number in range(-_DEPTH, count + _DEPTH):
         if number + _DEPTH < count:
             launch(number + _DEPTH)
@@ -446,7 +454,7 @@ def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[in
         yield from homes
 
 
-def _by_rank(parts: Iterable[_Part], size: int) -> list[int]:
+def _by_rank(parts: Iterable[_Block], size: int) -> list[int]:
     """Elements to or from each rank."""
     found = [0] * size
     for part in parts:

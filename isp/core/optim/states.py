@@ -1,25 +1,26 @@
-"""Optimizer states at rest and at work: where they lie between updates, and how they get there.
+"""Optimizer states at rest (between updates) and at work (during one), and the copies in between.
 
 [Note: At rest and at work] At work, states are on the device, in the dtype of the master weights.
-At rest a moment may be narrower, and all of them, the masters too, may lie in the memory of the
-host. What is at rest as it is at work is updated in place, all of it at once. The rest goes to work
-in buckets, through two buffers: while one bucket is updated the next travels in, and the one before
-travels out, each direction on a stream of its own. The arithmetic is on the device in any case, so
-where states rest changes no bit of them.
+At rest a moment may be narrower, and all states, masters included, may be in host memory. States
+that are the same at rest and at work are updated in place, all at once. The others are updated in
+buckets, through two buffers: while one bucket is updated, the next is copied in and the one before
+is copied out, on a stream for each direction. Arithmetic always runs on the device, so the place of
+states at rest changes no bit.
 
-[Note: Streamed, not updated there] An element of adamw in float32 travels as 12 bytes in and, at
-the same time, 12 out: 0.22 ns on a link of 55 GB/s each way (PCIe 5 x16), 0.48 ns at 25 GB/s; that
-is arithmetic. torch's fused AdamW takes 1.44 ns of a core of the host (measured: a Xeon, 2^25
-elements), and there the gradient and the weight would travel still. A rank would need 3 to 7 cores
-of its own to be as fast; of the host's memory the one reads and writes 24 bytes, the other 28.
+[Note: Streamed, not updated there] An adamw element in float32 is copied as 12 bytes in and, at the
+same time, 12 out: 0.22 ns on a link of 55 GB/s each way (PCIe 5 x16), 0.48 ns at 25 GB/s
+(calculated). On the host, torch's fused AdamW takes 1.44 ns of one core (measured on a Xeon, 2^25
+elements), and the gradient and the weight would still have to be copied. A rank would need 3 to 7
+cores of its own to be as fast. Streaming reads and writes 24 bytes of host memory an element, an
+update there 28.
 
 [Note: Where rows are cut] torch's CPU kernels compute the last few elements of a tensor apart from
 the others, perhaps with other roundings. Rows are cut at multiples of 64 elements, so that these
-are the same ones however many buckets there are.
+elements are the same for any number of buckets.
 
-[Note: Written weights] A weight is its master, rounded. One that is not was written by somebody
-else since the last update, and the master takes its value; the others keep what rounding cuts off.
-Versions of tensors would cost nothing, but do not count what is written through `.data`.
+[Note: Written weights] A weight is its master, rounded. If it is not, other code has written it
+since the last update, and the master takes its value; other masters keep the digits that rounding
+cuts off. Version counters of tensors would cost nothing, but miss writes through `.data`.
 """
 
 from __future__ import annotations
@@ -51,24 +52,29 @@ __all__ = [
 T = TypeVar("T")
 
 MASTER = "master"
+"""Name of the master weights among the states."""
 STREAM_BYTES = 128 * 2**20
-"""States of a bucket at work: long enough that copies reach the link's bandwidth."""
+"""Bytes of a bucket's states at work: enough for copies to reach the link's bandwidth."""
 _UNIT = 64
-"""Elements, [Note: Where rows are cut]; and bytes: views of a buffer begin at multiples of it."""
+"""Rows are cut at multiples of so many elements [Note: Where rows are cut], and views of a buffer
+begin at multiples of so many bytes."""
 
 
 def kept(rule: UpdateRule, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Name and dtype at rest of all that is kept of weights of `dtype`; masters only if apart."""
+    """Return name and dtype at rest of each state of weights of `dtype`.
+
+    Masters are among them only if they are not the weights themselves.
+    """
     wide = master_dtype(dtype)
     masters = {} if wide == dtype else {MASTER: wide}
     return masters | rule.states(wide)
 
 
 class StateMemory:
-    """Memory for states at rest, all of it given out by `take`: of the device, or of its host.
+    """Memory for states at rest, on the device or on its host, handed out by `take`.
 
-    On the host it is one piece for each dtype, of as many numbers as `sizes` add up to. Raises
-    ValueError if there is too little.
+    On the host it is one pinned allocation for each dtype, of as many elements as `sizes` add up
+    to. Raises ValueError if the host has too little.
     """
 
     def __init__(
@@ -77,7 +83,7 @@ class StateMemory:
         self._device = device
         self._left: dict[torch.dtype, Tensor] | None = None
         self.host_bytes = 0
-        """Bytes on the host."""
+        """Bytes of host memory allocated."""
         if not on_host:
             return
         totals: dict[torch.dtype, int] = {}
@@ -101,14 +107,14 @@ class StateMemory:
         grad: Tensor,
         kinds: Mapping[str, torch.dtype],
     ) -> Resting:
-        """Return rows of a parameter with states of these dtypes, which are zero, and masters."""
+        """Return rows of a parameter with states of these dtypes: zeros, and masters' values."""
         found = {kind: self.take(weights.shape, dtype) for kind, dtype in kinds.items()}
         if MASTER in found:
             found[MASTER].copy_(weights)
         return Resting(name, rows, weights, grad, found)
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Zeros."""
+        """Return zeros of this shape."""
         if self._left is None:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         own, self._left[dtype] = self._left[dtype].tensor_split([math.prod(shape)])
@@ -120,12 +126,12 @@ class Resting:
     """Rows of one parameter's shard, with their states at rest."""
 
     name: str
-    """The parameter's, in the whole model."""
+    """The parameter's name in the whole model."""
     rows: range
     weights: Tensor
     grad: Tensor
     states: dict[str, Tensor]
-    """Those of the update rule, by name, and master weights if `weights` are not these."""
+    """States of the update rule, by name, and master weights unless `weights` are these."""
 
     @property
     def master(self) -> Tensor:
@@ -133,19 +139,19 @@ class Resting:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states, at work."""
+        """Bytes of the states and masters, at work."""
         number = len({MASTER, *self.states})
         return self.weights.numel() * self.grad.element_size() * number
 
     def only(self, *, master: bool) -> Resting:
-        """Itself with its master weights alone, or with all other states."""
+        """Return these rows with the master weights alone, or with all other states."""
         states = {name: x for name, x in self.states.items() if (name == MASTER) is master}
         return replace(self, states=states)
 
     def pieces(self, limit_bytes: int) -> Iterator[Resting]:
-        """Itself, or rows of it of up to `limit_bytes` at work, as far as they can be cut."""
+        """Yield the rows in pieces of up to `limit_bytes` at work, cut at multiples of a unit."""
         num_rows, row_elements = self.weights.shape[0], math.prod(self.weights.shape[1:])
-        unit = _UNIT // math.gcd(_UNIT, row_elements)  # rows
+        unit = _UNIT // math.gcd(_UNIT, row_elements)  # rows, so that a piece has whole units
         fitting = max(unit, limit_bytes * num_rows // self.num_bytes // unit * unit)
         if fitting >= num_rows:
             yield self
@@ -159,41 +165,41 @@ class Resting:
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
-    """Rows that are at work together; of one dtype."""
+class StateBucket:
+    """Rows that are at work together, of one dtype and group."""
 
     values: GroupValues
-    """What holds for all of them."""
+    """Rate, weight decay and rule of all rows."""
     rows: list[Resting]
 
     @property
     def states(self) -> dict[str, list[Tensor]]:
-        """At rest, by name."""
+        """The states at rest of all rows, by name."""
         return {name: [row.states[name] for row in self.rows] for name in self.rows[0].states}
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of the wide copies of states that are narrower at rest."""
+        """Bytes that copies of narrow states take at work."""
         dtype = self.rows[0].grad.dtype
         every = (x for found in self.states.values() for x in found if x.dtype != dtype)
         return sum(x.numel() * dtype.itemsize for x in every)
 
 
-def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -> list[Bucket]:
-    """The rows of `groups` in buckets of up to `limit_bytes` at work, each of one group."""
-    found: list[Bucket] = []
+def _buckets_of(groups: Mapping[GroupValues, list[Resting]], limit_bytes: int) -> list[StateBucket]:
+    """Return the rows of `groups` in buckets of up to `limit_bytes` at work, each of one group."""
+    found: list[StateBucket] = []
     for values, rows in groups.items():
         by_kind: dict[tuple[torch.dtype, bool], list[Resting]] = {}
         for row in rows:
             key = row.grad.dtype, MASTER in row.states
             by_kind.setdefault(key, []).append(row)
         for alike in by_kind.values():
-            found += (Bucket(values, members) for members in _cut(alike, limit_bytes))
+            found += (StateBucket(values, members) for members in _cut(alike, limit_bytes))
     return found
 
 
 def _cut(rows: list[Resting], limit_bytes: int) -> list[list[Resting]]:
-    """The rows in their order; what is larger than a bucket alone, in pieces."""
+    """Cut rows into buckets, in order; rows larger than a bucket come in pieces."""
     buckets: list[list[Resting]] = []
     room = 0
     for piece in (piece for row in rows for piece in row.pieces(limit_bytes)):
@@ -206,15 +212,15 @@ def _cut(rows: list[Resting], limit_bytes: int) -> list[list[Resting]]:
 
 
 class _Buffer:
-    """Memory of the device that buckets use in turn."""
+    """Device memory that buckets use in turn."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.free: streams.Event | None = None
-        """When its last bucket has left."""
+        """Event after which its last bucket has been copied out; None: it is free."""
 
-    def views(self, bucket: Bucket) -> dict[str, list[Tensor]]:
-        """A place for each state of a bucket."""
+    def views(self, bucket: StateBucket) -> dict[str, list[Tensor]]:
+        """Return a view of the buffer for each state of a bucket, by name."""
         start = 0
 
         def place(x: Tensor) -> Tensor:
@@ -230,12 +236,12 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _UNIT) * _UNIT
 
 
-def _buffer_bytes(bucket: Bucket) -> int:
+def _buffer_bytes(bucket: StateBucket) -> int:
     return sum(_aligned(x.nbytes) for found in bucket.states.values() for x in found)
 
 
 class StateStream:
-    """Lets rows of `groups` be updated, wherever their states rest; with `on_host`, on the host.
+    """Runs updates of the rows of `groups`, whose states rest on the device, or `on_host`.
 
     See [Note: At rest and at work].
     """
@@ -252,41 +258,42 @@ class StateStream:
         self._device = device
         self._on_host = on_host
         self._bucket_bytes = bucket_bytes
-        self._every: list[Bucket] = []
+        self._every: list[StateBucket] = []
         self._weights_may_change = weights_may_change
         self._inward = streams.new(device) if on_host else None
         self._outward = streams.new(device) if on_host else None
         self._home: streams.Event | None = None
-        """When all states are back on the host."""
+        """Event after which all states are back on the host."""
         self._buckets = self.add(groups)
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of the device that `pass_through` takes for states."""
+        """Bytes of device memory that `pass_through` takes for states."""
         wide = max((bucket.wide_bytes for bucket in self._every), default=0)
         return wide + (2 * self._largest(self._every) if self._on_host else 0)
 
-    def add(self, groups: Mapping[GroupValues, list[Resting]]) -> list[Bucket]:
-        """Buckets of more rows, which `pass_through` is given when it is their turn."""
+    def add(self, groups: Mapping[GroupValues, list[Resting]]) -> list[StateBucket]:
+        """Return further rows in buckets, to be given to `pass_through` later."""
         rows = [row for of_group in groups.values() for row in of_group]
         narrow = any(x.dtype != row.grad.dtype for row in rows for x in row.states.values())
+        # In place all rows are one bucket: copies alone need a limit.
         limit = self._bucket_bytes if self._on_host or narrow else sys.maxsize
         self._every += (found := _buckets_of(groups, limit))
         return found
 
     def settle(self) -> None:
-        """Wait, on the host, until what lies there may be read and written there."""
+        """Block the host until states in its memory may be read and written."""
         if self._home is not None:
             self._home.synchronize()
 
     def pass_through(
         self,
         update: Callable[[GroupValues, Rows], None],
-        buckets: Sequence[Bucket] | None = None,
+        buckets: Sequence[StateBucket] | None = None,
     ) -> None:
-        """Let `update` change rows of every bucket in turn; weights follow their masters.
+        """Call `update` for the rows of each bucket, then copy masters to weights.
 
-        `buckets`: those of an `add`; None: of the groups that it was made with.
+        `buckets`: the result of an `add`; None: the buckets of `groups`.
         """
         buckets = self._buckets if buckets is None else buckets
         if not self._on_host:
@@ -296,14 +303,15 @@ class StateStream:
             self._stream(update, buckets)
 
     def _stream(
-        self, update: Callable[[GroupValues, Rows], None], buckets: Sequence[Bucket]
+        self, update: Callable[[GroupValues, Rows], None], buckets: Sequence[StateBucket]
     ) -> None:
         device, size = self._device, self._largest(buckets)
         buffers = [_Buffer(size, device) for _ in range(2)]
-        streams.follow(self._inward)
+        streams.follow(self._inward)  # copies in begin after earlier work on these states
         coming = self._bring(buckets[0], buffers[0])
         for number, bucket in enumerate(buckets):
             here, arrived = coming
+            # The next bucket is copied into the other buffer while this one is updated.
             if number + 1 < len(buckets):
                 coming = self._bring(buckets[number + 1], buffers[(number + 1) % 2])
             if arrived is not None:
@@ -316,26 +324,27 @@ class StateStream:
         self._home = streams.mark(device)
 
     @staticmethod
-    def _largest(buckets: Sequence[Bucket]) -> int:
+    def _largest(buckets: Sequence[StateBucket]) -> int:
         return max(map(_buffer_bytes, buckets), default=0)
 
     def _bring(
-        self, bucket: Bucket, buffer: _Buffer
+        self, bucket: StateBucket, buffer: _Buffer
     ) -> tuple[dict[str, list[Tensor]], streams.Event | None]:
-        """Send the states of a bucket to the device: their places, and when they are there."""
+        """Launch the copy of a bucket's states into `buffer`; return the copies and an event."""
         places = buffer.views(bucket)
         with streams.on(self._inward):
             if buffer.free is not None:
-                buffer.free.wait()
+                buffer.free.wait()  # the bucket before is still being copied out of it
             for name, found in bucket.states.items():
                 for place, rest in zip(places[name], found, strict=True):
                     place.copy_(rest, non_blocking=True)
             return places, streams.mark(self._device)
 
     def _take_back(
-        self, bucket: Bucket, places: Mapping[str, list[Tensor]], buffer: _Buffer
+        self, bucket: StateBucket, places: Mapping[str, list[Tensor]], buffer: _Buffer
     ) -> None:
-        streams.follow(self._outward)
+        """Launch the copy of a bucket's states back to where they rest."""
+        streams.follow(self._outward)  # after the update, on this stream
         with streams.on(self._outward):
             for name, found in bucket.states.items():
                 for place, rest in zip(places[name], found, strict=True):
@@ -344,11 +353,11 @@ class StateStream:
 
     def _work(
         self,
-        bucket: Bucket,
+        bucket: StateBucket,
         states: Mapping[str, list[Tensor]],
         update: Callable[[GroupValues, Rows], None],
     ) -> None:
-        """Update a bucket whose `states` are on the device; what is narrow is rounded once."""
+        """Update a bucket whose `states` are on the device; narrow states are rounded once."""
         dtype, weights = bucket.rows[0].grad.dtype, [row.weights for row in bucket.rows]
         wide = {name: [x.to(dtype) for x in found] for name, found in states.items()}
         masters = wide.get(MASTER, weights)
@@ -368,7 +377,7 @@ class StateStream:
 def by_values(
     shards: Mapping[T, Resting], values: Mapping[T, GroupValues]
 ) -> dict[GroupValues, list[Resting]]:
-    """The rows of this rank by what holds for their parameters."""
+    """Return this rank's rows, without empty ones, by their parameters' values."""
     groups: dict[GroupValues, list[Resting]] = {}
     for item, shard in shards.items():
         if shard.weights.numel():
@@ -377,6 +386,6 @@ def by_values(
 
 
 def take_up(master: Tensor, weight: Tensor) -> None:
-    """Let masters follow the weights that somebody has written [Note: Written weights]."""
+    """Copy weights that other code has written to their masters [Note: Written weights]."""
     rounded = master.to(weight.dtype)
     torch.where(rounded == weight, master, weight, out=master)

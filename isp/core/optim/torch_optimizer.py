@@ -1,9 +1,9 @@
-"""`TorchUpdates`: rows of a rank, updated by an optimizer of torch that the caller has made.
+"""`TorchUpdates`: updates of a rank's rows by a torch optimizer.
 
-[Note: Elements by themselves] A rank has some rows, or columns, of a weight. So an optimizer has to
-treat each element by itself: states are of the weights' shape, or numbers that are the same for all
-of a weight, such as a count of steps. Whether it does is tried on small tensors, of which it is
-given all and a part: what it does to the part has to be the same.
+[Note: Elements by themselves] A rank has some rows, or columns, of a weight. So an optimizer must
+treat elements independently: its states have the weights' shape, or are numbers for a whole weight,
+such as a count of steps. This is tested on small tensors: the optimizer runs on all of them and on
+a part, and must do the same to the part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from isp.core.weights.sharded_parameter import ShardedParameter
 __all__ = ["MakeOptimizer", "TorchUpdates", "check_elementwise", "count_states", "optimizer_of"]
 
 MakeOptimizer: TypeAlias = "Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]"
-"""Makes an optimizer of names and parameters."""
+"""A function from (name, parameter) pairs to an optimizer."""
 
 
 def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptimizer | None:
-    """Return what makes the optimizer `config.name`, if that is `module:Class`.
+    """Return a function that makes the optimizer `config.name`; None if that is a rule of ISP.
 
-    `decayed`: names of the weights that it decays. Raises ValueError for one that cannot be
+    `decayed`: names of the weights with weight decay. Raises ValueError if the class cannot be
     imported.
     """
     if not config.is_torchs:
@@ -59,7 +59,7 @@ def optimizer_of(config: OptimizerConfig, decayed: Collection[str]) -> MakeOptim
 
 
 def count_states(make: MakeOptimizer) -> int:
-    """The states of a weight's shape that the optimizer keeps."""
+    """Return the number of states in the shape of a weight that the optimizer keeps."""
     weight = nn.Parameter(torch.ones(2, 2))
     optimizer = make([("weight", weight)])
     weight.grad = torch.ones_like(weight)
@@ -68,9 +68,9 @@ def count_states(make: MakeOptimizer) -> int:
 
 
 class TorchUpdates:
-    """Updates rows by an optimizer over `nn.Parameter`s that lie in the master weights.
+    """Updates rows by a torch optimizer over `nn.Parameter`s that are views of the master weights.
 
-    They have a gradient within an update alone, and the optimizer cannot be stepped outside of one.
+    These have a gradient only during an update, and stepping the optimizer at another time raises.
     """
 
     work_bytes = 0
@@ -82,7 +82,7 @@ class TorchUpdates:
         *,
         peak: float | None = None,
     ) -> None:
-        """`peak`: the rate that groups' own are multiples of; None: they are the caller's."""
+        """`peak`: learning rate for which groups' rates are given; None: the caller sets rates."""
         self._shards = {item.name: shard for item, shard in shards.items()}
         self._parameters = {
             name: nn.Parameter(shard.master) for name, shard in self._shards.items()
@@ -92,7 +92,7 @@ class TorchUpdates:
         self._updates, self._peak = False, peak
 
     def set_rate(self, lr: float) -> None:
-        """Let groups learn at their part of `lr`, if there is a `peak`."""
+        """Scale the groups' learning rates by `lr` / `peak`, if there is a `peak`."""
         for group in self.optimizer.param_groups if self._peak is not None else ():
             group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr / self._peak
 
@@ -119,14 +119,14 @@ class TorchUpdates:
                 shard.weights.copy_(shard.master)
 
     def settle(self) -> None:
-        """Let the states of shards be those that the optimizer has now."""
+        """Copy references of the optimizer's current states into the shards."""
         for name, shard in self._shards.items():
             for kind in shard.states.keys() - {MASTER}:
                 del shard.states[kind]
             shard.states.update(self._own_states(name)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """What `settle` does not give: plain values of weights by name, and of groups."""
+        """Return the state that `settle` leaves out: numbers of weights by name, and of groups."""
         left_out = ("params", "param_names")
         groups = [
             {key: value for key, value in group.items() if key not in left_out}
@@ -136,9 +136,9 @@ class TorchUpdates:
         return {"kind": self.kind, "groups": groups, "values": values}
 
     def load_state_dict(self, state: Mapping[str, Any], kinds: Mapping[str, list[str]]) -> None:
-        """Take up a `state_dict` of any layout, and make room for states of these `kinds` by name.
+        """Load a `state_dict` of any layout, and make zero states of these `kinds`, by weight.
 
-        Raises ValueError for one of another optimizer, or of other groups.
+        Raises ValueError if it is of another optimizer, or of other groups.
         """
         if state.get("kind") != self.kind:
             raise ValueError(f"saved by {state.get('kind', 'isp')}, and this run has {self.kind}")
@@ -159,11 +159,11 @@ class TorchUpdates:
 
     @property
     def kind(self) -> str:
-        """The name of the optimizer's class."""
+        """Qualified name of the optimizer's class."""
         return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
 
     def _own_states(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """States of a weight's shape, and others."""
+        """Return a weight's states in the weight's shape, and its other values."""
         parameter = self._parameters[name]
         of_one = self.optimizer.state.get(parameter, {})
         alike = {k: x for k, x in of_one.items() if _is_alike(x, parameter)}
@@ -171,9 +171,9 @@ class TorchUpdates:
 
 
 def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torch.device) -> None:
-    """Raise ValueError unless `make` gives an optimizer of elements by themselves, of all weights.
+    """Raise ValueError unless the optimizer is elementwise and has all weights.
 
-    `dims`: the dimensions of each weight, by name. See [Note: Elements by themselves].
+    `dims`: number of dimensions of each weight, by name. See [Note: Elements by themselves].
     """
     if not dims:
         raise ValueError("optimizer=..: all weights are frozen, leave it out")
@@ -197,18 +197,22 @@ def check_elementwise(make: MakeOptimizer, dims: Mapping[str, int], device: torc
 
 
 def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Weights and states by name, after steps from the first of `values`, by the others."""
+    """Run three steps from x[0] with gradients x[1:], for each x of `values`.
+
+    Returns weights and states by name.
+    """
     parameters = {name: nn.Parameter(x[0].clone()) for name, x in values.items()}
     try:
         optimizer = make([*parameters.items()])
         for group in optimizer.param_groups:
-            group["lr"] = 0.1 if not group.get("lr") else group["lr"]  # of a warm-up, perhaps
+            # A rate of 0, which a warm-up may begin with, would hide every dependence.
+            group["lr"] = 0.1 if not group.get("lr") else group["lr"]
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for step in range(1, 4):
             for name, parameter in parameters.items():
                 parameter.grad = values[name][step].clone()
             optimizer.step()
-    except Exception as error:  # of the caller's own function, or of somebody's optimizer
+    except Exception as error:  # the caller's function, or the optimizer, may raise anything
         first = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
             f"optimizer=.. fails on small weights: {type(error).__name__}: {first} (it is called"
@@ -234,7 +238,7 @@ def _tried(make: MakeOptimizer, values: Mapping[str, Tensor]) -> dict[str, dict[
 
 
 def _is_like(default: object, value: object) -> bool:
-    """Whether a parameter with this default may be given the value: Adafactor's eps is a pair."""
+    """Return whether a parameter with this default takes the value: Adafactor's eps is a pair."""
     pair = isinstance(value, tuple)
     return isinstance(default, tuple) and len(default) == 2 if pair else isinstance(default, float)
 

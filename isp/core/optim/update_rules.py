@@ -1,6 +1,6 @@
-"""How a step changes a weight: the update rule with its states, the rate, the weight decay.
+"""Update rules of weights with their states, learning rates, and the values of parameter groups.
 
-Who keeps, saves, counts or plans optimizer states asks the rule for them. A further rule is a class
+Code that keeps, saves or counts optimizer states gets them from the rule. A further rule is a class
 here, and its name and keys in `isp.core.optim.config`.
 """
 
@@ -36,16 +36,16 @@ __all__ = [
 
 
 class Rows(NamedTuple):
-    """Rows of parameters to update, a tensor of each in every list."""
+    """Rows of parameters to update; every list has a tensor for each parameter."""
 
     masters: list[Tensor]
     """Master weights."""
     grads: list[Tensor]
     """Gradients, which an update may overwrite."""
     states: dict[str, list[Tensor]]
-    """By name, as `UpdateRule.states` declares them, in the dtype of the masters."""
+    """States by name, as `UpdateRule.states` declares them, in the dtype of the masters."""
     names: list[str]
-    """Parameters that they are of."""
+    """Names of the parameters."""
 
     def of(self, names: Collection[str]) -> Rows:
         """Return the rows of these parameters."""
@@ -61,44 +61,43 @@ class Rows(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """The update of master weights by gradients; keeps nothing but the numbers of `config`.
+    """An update of master weights by gradients; it holds no state but `config`.
 
-    [Note: Whole matrices] A rule sees some rows of a parameter's shard, so it can only treat
-    elements, or rows, each by itself. One that needs whole matrices averages gradients into its
-    momentum by rows, `average`; what comes of that is brought together on a rank that has the
-    matrix for a home, made orthogonal there, and sent back as rows, by which `step` updates
-    (`isp.core.optim.matrices`).
+    [Note: Whole matrices] A rule gets some rows of a parameter's shard, so it can only treat each
+    element or row independently. A rule that needs whole matrices first averages gradients into its
+    momentum by rows (`average`). The result is joined on the matrix's home rank, made orthogonal
+    there, and sent back as rows, by which `step` updates (`isp.core.optim.matrices`).
     """
 
     by_matrix = False
-    """Whether it updates whole matrices: `average` comes before `step`."""
+    """True if the rule updates whole matrices: `average` is called before `step`."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
 
     @abstractmethod
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Name of each state of master weights of `dtype`, and the dtype it is kept in.
+        """Return the name and the dtype at rest of each state of master weights of `dtype`.
 
-        All begin as zeros. A state has the shape of its weights. It is saved under its name: rules
-        whose states have the same names take up each other's. What `moment` gives may be narrower
-        than `dtype`: a state that an update only averages into, and whose rounding is one of what
-        the next update begins with.
+        States begin as zeros and have the shape of their weights. A state is saved under its name,
+        so rules with equally named states load each other's. The dtype from `moment` may be
+        narrower than `dtype`: it is for states that an update only averages into, so that only the
+        value that the next update begins with is rounded.
         """
 
     def moment(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a moment of master weights of `dtype` is kept."""
+        """Return the dtype at rest of a moment of master weights of `dtype`."""
         return torch.bfloat16 if self.config.moment_dtype == "bfloat16" else dtype
 
     @abstractmethod
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
-        """Change masters and states in place; it is update number `numbers` of each row, from 1 on.
+        """Update masters and states in place; `numbers` counts each row's updates, from 1 on.
 
-        All rows may be given at once or some at a time: no result depends on the others.
+        Rows may be given all at once or some at a time: no result depends on other rows.
         """
 
     def average(self, rows: Rows) -> None:
-        """Change states, and put what a whole matrix is made of in the place of its gradient."""
+        """Update states, and overwrite gradients by the rows of the matrix to make orthogonal."""
         raise NotImplementedError(f"{type(self).__name__} updates by elements")
 
 
@@ -136,7 +135,7 @@ class AdamW(UpdateRule):
 
 
 class Lion(UpdateRule):
-    """The sign of an average of momentum and gradient, with decoupled weight decay; one state.
+    """Updates by the sign of an average of momentum and gradient; decoupled decay, one state.
 
     c = beta1 m + (1 - beta1) g;  w -= lr (sign(c) + weight_decay w);  m = beta2 m + (1 - beta2) g
     Source: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms; google/automl, lion.
@@ -157,7 +156,7 @@ class Lion(UpdateRule):
 
 
 class Muon(UpdateRule):
-    """Momentum, its singular values brought to about 1, with decoupled weight decay; one state.
+    """Updates by momentum with singular values of about 1; decoupled weight decay, one state.
 
     m = lerp(g, m, momentum);  u = lerp(g, m, momentum) if nesterov else m
     w -= lr (orthogonal(u) ratio(shape) + weight_decay w)
@@ -183,7 +182,7 @@ class Muon(UpdateRule):
 
 
 class NoRule(UpdateRule):
-    """Keeps no state: torch's optimizer has its own."""
+    """The rule of a run whose weights a torch optimizer updates: no states of ISP's own."""
 
     def states(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return {}
@@ -196,16 +195,16 @@ _RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "lion": Lion, "muon": Muo
 
 
 def update_rule(config: OptimizerConfig, name: str | None = None) -> UpdateRule:
-    """The rule of this name; None: the one that `config.name` names."""
+    """Return the rule called `name`; None: `config.name`."""
     return _RULES.get(name or config.name, NoRule)(config)
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedulerConfig) -> float:
-    """The rate of step number `step`, counted from 0, of a run of `total_steps`.
+    """Return the learning rate of step number `step`, from 0, in a run of `total_steps`.
 
-    Rises in a straight line to `peak` within `warmup_steps`, stays there, and decays over the last
-    `config.num_decay_steps` to `min_lr_factor * peak`, which the last step of the run has; steps
-    after it keep that. The numbers are torchtitan's.
+    It rises linearly to `peak` within `warmup_steps`, stays there, and decays over the last
+    `config.num_decay_steps` to `min_lr_factor * peak` in the last step, and for steps after it. The
+    formulas are torchtitan's.
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -223,11 +222,13 @@ def learning_rate(step: int, *, peak: float, total_steps: int, config: LRSchedul
 
 
 class GroupValues(NamedTuple):
+    """The values by which a parameter is updated."""
+
     lr_scale: float
-    """Its learning rate, as a part of that of the step."""
+    """Factor on the learning rate of the step."""
     weight_decay: float
     rule: str = "adamw"
-    """The name of its update rule."""
+    """Name of the update rule."""
 
 
 def group_values(
@@ -235,10 +236,10 @@ def group_values(
 ) -> GroupValues:
     """Return the values for the parameter called `name` in the whole model.
 
-    The first of `config.param_groups` whose pattern is found in the name has them. Where it says
-    nothing of weight decay, or none is found, only what `decays` is decayed. What has no `matrices`
-    takes another rule than muon, and so do tables, heads and routers for which no group asks for
-    it.
+    They come from the first of `config.param_groups` whose pattern matches. Without a weight decay
+    there, or without a match, only parameters that `decays` are decayed. Parameters without
+    `matrices` take another rule than muon, and so do tables, heads and routers unless a group gives
+    them muon.
     """
     group = group_of(name, config)
     asked = None if group is None else group.rule
@@ -259,12 +260,12 @@ def values_of(name: str, layout: ParameterLayout, config: OptimizerConfig) -> Gr
 
 
 def group_of(name: str, config: OptimizerConfig) -> ParamGroupConfig | None:
-    """The first of `config.param_groups` whose pattern is found in the name."""
+    """Return the first of `config.param_groups` whose pattern is found in the name."""
     return next((g for g in config.param_groups if re.search(g.pattern, name)), None)
 
 
 def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConfig) -> str:
-    """Which parameters of the whole model take which rule, a line for each."""
+    """Return a line for each rule with the parameters of the whole model that it updates."""
     found: dict[str, list[str]] = {}
     for name, layout in layouts.items():
         found.setdefault(values_of(name, layout, config).rule, []).append(name)
@@ -273,7 +274,7 @@ def rules_in_words(layouts: Mapping[str, ParameterLayout], config: OptimizerConf
 
 
 def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
-    """Raise ValueError for a group that no parameter of the whole model is in."""
+    """Raise ValueError for a group without a parameter of the whole model."""
     names = list(names)
     unmatched = set(names)
     for place, group in enumerate(config.param_groups):
@@ -288,5 +289,5 @@ def check_groups(names: Iterable[str], config: OptimizerConfig) -> None:
 
 
 def _shortened(names: Iterable[str]) -> str:
-    """The names, each once whatever the number of its layer."""
+    """Return the names in words, with layer numbers as N and so once for all layers."""
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))

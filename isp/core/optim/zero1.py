@@ -1,4 +1,4 @@
-"""`Zero1Optimizer`: an update rule with its states split over the replicas."""
+"""`Zero1Optimizer`, an update rule with states split over the replicas, and its `Publisher`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class WeightBucket(Bucket):
-    """Parameters whose rows are brought to all ranks of a channel, at most once at a time."""
+    """Parameters whose updated rows are all-gathered over a channel, one transfer at a time."""
 
     def __init__(self, members: list[ShardedParameter], channel: Channel) -> None:
         super().__init__(Purpose.PUBLISHED_WEIGHT, members, channel, channel.size)
@@ -51,7 +51,7 @@ class WeightBucket(Bucket):
         self._flats = [member.parameter.detach().view(-1) for member in members]
 
     def launch(self) -> Pending:
-        """Set this rank's rows on their way to the others, and theirs to here."""
+        """Launch the all-gather of this rank's rows and the others'."""
         assert self.pending is None or self.pending.waited
         sent = self._flats[0].new_empty(sum(self.widths))  # [L]
         rank, slots = self.channel.rank, sent.split(self.widths)
@@ -75,7 +75,7 @@ class WeightBucket(Bucket):
 
 
 def _rows_of_all(flat: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The elements of a parameter, out of slots [p, width]."""
+    """Yield pairs of a parameter's elements and their source in slots [p, width]."""
     if width := slots.shape[1]:
         num_full, rest = divmod(flat.numel(), width)
         yield flat[: num_full * width].view(num_full, width), slots[:num_full]
@@ -84,10 +84,10 @@ def _rows_of_all(flat: Tensor, slots: Tensor) -> Iterator[tuple[Tensor, Tensor]]
 
 
 class Publisher:
-    """Brings the rows that each rank owns into the parameters of all ranks of `channel`.
+    """Copies the rows that each rank owns into the parameters of all ranks of `channel`.
 
-    Buckets of about `bucket_bytes` of parameters, in order of declaration: what the next forward
-    pass needs first travels first.
+    Buckets have about `bucket_bytes` of parameters, in order of declaration: those that the next
+    forward pass needs first are sent first.
     """
 
     def __init__(
@@ -109,22 +109,22 @@ class Publisher:
         self._bucket_of = {item.parameter: b for b in self.buckets for item in b.members}
 
     def launch(self) -> list[Pending]:
-        """Start all transfers; a parameter must not be used before its own has been waited for."""
+        """Launch all transfers; wait for a parameter's own before using it."""
         return [bucket.launch() for bucket in self.buckets]
 
     def launch_updated(self, left: Collection[ShardedParameter]) -> None:
-        """Start the transfers that are not under way, but for those of what is `left` to update."""
+        """Launch the buckets that are not in flight and have no parameter `left` to update."""
         for bucket in self.buckets:
             if bucket.pending is None and not any(item in left for item in bucket.members):
                 bucket.launch()
 
     def wait_for(self, parameter: nn.Parameter) -> None:
-        """Wait until `parameter` is up to date; free if it is."""
+        """Wait until `parameter` is up to date; free if it is already."""
         for wait in self.waits_for([parameter]):
             wait()
 
     def waits_for(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-        """As `wait_for`, once for each bucket that these are in."""
+        """Return a function to wait for each bucket that contains one of these parameters."""
         of = self._bucket_of  # none in a channel of one rank
         return [bucket.wait for bucket in dict.fromkeys(of[p] for p in parameters if p in of)]
 
@@ -135,14 +135,16 @@ class Publisher:
 
 
 _IN_CACHE = 1 << 16
-"""Numbers that stay in a core's cache in float64."""
+"""Elements whose float64 copy stays in a core's cache."""
 
 
 class StepResult(NamedTuple):
+    """The result of a step of the optimizer."""
+
     grad_norm: float
-    """The global norm of the gradients, without the loss scale and before clipping."""
+    """Global norm of the gradients, without the loss scale and before clipping."""
     skipped: bool
-    """Whether the norm was not finite, or the batch empty: nothing has changed then."""
+    """True if the norm was not finite or the batch empty; no weight has changed then."""
 
 
 class ShardState(TypedDict):
@@ -160,27 +162,27 @@ class OptimizerState(TypedDict):
     step: int
     """Updates made so far; skipped steps do not count."""
     parameters: dict[str, ShardState]
-    """By the parameter's name, also where this rank has none of its rows."""
+    """State of each parameter by name, even if this rank has none of its rows."""
 
 
 class Zero1Optimizer:
     """An update rule on float32 master weights (float64 for float64), split over the zero1 group.
 
-    Of each parameter's local shard a rank of the zero1 group owns the rows of dim 0 that
-    `chunk_range` gives it: it alone keeps their master weights and states and updates them, and
-    `publish` brings them to the others. Parameters must not be moved or replaced afterwards. Where
-    others write them (`weights_may_change`) masters follow [Note: Written weights].
+    A rank of the zero1 group owns some rows of dim 0 of each parameter's local shard, given by
+    `chunk_range`. It alone keeps their master weights and states and updates them; `publish` sends
+    them to the others. Parameters must not be moved or replaced afterwards. If other code writes
+    them (`weights_may_change`), masters follow [Note: Written weights].
 
-    Where a parameter is float16 (or `config.grad_scaler` says so) the loss is scaled: what
-    `scale_loss` gives has to be differentiated, and `step` takes the scale out again.
+    If a parameter is float16 (or `config.grad_scaler` says so), the loss is scaled: the result of
+    `scale_loss` has to be differentiated, and `step` divides the gradients by the scale.
 
     Collectives, in this order on all ranks: the norm over WORLD, the rows over ZERO1.
     Source: Rajbhandari et al. 2020, ZeRO stage 1.
 
-    [Note: Reached] As torch's optimizers leave a parameter alone whose `grad` is None, a weight
-    that no loss of a step reaches keeps its value and its states, and the step is not one of its
-    updates. It is reached if any rank has a gradient of it, zeros or not: a rank may have no part
-    in the loss, or no token for its experts. The number of these ranks travels with the norm.
+    [Note: Reached] torch's optimizers skip a parameter whose `grad` is None. Likewise, a weight
+    that no loss of a step reaches keeps its value and states, and the step does not count as one of
+    its updates. It is reached if any rank has a gradient of it, zeros included: a rank may have no
+    part in the loss, or no token for its experts. The all-reduce of the norm counts these ranks.
     """
 
     def __init__(
@@ -198,11 +200,11 @@ class Zero1Optimizer:
         make: MakeOptimizer | None = None,
         matrix_dtype: torch.dtype | None = None,
     ) -> None:
-        """`make`: makes torch's optimizer in the place of the rule in `config`, at rates of its
-        own; None: that which `config` names, if it does, at the rates of `step`.
-        `names`: of the parameters of all pipeline stages, in the same order on all ranks; None:
-        this rank has all.
-        `matrix_dtype`: see `MatrixUpdates`."""
+        """`make` makes a torch optimizer that replaces the rule of `config`, at its own rates;
+        None: `config` decides, and the rates are those given to `step`.
+        `names` are the parameters of all pipeline stages, in the same order on all ranks; None:
+        this rank has all. `matrix_dtype`: see `MatrixUpdates`.
+        Raises ValueError for a bad `max_norm`, or too little host memory for states."""
         if not 0 <= max_norm < math.inf:
             raise ValueError(f"max_norm={max_norm} must be finite and at least 0 (0: no clipping)")
         peak = config.lr if make is None else None
@@ -212,24 +214,24 @@ class Zero1Optimizer:
             name: update_rule(config, name) if make is None else NoRule(config)
             for name in config.rules
         }
-        """Rules that update the weights, and say their states, by name."""
+        """The update rules of the weights, by name."""
         self.config = config
         self.num_skipped = 0
         """Steps skipped so far."""
         self.skipped_in_a_row = 0
-        """Those since the last update that no smaller loss scale could have saved."""
+        """Consecutive skipped steps after which the loss scale could not be lowered."""
         dtypes = {item.parameter.dtype for item in gradients.parameters}
         scales = torch.float16 in dtypes or config.grad_scaler.use == "always"
         self.scaler = GradScaler(config.grad_scaler) if scales else None
-        """None if the loss is not scaled."""
+        """The loss scale; None if the loss is not scaled."""
         self._gradients = gradients
         self._channels = channels
         assert names is not None or channels[Axis.PIPELINE].size == 1, "of all stages"
         self._names = names or [item.name for item in gradients.parameters]
         self._reached: frozenset[str] = frozenset()
-        """Names of the weights that the step updates [Note: Reached]; `grad_norm` finds them."""
+        """Names of the weights that the step updates [Note: Reached]; set by `grad_norm`."""
         self._missed = Counter[str]()
-        """By weight, updates that did not reach it."""
+        """Number of updates that did not reach each weight, by name."""
         self._max_norm = max_norm
         self._counted_elsewhere = frozenset(counted_elsewhere)
         zero1 = channels[Axis.ZERO1]
@@ -237,7 +239,7 @@ class Zero1Optimizer:
             item: chunk_range(item.parameter.shape[0], zero1.size, zero1.rank)
             for item in gradients.parameters
         }
-        # A model that is frozen as a whole has none.
+        # A model that is frozen as a whole has no parameters here.
         device = next((p.parameter.device for p in gradients.parameters), torch.device("cpu"))
         self._device = device
         values = {item: values_of(item.name, item.layout, config) for item in owned}
@@ -252,7 +254,7 @@ class Zero1Optimizer:
             on_host=config.offload_states,
         )
         self.host_bytes = memory.host_bytes
-        """Bytes of master weights and states in the memory of the host."""
+        """Bytes of master weights and states in host memory."""
 
         def resting(item: ShardedParameter, rows: range) -> Resting:
             weights, own = item.parameter.detach(), slice(rows.start, rows.stop)
@@ -261,7 +263,7 @@ class Zero1Optimizer:
             return memory.resting(item.name, rows, weights[own], grad, kinds[item])
 
         self._shards = {item: resting(item, rows) for item, rows in owned.items()}
-        """The rows of each parameter that this rank updates, and what it keeps of them."""
+        """The rows of each parameter that this rank updates, with their states."""
         by_rows, whole = dict[ShardedParameter, Resting](), dict[ShardedParameter, Resting]()
         for item, shard in self._shards.items():
             (whole if self._rules[values[item].rule].by_matrix else by_rows)[item] = shard
@@ -281,9 +283,9 @@ class Zero1Optimizer:
             bucket_bytes=bucket_bytes,
             dtype=matrix_dtype,
         )
-        """Those of whole matrices."""
+        """Updates of the weights that are updated by whole matrices."""
         self._stream: StateStream | TorchUpdates = stream
-        if make is not None and self._shards:  # torch makes no optimizer of nothing
+        if make is not None and self._shards:  # torch's optimizers refuse an empty list
             self._stream = TorchUpdates(self._shards, make, peak=peak)
         self._publisher = Publisher(gradients.parameters, zero1, bucket_bytes=bucket_bytes)
         self._num_updates = 0
@@ -296,15 +298,15 @@ class Zero1Optimizer:
         is_empty: Callable[[], bool] = lambda: False,
         norm: float | None = None,
     ) -> StepResult:
-        """Norm, unscale, clip, update the rows of this rank at learning rate `lr`, publish.
+        """Compute the norm, unscale, clip, update this rank's rows at rate `lr`, and publish.
 
-        A parameter of one of `config.param_groups` learns at that group's part of `lr`.
-        Needs reduced gradients and uses them up. With `wait=False` the new weights are still on
-        their way: `published` has to be called for each parameter before it is used. A gradient
-        norm that is not finite, the same on all ranks, skips the step, counts it and may lower
-        the loss scale. So is a step skipped and counted, and nothing else, whose batch `is_empty`,
-        which is asked once the norm is there: no gradient is from any loss. `norm`: that of
-        `grad_norm`, if it is known.
+        A parameter of one of `config.param_groups` gets that group's fraction of `lr`. Needs
+        reduced gradients, which it overwrites. With `wait=False`, new weights are still in flight
+        afterwards: call `published` for each parameter before using it. If the gradient norm is not
+        finite (on all ranks alike), the step is skipped and counted, and the loss scale may be
+        lowered. If the batch `is_empty` (called once the norm is known), no gradient comes from a
+        loss, and the step is only skipped and counted. `norm` is the result of `grad_norm`, if
+        that was called before.
         """
         assert self._gradients.reduced, "the gradients have to be reduced before the step"
         self._publisher.wait()
@@ -323,27 +325,27 @@ class Zero1Optimizer:
 
     @property
     def torch_updates(self) -> TorchUpdates | None:
-        """Those of torch's optimizer, if the caller has made one."""
+        """The updates by a torch optimizer; None if a rule of ISP updates."""
         return self._stream if isinstance(self._stream, TorchUpdates) else None
 
     @property
     def work_bytes(self) -> int:
-        """Bytes of the device that an update takes for states that rest elsewhere, or narrower."""
+        """Bytes of device memory an update takes for streamed or narrow states, and matrices."""
         return self._stream.work_bytes + self.matrices.work_bytes
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate: multiplied by the loss scale, `loss` itself without one."""
+        """Return the loss to differentiate: `loss` times the loss scale, if there is one."""
         return loss if self.scaler is None else loss * self.scaler.scale
 
     def grad_norm(self) -> float:
-        """Return the global norm of the reduced gradients, unscaled; synchronises with the device.
+        """Return the global norm of the reduced gradients, unscaled; synchronizes with the device.
 
-        It also finds which weights the step updates [Note: Reached].
-        The same number in every layout. A rank counts the rows that it updates, and the first
-        zero1 group of the replicas those of the model once, except for what is replicated: a
-        parameter that every rank of a weight group holds is counted by the group's first rank, and
-        one that two pipeline stages hold (tied weights) on the one that does not have it among
-        `counted_elsewhere`. Squares are added in float64, where their order hardly shows.
+        Also finds which weights the step updates [Note: Reached]. The norm is the same in every
+        layout. Ranks of the first zero1 group of the replicas count the rows that they update, so
+        each row counts once. Of a parameter that is replicated over a weight group, the group's
+        first rank counts it; of one that two pipeline stages hold (tied weights), the stage that
+        does not list it in `counted_elsewhere`. Squares are added in float64, where their order
+        hardly matters.
         """
         channels = self._channels
         updates_first = channels[Axis.WEIGHT_DATA].rank < channels[Axis.ZERO1].size
@@ -357,12 +359,14 @@ class Zero1Optimizer:
         ]
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if counted:
-            # On CUDA without a wide copy of a gradient; on CPU that is a piece's, in the cache.
+            # CUDA makes no wide copy of a gradient. The CPU does, so it gets pieces whose copies
+            # stay in the cache.
             if squares.device.type == "cpu":
                 counted = [x for grad in counted for x in _pieces(grad)]
             norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
         gradients = self._gradients
+        # The flags of reached weights ride on the same all-reduce as the squares.
         came = {x.name for x in gradients.parameters if gradients.came(x.parameter)}
         flags = torch.tensor([float(name in came) for name in self._names], dtype=torch.float64)
         totals = torch.cat((squares.view(1), pinned_memory.send(flags, self._device)))
@@ -374,22 +378,22 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def publish(self) -> list[Pending]:
-        """Launch the updated rows towards the other ranks of the zero1 group, a `Pending` a bucket.
+        """Launch the all-gathers of updated rows over the zero1 group; return one for each bucket.
 
-        The buckets are in order of declaration, that in which a forward pass needs them.
+        Buckets are in order of declaration, in which a forward pass needs them.
         """
         return self._publisher.launch()
 
     def published(self, parameter: nn.Parameter) -> None:
-        """Wait until the new value of `parameter` is there; free if it is."""
+        """Wait for the new value of `parameter`; free if it has arrived."""
         self._publisher.wait_for(parameter)
 
     def publications(self, parameters: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-        """What waits until the new values of all these are there; each is free if they are."""
+        """Return functions that wait for these parameters' new values, one for each bucket."""
         return self._publisher.waits_for(parameters)
 
     def state_dict(self) -> OptimizerState:
-        """Master weights, states and step count of this rank's rows; see `OptimizerState`."""
+        """Return masters, states and step count of this rank's rows; see `OptimizerState`."""
         self._stream.settle()
         return {
             "step": self._num_updates,
@@ -404,9 +408,9 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def states_changed(self, num_updates: int | None = None) -> None:
-        """The tensors of `state_dict` were written: weights follow them; a collective over ZERO1.
+        """Copy masters to weights after the tensors of `state_dict` were written; a collective.
 
-        `num_updates`: those made so far; None: as many as before.
+        `num_updates`: number of updates made so far; None: as before. Publishes over ZERO1.
         """
         self._publisher.wait()
         for shard in self._shards.values():
@@ -419,9 +423,9 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def take_up_weights(self, *, only_written: bool = False) -> None:
-        """Let master weights be the weights, which others have written, alike on all ranks.
+        """Copy weights to masters, after other code has written the weights on all ranks alike.
 
-        `only_written`: others keep what rounding cuts off [Note: Written weights].
+        `only_written`: skip masters that round to their weight [Note: Written weights].
         """
         self._publisher.wait()
         self._stream.settle()
@@ -462,11 +466,10 @@ class Zero1Optimizer:
             self.scaler.update(overflow=True)
 
     def _unscale_and_clip(self, norm: float) -> None:
-        """Divide the gradients of this rank's rows by the loss scale, and bring the global norm,
-        which is `norm` without the scale, to max_norm if it is larger.
+        """Divide this rank's gradients by the loss scale, and clip `norm` (unscaled) to max_norm.
 
-        One product does both. The factor of clipping is that of `torch.nn.utils.clip_grad_norm_`,
-        its 1e-6 included.
+        One multiplication does both. The clipping factor is that of
+        `torch.nn.utils.clip_grad_norm_`, its 1e-6 included.
         """
         factor = 1.0 if self.scaler is None else 1 / self.scaler.scale
         if self._max_norm:
@@ -477,7 +480,7 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:
-        """Update this rank's rows of what is reached; publish each bucket of weights after it."""
+        """Update this rank's rows of reached weights, and publish each bucket when it is done."""
         self._num_updates += 1
         self._missed.update(name for name in self._names if name not in self._reached)
 
@@ -502,6 +505,8 @@ class Zero1Optimizer:
                 self._stream.pass_through(step)
             self._publisher.launch_updated(left)
 
+        # Buckets are published as soon as no matrix update of their weights is left: their
+        # transfers run while further matrices are multiplied.
         left = {*self.matrices.members}
         for items in self.matrices.run(average, step, others):
             left.difference_update(items)
@@ -512,5 +517,5 @@ class Zero1Optimizer:
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
-    """x, in pieces if it is large."""
+    """Return x, cut into pieces if it is large."""
     return (x,) if x.numel() <= _IN_CACHE else x.flatten().split(_IN_CACHE)
