@@ -434,13 +434,15 @@ def in_turn(
 
 
 def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[int]:
-    """The home of each matrix of each weight of each bucket, by costs [Note: Homes]."""
+    """Yield the home of each matrix of each weight of each bucket, by costs [Note: Homes]."""
+    # First over all buckets: how many matrices of each cost a rank gets.
     every = [[cost for costs in members for cost in costs] for members in buckets]
     loads, left = [0] * size, [Counter[int]() for _ in range(size)]
     for cost in sorted((cost for costs in every for cost in costs), reverse=True):
         rank = loads.index(min(loads))
         loads[rank] += cost
         left[rank][cost] += 1
+    # Then bucket by bucket: which matrices, each to a rank with some of this cost left.
     loads = [0] * size
     for costs in every:
         homes = [0] * len(costs)
@@ -455,7 +457,7 @@ def _homes(buckets: Sequence[Sequence[Sequence[int]]], size: int) -> Iterator[in
 
 
 def _by_rank(parts: Iterable[_Block], size: int) -> list[int]:
-    """Elements to or from each rank."""
+    """Return the number of elements sent to, or received from, each rank."""
     found = [0] * size
     for part in parts:
         found[part.rank] += math.prod(part.box.sizes)

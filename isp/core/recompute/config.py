@@ -1,4 +1,4 @@
-"""What of a model's blocks is computed again in backward instead of kept. Loads no torch."""
+"""The settings of recomputation, in a file without torch, as configurations are read before it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["Recomputation"]
 
 
 class Recomputation(NamedTuple):
-    """The keys of `model` that say what is kept for backward; see `ModelConfig`."""
+    """The keys of `model` that decide what is kept for backward; see `ModelConfig`."""
 
     checkpoint: float = 0.0
     """Fraction of the blocks, counted from the first, whose activations are recomputed in
     backward."""
     keeps_attention: bool = False
-    """Of these all but attention is."""
+    """Recomputed blocks keep the results of attention."""
     distributed: bool = False
-    """A part of the input of each of these is kept on each tensor rank."""
+    """Each tensor rank keeps 1/p of the input of each recomputed block."""
     offload: bool = False
-    """Their inputs are kept on the host."""
+    """The inputs of recomputed blocks are kept in host memory."""
     segment: int = 0
-    """Of so many of them the first one's input is kept; 0: of each."""
+    """Only the first of so many recomputed blocks keeps its input; 0: each does."""
     between_linears: bool = False
-    """In the other blocks what lies between their linears is computed again."""
+    """The other blocks recompute everything between their linears."""
     mlp_tile_tokens: int = 0
     """Tokens of a tile of a module without attention; 0: no tiles."""

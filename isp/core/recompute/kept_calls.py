@@ -1,12 +1,12 @@
-"""Calls in a recomputed part whose results are kept: a recompute takes them, and calls nobody.
+"""Kept calls of a recomputed part: recomputation reuses their results instead of calling again.
 
-[Note: Kept calls] What such a call saves for its own backward is kept, too, as if nothing were
-recomputed around it, except its input if that is said to be dropped: that is computed again with
-the part. Of the results only those are kept on whose values something depends that the recompute
-is for; in place of another it finds tensors of NaN.
+[Note: Kept calls] Tensors that such a call saves for its own backward are kept, too, as if nothing
+were recomputed around it; except its input, if declared as dropped, which is recomputed with the
+part. A result is kept only if tensors that the recompute has to restore depend on its values; in
+place of others the recompute gets tensors of NaN.
 
 [Note: Watched] The operations of the first pass through a part show which results these are, and
-which of them the part writes into. Later passes make the same operations.
+which of them the part writes into. Later passes run the same operations.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["KeptCalls", "Needs"]
 
 
 class Needs(NamedTuple):
-    """What is known of a part's kept calls [Note: Watched]; by their numbers."""
+    """The use of the results of a part's kept calls, by the calls' numbers [Note: Watched]."""
 
     values: frozenset[int]
-    """Those whose results a recompute reads."""
+    """Calls whose results a recompute reads."""
     written: frozenset[int]
-    """Those whose results the part writes into."""
+    """Calls whose results the part writes into."""
 
 
 class _Result(NamedTuple):
-    """What a call gave."""
+    """The result of a call."""
 
     packed: Any
-    """As the hooks outside of the part keep it; None: its values are of no use."""
+    """The result as packed by the hooks outside of the part; None: its values are not needed."""
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -50,13 +50,13 @@ class KeptCalls:
     """The kept calls of one part [Note: Kept calls]; made before `recompute` takes the part."""
 
     def __init__(self, kinds: Collection[str], known: dict[Hashable, Needs], key: Hashable) -> None:
-        """`kinds`: of the calls that are kept.
+        """`kinds`: kinds of calls that are kept.
 
-        `known`: what is known of parts, by key; this one is added if it is not among them.
+        `known`: the needs of parts by key; this part's are added at its first pass if missing.
         """
         self._kinds = kinds
         self._again = False
-        """Whether the part is computed again."""
+        """True once the part is being computed again."""
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._pack: Callable[[Tensor], Any] = hooks[0] if hooks else _same
         self._unpack: Callable[[Any], Tensor] = hooks[1] if hooks else _same
@@ -66,16 +66,16 @@ class KeptCalls:
         self._next = 0
 
     def _keeps(self, kind: str) -> bool:
-        """Whether calls of this kind are kept; none is where a part is run for what it gives."""
+        """Return whether calls of this kind are kept; none without a graph."""
         return kind in self._kinds and torch.is_grad_enabled()
 
     def skips(self, kind: str) -> bool:
-        """Whether a call of this kind that comes now is one that is not made again."""
+        """Return whether a call of this kind would now return its kept result."""
         return self._again and self._keeps(kind)
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """A pass through the part: the first is forward, others compute it again."""
+        """Enclose a pass through the part: the first is its forward, others compute it again."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -87,6 +87,7 @@ class KeptCalls:
             self._watch = _Watch()
             with self._watch, self._watch.saved():
                 yield
+            # All results were kept so far: the pass had to end before it was known which to drop.
             needs, self._watch = self._watch.needs(), None
             self._known[self._key] = needs
             self._results = [
@@ -98,7 +99,7 @@ class KeptCalls:
     def __call__(
         self, kind: str, call: Callable[[], Tensor], dropped: Tensor | None = None
     ) -> Tensor:
-        """`call()`, or what it gave; `dropped`: its input, of which it saves no copy."""
+        """Return `call()`, or its kept result; `dropped` is its input, if that is not kept."""
         if not self._keeps(kind):
             return call()
         number, self._next = self._next, self._next + 1
@@ -110,6 +111,7 @@ class KeptCalls:
             y = call()
         needs = self._known.get(self._key)
         kept = needs is None or number in needs.values or not y.is_floating_point()
+        # A copy if the part writes into y, or may: the recompute needs the values from before.
         copied = needs is None or number in needs.written
         packed = self._pack(y.detach().clone() if copied else y.detach()) if kept else None
         self._results.append(_Result(packed, y.shape, y.dtype, y.device, y.requires_grad))
@@ -128,7 +130,7 @@ class KeptCalls:
         return given
 
     def _saved_outside(self, dropped: Tensor | None, holder: Any) -> saved_tensors_hooks:
-        """In this context tensors are saved as outside of the part, except `dropped`, once."""
+        """Return a context that saves tensors as outside of the part, except `dropped`, once."""
         left = [] if dropped is None else [memory_of(dropped)]
         offset = 0 if dropped is None else int(dropped.storage_offset())
 
@@ -151,7 +153,7 @@ class KeptCalls:
 
 
 class _View(NamedTuple):
-    """A tensor in the memory of another one."""
+    """The shape of a view of another tensor's memory."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -168,7 +170,7 @@ class _Input(Function):
 
 
 class _GivenAgain(Function):
-    """A result that has a gradient, and that the part may write into."""
+    """Makes a kept result require a gradient, as a tensor that the part may write into."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor) -> Tensor:
@@ -176,17 +178,17 @@ class _GivenAgain(Function):
 
 
 def _token() -> Tensor:
-    """Given to a function that has no backward, so that there is a node of it."""
+    """Return an input that requires a gradient, so that a function without backward has a node."""
     return torch.empty(0, requires_grad=True)
 
 
 class _Watch(TorchDispatchMode):
-    """Follows the results of kept calls through the operations of a part [Note: Watched]."""
+    """A mode that follows the results of kept calls through a part's operations [Note: Watched]."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made_of: dict[int, frozenset[int]] = {}
-        """The results on whose values memory depends, by storage."""
+        """Numbers of the calls on whose results each storage's values depend."""
         self._values: frozenset[int] = frozenset()
         self._results: dict[int, tuple[Tensor, int]] = {}
 
@@ -200,18 +202,18 @@ class _Watch(TorchDispatchMode):
 
     @staticmethod
     def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-        """The arguments that an operation writes into, and does not always give back."""
+        """Yield the arguments that an operation writes into; it may not return them."""
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield args[index] if index < len(args) else (kwargs or {}).get(argument.name)
 
     def made(self, number: int, y: Tensor) -> None:
-        """A kept call gave y."""
+        """Record y as the result of kept call `number`."""
         self._made_of[memory_of(y)] = frozenset([number])
         self._results[number] = y.detach(), y._version
 
     def saved(self) -> saved_tensors_hooks:
-        """In this context it sees what is saved for backward."""
+        """Return a context in which it watches which tensors are saved for backward."""
         pack_other, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(x: Tensor) -> Any:
@@ -221,7 +223,7 @@ class _Watch(TorchDispatchMode):
         return saved_tensors_hooks(pack, unpack)
 
     def needs(self) -> Needs:
-        """What it saw."""
+        """Return the needs of the part that it has watched."""
         written = {n for n, (y, version) in self._results.items() if y._version > version}
         return Needs(self._values, frozenset(written))
 

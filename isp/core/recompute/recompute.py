@@ -1,12 +1,17 @@
-"""Activations computed again in backward instead of kept.
+"""Recomputation of activations in backward, and the inputs of parts that are kept for it.
 
-[Note: Not reentrant] A recompute runs when backward first asks for a tensor that was not kept, as
-`torch.utils.checkpoint` does it without reentrance. A backward within the backward would end the
-pass early for whoever waits for its end, such as the data-parallel wrappers.
+[Note: Not reentrant] A recompute runs when backward first reads a tensor that was not kept, like
+`torch.utils.checkpoint` without reentrance. A backward within the backward would end the pass early
+for code that waits for its end, such as the data-parallel wrappers.
 
-[Note: A forward that fails] Torch 2.11 leaves its hooks for saved tensors in place where a function
-raises, and a loop that goes on would save under them. So torch sees the function end, and what it
-raised is raised behind.
+[Note: A forward that fails] Torch 2.11 leaves its saved-tensor hooks installed if a function
+raises, and a training loop that continues would save under them. So the function returns normally
+to torch, and its exception is raised afterwards.
+
+[Note: Held in its place] The arguments of a recompute live as long as its graph. So instead of its
+input it gets something else, from which the input is restored: a shard of it, a copy in host
+memory, or a `Segment`. Autograd keeps that if it is a tensor; if it is none, it lives as long as
+the graph all the same.
 """
 
 from __future__ import annotations
@@ -40,15 +45,15 @@ __all__ = [
 ]
 
 Restore = Callable[[Any], Tensor]
-"""Makes a tensor, without a graph, of what is held in its place [Note: Held in its place]."""
+"""A function that restores a tensor, without a graph, from what is held in its place."""
 
 _TAG = Tag(Purpose.BLOCK_INPUT, tensor="block input")
 
 
 def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
-    """1/p of the elements of x on each rank of `channel`; the same x on all of them.
+    """Return 1/p of the elements of x, which is equal on all ranks of `channel`, and its restore.
 
-    Raises ValueError if they do not divide by p.
+    Raises ValueError if p does not divide the number of elements.
     """
     shape = x.shape
     part = split_tensor_into_1d_equal_chunks(x, channel, new_buffer=True)
@@ -56,11 +61,11 @@ def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
 
 
 class HostInputs:
-    """Inputs in host memory, brought back one ahead of their use.
+    """Inputs in host memory, copied back one ahead of their use.
 
-    Backward passes take the inputs of a forward pass in reverse order, and the passes themselves
-    in theirs. As one is asked for, the next sets off. The input that was kept last stays on the
-    device, too, until there is another: where a backward follows its forward, it needs it at once.
+    Backward reads the inputs of a forward pass in reverse order, and passes in the order of their
+    forwards. When one is read, the copy of the next is launched. The last input stored stays on the
+    device, too, until the next one is stored: a backward right after its forward reads it at once.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -69,13 +74,13 @@ class HostInputs:
         self._latest: weakref.ref[Stored] | None = None
 
     def begin(self) -> None:
-        """Another forward pass begins."""
+        """Begin another forward pass."""
         while self._passes and not _alive(self._passes[0]):
             self._passes.popleft()
         self._passes.append([])
 
     def __call__(self, x: Tensor, restore: Restore) -> tuple[Stored, Restore]:
-        """What is held in place of x, and what gives `restore` x again."""
+        """Store x in host memory; return what is held in its place, and its restore."""
         if self._latest is not None and (latest := self._latest()) is not None:
             latest.leave()
         stored = self._memory.store(x, tag=_TAG)
@@ -92,7 +97,7 @@ class HostInputs:
         return x
 
     def _next(self, stored: Stored) -> Stored | None:
-        """The input that backward asks for after this one."""
+        """Return the input that backward reads after this one; None: none is left."""
         passes = [_alive(kept) for kept in self._passes]
         own = next(kept for kept in passes if stored in kept)
         if place := own.index(stored):
@@ -101,41 +106,46 @@ class HostInputs:
 
 
 def _alive(kept: list[weakref.ref[Stored]]) -> list[Stored]:
+    """Return the inputs whose graphs still exist."""
     return [stored for ref in kept if (stored := ref()) is not None]
 
 
 class Segment:
-    """Parts in a row, each of which takes what the one before gives; only the first input is kept.
+    """Consecutive parts, each of which takes the result of the one before; keeps the first input.
 
-    Of several things that a part gives the first; what the next one takes beside it is kept.
+    If a part returns a tuple, the next takes its first element. Further arguments are kept.
 
-    The first of the others that asks for its input has all parts before it computed again, which
-    fills in the inputs of all of them.
+    When backward first reads the input of a later part, all parts before it are computed again, in
+    order, which restores the inputs of all of them.
     """
 
     def __init__(self, first: Callable[[], Tensor]) -> None:
-        """`first`: restores the first input."""
+        """`first` restores the input of the first part."""
         self._first = first
         self._again: list[Callable[[Tensor], Any]] = []
         self._inputs: dict[int, Tensor] = {}
         self._given: weakref.ref[Tensor] | None = None
 
     def follows(self, x: Tensor) -> bool:
-        """Whether x is what the last part gave."""
+        """Return whether x is the result of the last part."""
         return self._given is not None and self._given() is x
 
     def add(self, again: Callable[[Tensor], Any]) -> Restore:
-        """A further part, and how to compute it again without a graph; what restores its input."""
+        """Add a part, which `again` computes without a graph; return the restore of its input."""
         number = len(self._again)
         self._again.append(again)
         return lambda _: self._input(number)
 
     def gave(self, y: Any) -> None:
-        """The result of the last part."""
+        """Set the result of the last part."""
         x = _first(y)
         self._given = weakref.ref(x) if isinstance(x, Tensor) else None
 
     def _input(self, number: int) -> Tensor:
+        """Return the input of a part, computing it and those before it from the first.
+
+        Backward reads the last part's input first, so the others are there when it reads them.
+        """
         if number not in self._inputs:
             x = self._first()
             for index, again in enumerate(self._again[:number]):
@@ -152,7 +162,7 @@ def _first(given: Any) -> Any:
 R = TypeVar("R")
 
 Announce = Callable[[], AbstractContextManager[None]]
-"""Gives the context in which a recompute runs, so that a communicator knows the phase."""
+"""A function that returns the context in which a recompute runs; it announces the phase."""
 
 
 def checkpoint(
@@ -163,7 +173,7 @@ def checkpoint(
     channel: Channel | None = None,
     announce: Announce = nullcontext,
 ) -> R:
-    """`function(*args)`, whose activations are dropped and computed again in backward.
+    """Return `function(*args)`, whose activations are dropped and computed again in backward.
 
     The recompute draws the random numbers of the forward again, from every stream of `tracker` and
     from its device's own generator. With `distribute_saved_activations` the first of `args`, which
@@ -190,7 +200,10 @@ def _checkpoint(
     announce: Announce,
     snapshot: RngSnapshot | None = None,
 ) -> R:
-    """`snapshot`: where the random numbers of `function` begin; None: here."""
+    """Return `function(*args)`, computed again in backward with the random numbers of `snapshot`.
+
+    `snapshot`: state of the random streams before `function`; None: the current one.
+    """
     if not torch.is_grad_enabled():
         return function(*args)
     snapshot = snapshot or tracker.snapshot()
@@ -222,17 +235,17 @@ def _checkpoint(
 def _with_first_held(
     function: Callable[..., R], args: Sequence[Any], held: Any, restore: Restore
 ) -> tuple[Callable[..., R], tuple[Any, ...]]:
-    """A function of what is `held` in place of the first argument, and the arguments for it.
+    """Return a function of `held`, in place of the first argument, and its arguments.
 
-    Its first call, in forward, takes the whole from here, where autograd follows it; later ones,
-    in backward, need no more than its values, and restore them.
+    Its first call, in forward, uses the original argument, so that autograd follows it. Later
+    calls, in backward, need only its values, and restore them from `held`.
     """
     first, *rest = args
     needs_grad = first.requires_grad
     whole = [first]
 
     def of_held(held: Any, *rest: Any) -> R:
-        if whole:
+        if whole:  # popped: the recompute must not keep the original argument alive
             return function(whole.pop(), *rest)
         return function(restore(held).requires_grad_(needs_grad), *rest)
 
@@ -240,7 +253,7 @@ def _with_first_held(
 
 
 class _Ticket(Function):
-    """Hands tensors through and saves an empty one: who reads it has them computed again."""
+    """Returns tensors as they are, and saves an empty one: reading that starts their recompute."""
 
     @staticmethod
     def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -254,17 +267,17 @@ class _Ticket(Function):
 
 
 class CheckpointWithoutOutput:
-    """Drops the output of a recomputed part too, and restores it when its gradient is near.
+    """Drops the output of a recomputed part, too, and restores it shortly before its gradient.
 
         part = CheckpointWithoutOutput(tracker=tracker)
         y = part.checkpoint(function, x)
         z = consumer(y)                                  # saves y for its backward
         part.discard_output_and_register_recompute(z)
 
-    The memory of y is given back at once; what backward saved of it is filled again when the
-    gradient of z is there, by the same one recompute that `function` needs for its own backward.
-    To be used once. All that saves y must lie before z, and nobody may read y afterwards. Inside a
-    part that is recomputed itself by the same tracker it saves nothing, and computes once more.
+    The memory of y is freed at once. It is filled again when the gradient of z arrives, by the one
+    recompute that `function` needs for its own backward in any case. Use it once. All operations
+    that save y must come before z, and nothing may read y afterwards. Inside a part that is
+    recomputed by the same tracker it saves no memory, and computes once more.
 
     Source: Megatron-LM, core/tensor_parallel/random.
     """
@@ -273,12 +286,12 @@ class CheckpointWithoutOutput:
         self._tracker = tracker
         self._announce = announce
         self._outputs: tuple[Tensor, ...] | None = None
-        # [Note: No way back] What the recompute refers to must not lead to the output, whose graph
-        # leads to the recompute: memory in such a circle would never be given back.
+        # [Note: No way back] The recompute must not refer to the output, whose graph refers to the
+        # recompute: Python does not see this cycle, so its memory would never be freed.
         self._dropped: list[torch.UntypedStorage] = []
 
     def checkpoint(self, function: Callable[..., R], *args: Any) -> R:
-        """`function(*args)`: a tensor, or a tuple of tensors.
+        """Return `function(*args)`: a tensor, or a tuple of tensors.
 
         Raises ValueError if an output shares its memory with an argument.
         """
@@ -302,11 +315,10 @@ class CheckpointWithoutOutput:
         return out
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Give back the memory of the output, until the gradient of `hook_tensor` is there.
+        """Free the memory of the output until the gradient of `hook_tensor` arrives.
 
-        Does nothing where there is no backward to come, and in a recompute, whose tensors backward
-        is about to read. Raises ValueError if the output has a
-        backward to come but `hook_tensor` has none.
+        Does nothing without a backward, or in a recompute, whose tensors backward is about to read.
+        Raises ValueError if the output has a backward but `hook_tensor` has none.
         """
         if not self._outputs:
             raise RuntimeError("there is no output yet, or it was dropped already")
@@ -324,7 +336,7 @@ class CheckpointWithoutOutput:
 
 
 def _read(ticket: Any) -> None:
-    """Have what the ticket stands for computed again."""
+    """Start the recompute, by reading the tensor that the ticket saved."""
     _ = ticket.saved_tensors
 
 
@@ -333,17 +345,17 @@ def _as_tuple(out: Any) -> tuple[Tensor, ...]:
 
 
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """The memory of tensors, once each, in order."""
+    """Return the storages of tensors, once each, in order."""
     found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return list(found.values())
 
 
 @torch.no_grad()
 def _restore(dropped: list[torch.UntypedStorage], computed: list[torch.UntypedStorage]) -> None:
-    """Fill what was dropped, if anything was; its owners find it as it was before.
+    """Fill dropped storages, if any, with computed values.
 
-    By storages, because a tensor that is written to counts as changed, and autograd would refuse
-    what it had saved of it.
+    It writes to storages, as writing to tensors counts as a change, after which autograd refuses
+    to use those that it has saved.
     """
     if not dropped:
         return
@@ -354,9 +366,9 @@ def _restore(dropped: list[torch.UntypedStorage], computed: list[torch.UntypedSt
 
 
 class Recomputer:
-    """A model's recomputation: made once a model; serves one thread.
+    """Recomputation of a model's parts; made once for a model, for use by one thread.
 
-    Inside a part that is recomputed as a whole, nothing else is.
+    Inside a part that is recomputed as a whole, nothing else is recomputed.
     """
 
     def __init__(
@@ -368,11 +380,11 @@ class Recomputer:
         offload_to: HostMemory | None = None,
         segment: int = 0,
     ) -> None:
-        """What is kept of the first argument of a part, which is all of it by default:
+        """Set what is kept of a part's first argument; by default all of it.
 
-        `distribute_over`  1/p of it on each rank of a channel on which all have the same;
-        `offload_to`       a copy on the host, of what would be kept on the device;
-        `segment`          nothing, but of every so many-th part: see `Segment`.
+        `distribute_over`  1/p of it on each rank of a channel whose ranks all have the same;
+        `offload_to`       a copy in host memory of what would be kept on the device;
+        `segment`          nothing, except for the first of so many parts: see `Segment`.
         """
         self._tracker = tracker
         self._announce = announce
@@ -381,22 +393,22 @@ class Recomputer:
         self._segment_size = segment
         self._segment: weakref.ref[Segment] | None = None
         self._number = 0
-        """Parts of this pass so far."""
+        """Number of parts in this pass so far."""
         self._latest: tuple[weakref.ref[Tensor], weakref.ref[Any], Restore] | None = None
-        """The first argument of the last part, and what is held in its place."""
+        """First argument of the last part, what is held in its place, and the restore."""
 
     def begin(self) -> None:
-        """A forward pass through the model begins."""
+        """Begin a forward pass through the model."""
         self._segment = self._latest = None
         self._number = 0
         if self._host is not None and torch.is_grad_enabled():
             self._host.begin()
 
     def __call__(self, fn: Callable[..., R], *args: Any) -> R:
-        """`fn(*args)`, computed again in backward; what is kept for that, see `__init__`.
+        """Return `fn(*args)`, computed again in backward; `__init__` says what is kept for that.
 
-        Raises ValueError if segments were asked for, and the first of `args` is not what the part
-        before has given.
+        Raises ValueError if segments are on and the first of `args` is not the result of the part
+        before.
         """
         if not torch.is_grad_enabled():
             return fn(*args)
@@ -413,7 +425,7 @@ class Recomputer:
         return out
 
     def _keep(self, x: Tensor) -> tuple[Any, Restore]:
-        """What is held in place of x; of a tensor that two parts in a row take, once."""
+        """Return what is held in place of x; the same for two parts in a row that take x."""
         if self._latest is not None:
             of, latest, restore = self._latest
             if of() is x and (held := latest()) is not None:
@@ -429,7 +441,7 @@ class Recomputer:
     def _in_segment(
         self, part: Callable[..., Any], args: tuple[Any, ...], snapshot: RngSnapshot
     ) -> tuple[Segment, Restore]:
-        """The segment that `part` belongs to, and what restores its first argument."""
+        """Return the segment that `part` belongs to, and the restore of its first argument."""
         x, *rest = args
         segment = None if self._segment is None else self._segment()
         number, self._number = self._number, self._number + 1
