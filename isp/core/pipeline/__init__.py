@@ -1,1 +1,1 @@
-"""Pipelines: how layers are cut, in which order a rank works, and one rank's stages at work."""
+"""Pipelines: the split of layers, each rank's order of work, and the execution of its stages."""

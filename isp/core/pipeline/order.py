@@ -1,13 +1,13 @@
 """The order in which the ranks of a pipeline compute and send; needs no process group.
 
-A *stage* is a part of the model between two sends; a rank has one for each of its chunks. With
+A *stage* is the layers between two sends; a rank has one stage for each of its model chunks. With
 P ranks, stage s is on rank s mod P (a loop), or, for a V, on rank s going down and up again.
 
-[Note: One order of sends] Every rank's program is its part of one order of everything that all
-ranks do, the one in which it would come about if computations took equally long and sends no time.
-A send stands in the programs of both its ranks. So whoever waits, for a send or for a receive, does
-so for ranks that are not as far yet: they never wait in a circle, even where the transfers of a
-rank pass one after the other, as on NCCL. A receive is posted before what is computed beside it.
+[Note: One order of sends] The programs of all ranks are taken from one order of all computations
+and sends: that of a run in which computations take equally long and sends no time. A send is in the
+programs of both its ranks. So a rank that waits for a send or a receive always waits for a rank
+that is earlier in this order, and ranks never wait in a circle, even if a rank's transfers run one
+after another, as on NCCL. A receive is posted before the computations that run meanwhile.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ _KINDS = {
     "I": ActionKind.BACKWARD,
     "W": ActionKind.WEIGHT_GRADIENT,
 }
-"""By torch's letter of a computation."""
+"""Kinds of actions, by torch's letter for a computation."""
 
 
 @dataclass(frozen=True)
 class PipelineOrder:
-    """The stages of every rank of a pipeline, and its order of work."""
+    """The stages of every rank of a pipeline, and the order of its actions."""
 
     config: PipelineConfig
 
     @property
     def num_stages(self) -> int:
+        """Number of stages on all ranks."""
         return self.config.size * self.config.num_chunks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stage of each chunk of the `rank`-th rank of the pipeline, in forward order."""
+        """Return the stage of each model chunk of the pipeline's `rank`-th rank, in order."""
         size = self.config.size
         if self.config.schedule.is_v:
             return rank, 2 * size - 1 - rank
         return tuple(chunk * size + rank for chunk in range(self.config.num_chunks))
 
     def rank_of(self, stage: int) -> int:
+        """Return the rank that has a stage."""
         size = self.config.size
         if self.config.schedule.is_v and stage >= size:
             return 2 * size - 1 - stage
@@ -69,13 +71,13 @@ class PipelineOrder:
     def actions(
         self, rank: int, micro_batches: int, *, training: bool = True
     ) -> tuple[Action, ...]:
-        """The `rank`-th rank's actions in a step: on one rank, one micro-batch at a time."""
+        """Return the `rank`-th rank's actions in a step; on one rank, a micro-batch at a time."""
         return _orders(self, micro_batches, training)[rank]
 
 
 @lru_cache(maxsize=16)
 def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tuple[Action, ...]]:
-    """The actions of every rank: torch works out all of them at once, which takes a while."""
+    """Return the actions of every rank; cached, as torch computes those of all ranks at once."""
     ranks = range(order.config.size)
     if order.config.size == 1:
         return [sequential_actions(micro_batches, training=training)]
@@ -84,7 +86,7 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
         return [one_forward_one_backward(rank, len(ranks), micro_batches) for rank in ranks]
     if schedule is torch_pipelining.ScheduleGPipe:
         return [sequential_actions(micro_batches, training=False) for _ in ranks]
-    stages = [  # torch asks them for nothing but their numbers
+    stages = [  # torch's schedules read only these numbers of a stage
         SimpleNamespace(
             stage_index=stage,
             num_stages=order.num_stages,
@@ -106,7 +108,7 @@ def _orders(order: PipelineOrder, micro_batches: int, training: bool) -> list[tu
 
 
 def _actions(found: Sequence[Any], stages: Sequence[int]) -> Iterator[Action]:
-    """The actions torch found for the rank with these stages."""
+    """Convert torch's actions for the rank with these stages."""
     for a in found:
         if a is not None:
             chunk = stages.index(a.stage_index)
@@ -114,7 +116,7 @@ def _actions(found: Sequence[Any], stages: Sequence[int]) -> Iterator[Action]:
 
 
 def _schedule_class(config: PipelineConfig, *, training: bool) -> Any:
-    """torch's schedule for a step, or for an evaluation, which is forward alone."""
+    """Return torch's schedule for a training step, or for an evaluation, which is forward only."""
     if training:
         return torch_pipelining.schedules.get_schedule_class(config.schedule.value)
     if config.schedule.is_v:
@@ -125,7 +127,7 @@ def _schedule_class(config: PipelineConfig, *, training: bool) -> Any:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
-    """1F1B on one stage: forwards to warm up, pairs, backwards to cool down.
+    """Return 1F1B's actions on one stage: warm-up forwards, pairs, cool-down backwards.
 
     Source: Narayanan et al. 2019, PipeDream-Flush.
     """
@@ -137,7 +139,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tup
 
 
 class Timed(NamedTuple):
-    """An action and when it runs, in the unit of its cost."""
+    """An action with its start and end, in the unit of costs."""
 
     action: Action
     start: float
@@ -145,17 +147,19 @@ class Timed(NamedTuple):
 
 
 class Timeline(NamedTuple):
+    """The times of all ranks' actions in a step."""
+
     ranks: tuple[tuple[Timed, ...], ...]
-    """The actions of each rank, in order."""
+    """Actions of each rank, in order."""
 
     @property
     def end(self) -> float:
-        """The last rank's end."""
+        """End of the rank that ends last."""
         return max(timed[-1].end for timed in self.ranks)
 
     @property
     def bubble(self) -> float:
-        """Idle time of the busiest rank over its working time."""
+        """Ratio of idle to working time of the busiest rank."""
         busiest = max(sum(t.end - t.start for t in timed) for timed in self.ranks)
         return self.end / busiest - 1
 
@@ -168,15 +172,16 @@ def timeline(
     send: float = 0.0,
     training: bool = True,
 ) -> Timeline:
-    """Each action as soon as its rank is free and what it needs is there.
+    """Simulate a step: each action starts when its rank is free and its inputs have arrived.
 
-    `cost` is the time of an action on a stage; a backward that is not split is asked for both
-    halves. What another rank sends arrives `send` after it was made; sending keeps nobody busy.
+    `cost` returns the time of an action on a stage; for a backward that is not split, the costs of
+    both halves are added. A result arrives at another rank `send` after it was made; sending keeps
+    no rank busy.
     """
     ranks = range(order.config.size)
     stages = [order.stages_of(rank) for rank in ranks]
     todo = [list(order.actions(rank, micro_batches, training=training))[::-1] for rank in ranks]
-    split = {
+    split = {  # the (stage, micro-batch) whose backward is in two halves
         (stages[rank][a.chunk], a.micro_batch)
         for rank in ranks
         for a in todo[rank]
@@ -196,6 +201,7 @@ def timeline(
         end, maker = done[needed]
         return end + (send if maker != rank else 0.0)
 
+    # Each round takes every rank as far as it gets without results of ranks that are behind.
     while any(todo):
         progress = False
         for rank in ranks:
@@ -217,6 +223,7 @@ def timeline(
 
 
 def _needs(action: Action, stage: int, num_stages: int) -> list[tuple[ActionKind, int, int]]:
+    """Return the (kind, stage, micro-batch) of the results that an action needs."""
     m = action.micro_batch
     if action.kind is ActionKind.WEIGHT_GRADIENT:
         return [(ActionKind.BACKWARD, stage, m)]
@@ -228,13 +235,13 @@ def _needs(action: Action, stage: int, num_stages: int) -> list[tuple[ActionKind
 
 @dataclass(frozen=True)
 class Hop:
-    """A stage's result for a micro-batch, on its way to a neighbour."""
+    """The transfer of a stage's result for a micro-batch to the next or previous stage."""
 
     made_in: ActionKind
-    """FORWARD: activations; BACKWARD: their gradient."""
+    """FORWARD for activations, BACKWARD for their gradient."""
     micro_batch: int
     source: int
-    """The stage that made it."""
+    """The stage that computed it."""
 
     @property
     def target(self) -> int:
@@ -243,24 +250,25 @@ class Hop:
 
     @property
     def tag(self) -> Tag:
+        """The tag of the transfer, for logs."""
         what = "activations" if self.made_in is ActionKind.FORWARD else "gradient"
         text = f"{what} of micro-batch {self.micro_batch} from stage {self.source}"
         return Tag(Purpose.STAGE_ACTIVATION, tensor=text)
 
 
 Program = tuple[Action | Hop, ...]
-"""Of one rank: what it computes, sends and receives, in order."""
+"""One rank's computations, sends and receives of a step, in order."""
 
 
 def program(order: PipelineOrder, rank: int, micro_batches: int, *, training: bool) -> Program:
-    """A step of the `rank`-th rank of a pipeline [Note: One order of sends]."""
+    """Return the program of the `rank`-th rank for a step [Note: One order of sends]."""
     return _programs(order, micro_batches, training)[rank]
 
 
 @lru_cache(maxsize=16)
 def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[Program]:
-    # When, whether it is a computation, what, and on which ranks. At one time sends come first:
-    # what they bring may be used at once.
+    # (time, is a computation, item, its ranks). At equal times sends come first, as a computation
+    # may need what they bring.
     moments: list[tuple[float, bool, Action | Hop, tuple[int, ...]]] = []
     found = timeline(order, micro_batches, lambda stage, kind: 1.0, training=training)
     for rank, timed in enumerate(found.ranks):
@@ -281,9 +289,9 @@ def _programs(order: PipelineOrder, micro_batches: int, training: bool) -> list[
 def split_layers(
     costs: Sequence[float], stages: int, *, after: float = 0.0
 ) -> list[tuple[int, int]]:
-    """(first, stop) of the layers of each stage, so that the costliest stage costs least.
+    """Return the layers (first, stop) of each stage so that the most expensive stage costs least.
 
-    `costs` are those of the layers, `after` that of what the last stage does after its layers.
+    `costs` are the layers' costs, `after` the cost of the last stage's work after its layers.
     Raises ValueError if a stage would have no layer.
     """
     num_layers, ends = len(costs), [0.0, *accumulate(costs)]
@@ -291,6 +299,8 @@ def split_layers(
         raise ValueError(
             f"{num_layers} layers cannot be cut into {stages} stages: use at most {num_layers}"
         )
+    # By dynamic programming over stages: for each end of a stage, the best cuts before it, by the
+    # greatest cost of a stage, then by the sum of squares, which evens out the others.
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [0])}
     for stage in range(stages):
         extra = after * (stage == stages - 1)

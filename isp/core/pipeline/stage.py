@@ -1,12 +1,12 @@
-"""One rank's stages of a pipeline at work, with the runtime told where each of them is.
+"""`Pipeline`, which runs one rank's stages, and the hooks that tell the runtime where it is.
 
 B batch, S sequence, D hidden size; a micro-batch is [B, S'] tokens on the first stage and
 [B, S', D] between stages.
 
-[Note: Split backward] A linear of ours computes both gradients in one custom function. So where the
-backward is split, the whole graph runs in the first half, with each linear's two factors kept, and
-the second half is to multiply them. Gradients of norms, biases and the embedding are there
-after the first half.
+[Note: Split backward] ISP's linear computes both gradients in one custom function. So if the
+backward is split, the first half runs the whole graph and keeps the two factors of each linear's
+weight gradient, and the second half multiplies them. Gradients of norms, biases and the embedding
+are complete after the first half.
 """
 
 from __future__ import annotations
@@ -45,44 +45,48 @@ class FollowsActions(Protocol):
 
 
 class ISPCommunicatorSchedulerHook:
-    """Called by a schedule: tells a communicator what comes next, which chunk runs, and when
-    gradients are needed; and `log` in which phase of the step its transfers set off.
+    """Hooks that a schedule calls to tell a communicator and a log where it is.
 
-    `communicator`: None where weights stay on their rank.
+    The communicator learns which actions come, which model chunk runs, and when gradients are
+    needed; the log, in which phase transfers are launched. `communicator` is None if weights stay
+    on their rank.
     """
 
     def __init__(self, communicator: FollowsActions | None, log: CommLog) -> None:
         self.communicator, self.log = communicator, log
 
     def before_step(self, actions: Sequence[Action]) -> None:
-        """These actions come next; the weights they need are published."""
+        """Begin a step of these actions; the weights that they need are published."""
         if self.communicator is not None:
             self.communicator.begin(actions)
         self.log.enter(Phase.OTHER)
 
     def before_forward(self, chunk: int) -> None:
-        """The forward of a micro-batch through model chunk `chunk` begins."""
+        """Begin the forward of a micro-batch through model chunk `chunk`."""
         self._enter(Phase.FORWARD, chunk)
 
     def after_forward(self, chunk: int) -> None:
+        """End the forward through model chunk `chunk`."""
         self.log.enter(Phase.OTHER)
 
     def before_criterion(self) -> None:
-        """The loss of a micro-batch is about to be computed."""
+        """Begin the loss of a micro-batch."""
         self.log.enter(Phase.LOSS)
 
     def after_criterion(self) -> None:
+        """End the loss of a micro-batch."""
         self.log.enter(Phase.OTHER)
 
     def before_backward(self, chunk: int) -> None:
-        """The backward of a micro-batch through model chunk `chunk` begins."""
+        """Begin the backward of a micro-batch through model chunk `chunk`."""
         self._enter(Phase.BACKWARD, chunk)
 
     def after_backward(self, chunk: int) -> None:
+        """End the backward through model chunk `chunk`."""
         self.log.enter(Phase.OTHER)
 
     def after_step(self) -> None:
-        """All actions are done, and gradients are needed."""
+        """End the step: wait for all gradients."""
         self.log.enter(Phase.OPTIMIZER)
         if self.communicator is not None:
             self.communicator.finish()
@@ -94,28 +98,28 @@ class ISPCommunicatorSchedulerHook:
 
 
 class StageWork(Protocol):
-    """A rank's work on micro-batch number `micro_batch` of a step."""
+    """The computations of a rank's stages on each micro-batch of a step."""
 
     @property
     def tokens(self) -> Sequence[Tensor]:
-        """Of each micro-batch, [B, S']; only the first stage computes with them."""
+        """Tokens of each micro-batch, [B, S']; only the first stage computes with them."""
 
     def between(self, micro_batch: int) -> Tensor:
-        """A new tensor such as travels between stages, [B, S', D]."""
+        """Return a new tensor of the shape that stages send each other, [B, S', D]."""
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
-        """Through the part of the model that is this rank's chunk number `chunk`."""
+        """Run x through this rank's model chunk number `chunk`."""
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """On the last stage: what is differentiated, of no dimension and float64."""
+        """Return the loss to differentiate, a float64 scalar; on the last stage only."""
 
 
 class Pipeline:
     """One step of `work` on this rank's stages of a pipeline over `channel`.
 
-    With `gradients` a step is forward and backward, without them it is forward alone. `deferred`
-    has the weight gradients that a schedule with a split backward computes on their own. `last`: no
-    backward pass of the same step comes behind these.
+    With `gradients` a step is forward and backward, without them forward only. `deferred` holds the
+    weight gradients that a schedule with a split backward computes separately. `last`: no backward
+    pass of the same training step comes after these.
     """
 
     def __init__(
@@ -141,17 +145,19 @@ class Pipeline:
             order, channel.rank, len(work.tokens), training=gradients is not None
         )
         self._kept: dict[tuple[int, int], tuple[_Entry, Tensor | GradientEdge]] = {}
-        """By micro-batch and chunk: the two ends of its graph, until the backward; no activations,
-        which are kept by who needs them."""
+        """Both ends of the graph of each (micro-batch, chunk) until its backward. They hold no
+        activations: the graph keeps those that it needs."""
         self._second_halves: dict[tuple[int, int], Callable[[], None]] = {}
-        """By micro-batch and chunk: the second half of its backward."""
+        """Second half of the backward of each (micro-batch, chunk)."""
         self._made: dict[Hop, Tensor] = {}
-        """About to be sent."""
+        """Results that are not sent yet."""
         self._sent: dict[tuple[ActionKind, int], Pending] = {}
-        """The last one of each kind and stage."""
+        """Last send of each kind and stage."""
         self._coming: dict[Hop, Pending] = {}
+        """Receives in flight, and results for another stage of this rank."""
 
     def run(self) -> None:
+        """Run this rank's program, and wait until everything is sent."""
         actions = [item for item in self._program if not isinstance(item, Hop)]
         self._backwards_left = Counter(a.chunk for a in actions if a.kind is ActionKind.BACKWARD)
         halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
@@ -168,18 +174,20 @@ class Pipeline:
             sent.wait()
 
     def _move(self, hop: Hop) -> None:
-        """Launch a send or a receive. One send at a time is under way of each kind and stage."""
+        """Launch a send or a receive; at most one send of each kind and stage is in flight."""
         if hop.target in self._stages:
             buffer, source = self._work.between(hop.micro_batch), self._order.rank_of(hop.source)
             self._coming[hop] = self._channel.recv(buffer, source, tag=hop.tag)
             return
         key = hop.made_in, hop.source
+        # Waiting for the send before bounds the memory of results in flight.
         if key in self._sent:
             self._sent.pop(key).wait()
         target = self._order.rank_of(hop.target)
         self._sent[key] = self._channel.send(self._made.pop(hop), target, tag=hop.tag)
 
     def _hand_on(self, hop: Hop, x: Tensor) -> None:
+        """Keep x for its send, or pass it to this rank's stage that needs it."""
         if hop.target in self._stages:
             self._coming[hop] = Pending.ready(x)
         else:
@@ -195,13 +203,14 @@ class Pipeline:
                 x = entry(x)
         self._hook.before_forward(chunk)
         y = self._work.forward(chunk, micro_batch, x)
-        del x
+        del x  # the graph alone decides whether the input stays
         if self._gradients is not None and not y.requires_grad:
             y = entry(y)  # all weights from the input on are frozen
         self._hook.after_forward(chunk)
         end: Tensor | GradientEdge
         if stage < self._order.num_stages - 1:
             self._hand_on(Hop(ActionKind.FORWARD, micro_batch, stage), y.detach())
+            # The edge, not y: the output need not stay on this rank after it is sent.
             end = get_gradient_edge(y) if self._gradients is not None else y
         else:
             end = self._work.loss(micro_batch, y)
@@ -222,7 +231,7 @@ class Pipeline:
         self._hook.before_backward(chunk)
         with nullcontext() if is_last else self._gradients.no_sync():
             torch.autograd.backward(end, dy)
-            if self._deferred is not None:
+            if self._deferred is not None:  # [Note: Split backward]
                 multiply = self._deferred.take()
                 if is_split:
                     self._second_halves[action[1:]] = multiply
@@ -234,25 +243,25 @@ class Pipeline:
 
 
 class _Entry:
-    """Where a stage's graph begins: has the gradient of its input, and no hold on the input."""
+    """The begin of a stage's graph, which gets the input's gradient without keeping the input."""
 
     def __init__(self) -> None:
         self.gradient: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x, whose gradient comes here."""
+        """Return x as part of a graph that delivers its gradient here."""
         entered: Tensor = _Enter.apply(x.new_empty(0).requires_grad_(), x, self)
         return entered
 
     def take_gradient(self) -> Tensor:
-        """The gradient, which goes to who asks."""
+        """Return the gradient and clear it."""
         dx, self.gradient = self.gradient, None
         assert dx is not None, "no backward has come to the stage's input"
         return dx
 
 
 class _Enter(Function):
-    """forward   x, in a graph because of `door`, which is empty
+    """forward   x; the empty tensor `door` requires a gradient, so that there is a graph
     backward  dx to the entry
     """
 
