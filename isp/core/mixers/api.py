@@ -1,4 +1,4 @@
-"""The calls by which a model mixes tokens other than by attention, and where all of them go.
+"""The calls by which a model mixes tokens other than by attention, and their redirection.
 
 B batch, S sequence (S' the tokens of a rank), C channels, K taps; H heads of values, G heads of
 keys, d and e their sizes; P features of a head, N numbers of its state
@@ -32,32 +32,33 @@ __all__ = [
 
 
 class Mixers(Protocol):
-    """Where the calls of a parallelised model go."""
+    """The mixers that a parallelized model's calls go to."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """As `isp.core.attention.api.Attend`."""
+        """Attend as `isp.core.attention.api.Attend`."""
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """x [B, S', C], weight [C, K], bias [C] -> [B, S', C]."""
+        """Convolve x [B, S', C] with weight [C, K] and bias [C] -> [B, S', C]."""
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Of tokens [B, S', ..] -> [B, S', H, ..], as the first of `inputs.of_heads`."""
+        """Scan tokens [B, S', ..] -> [B, S', H, ..], of the shape of the first of heads' inputs."""
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """The numbers of the keys that tokens attend to, [B, S', G, n], see `Chosen`."""
+        """Return the numbers of the keys that tokens attend to, [B, S', G, n]; see `Chosen`."""
 
 
 _mixers: ContextVar[Mixers | None] = ContextVar("mixers", default=None)
+"""The mixers that calls go to; set while a parallelized model runs."""
 
 
 def current_mixers() -> Mixers | None:
-    """Where calls go now; None outside of a parallelised model's forward."""
+    """Return the mixers that calls go to; None outside of a parallelized model's forward."""
     return _mixers.get()
 
 
 @contextmanager
 def mix_by(mixers: Mixers) -> Iterator[None]:
-    """Calls of this module, and of attention, in this context go to `mixers`."""
+    """Send calls of this module, and of attention, in this context to `mixers`."""
     token = _mixers.set(mixers)
     try:
         with attend_by(mixers.attend):
@@ -74,10 +75,10 @@ def causal_conv1d(
     activation: str | None = None,
     dilation: int = 1,
 ) -> Tensor:
-    """Causal depthwise convolution, which `isp.parallelize` spreads over the ranks.
+    """Convolve each channel causally; `isp.parallelize` spreads the call over the ranks.
 
     x [B, S, C], weight [C, K] (the last tap is the token's own), bias [C] -> [B, S, C].
-    `activation`: None, "silu" or "swish". Outside of a parallelised model each sequence is one
+    `activation`: None, "silu" or "swish". Outside of a parallelized model, each sequence is one
     document. Raises ValueError for another activation.
     """
     if activation not in (None, "silu", "swish"):
@@ -93,11 +94,11 @@ def causal_conv1d(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalise: bool = True
 ) -> Tensor:
-    """The gated delta rule, which `isp.parallelize` spreads over the ranks.
+    """Scan by the gated delta rule; `isp.parallelize` spreads the call over the ranks.
 
     q and k [B, S, G, d], v [B, S, H, e], beta [B, S, H], and g the logarithm of the decay:
-    [B, S, H], or [B, S, H, d] for one a feature (KDA) -> [B, S, H, e]; G divides H. `normalise`: q
-    and k to length 1. Outside of a parallelised model each sequence is one document.
+    [B, S, H], or [B, S, H, d] for one a feature (KDA) -> [B, S, H, e]; G divides H. `normalise`
+    scales q and k to length 1. Outside of a parallelized model, each sequence is one document.
     """
     return _scanned(DeltaRule(normalise=normalise), Inputs((v, g, beta), (q, k)))
 
@@ -114,12 +115,12 @@ def state_space_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
-    """A state-space scan, which `isp.parallelize` spreads over the ranks.
+    """Scan by a state-space model; `isp.parallelize` spreads the call over the ranks.
 
     Mamba2, with A [H]: x [B, S, H, P], dt [B, S, H], B and C [B, S, G, N], D and dt_bias [H] ->
     [B, S, H, P]; G divides H. Mamba's selective scan, with A [C, N]: x and dt [B, S, C], B and C
-    [B, S, N], D and dt_bias [C] -> [B, S, C]. Outside of a parallelised model each sequence is one
-    document.
+    [B, S, N], D and dt_bias [C] -> [B, S, C]. Outside of a parallelized model, each sequence is
+    one document.
     """
     least, most = dt_limit
     options: Any = {"dt_softplus": dt_softplus, "dt_limit": (least, most)}
@@ -132,6 +133,7 @@ def state_space_scan(
 
 
 def _scanned(recurrence: Recurrence, inputs: Inputs) -> Tensor:
+    """Scan by the current mixers, or, without them, with each sequence as one document."""
     mixers = _mixers.get()
     if mixers is not None:
         return mixers.scan(recurrence, inputs)

@@ -2,9 +2,9 @@
 
 T tokens of this rank, C channels, K taps, n slices of documents on this rank
 
-Each slice needs the `reach` = (K - 1) * dilation tokens before it in its document. Those that other
-ranks have are fetched (a halo), by the route that fetches keys for a window of reach + 1 tokens.
-All slices, each behind its halo and zeros where a document begins, are convolved in one call.
+Each slice needs the `reach` = (K - 1) * dilation tokens before it in its document. Those on other
+ranks (a halo) are fetched by the route that fetches keys for a window of reach + 1 tokens. All
+slices, each after its halo, or after zeros at the begin of a document, are convolved in one call.
 
     own [T, C] --halo, all-to-all--> [L, C] --zeros--> [L + .., C] --convolution--> own [T, C]
 
@@ -30,7 +30,7 @@ __all__ = ["convolve", "convolve_alone"]
 
 
 def convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int = 1) -> Tensor:
-    """x [B, S, C], weight [C, K], bias [C] -> [B, S, C]; each of B is a document."""
+    """Convolve x [B, S, C] with weight [C, K] and bias [C] -> [B, S, C]; each row is a document."""
     reach = (weight.shape[1] - 1) * dilation
     return _convolved(F.pad(x, (0, 0, reach, 0)), weight, bias, dilation)
 
@@ -38,7 +38,7 @@ def convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, placement: Placement, dilation: int = 1
 ) -> Tensor:
-    """This rank's tokens x [T, C], weight [C, K], bias [C] -> [T, C]."""
+    """Convolve this rank's tokens x [T, C] with weight [C, K] and bias [C] -> [T, C]."""
     reach = (weight.shape[1] - 1) * dilation
     if not reach:
         return _convolved(x[None], weight, bias, dilation)[0]
@@ -47,7 +47,7 @@ def convolve(
         tag = Tag(Purpose.HALO, tensor="convolution.halo")
         exchange = KeyExchange(placement.channel, route.on(x.device), tag)
         (x,) = exchanged(exchange, x.contiguous())
-    if not len(x):
+    if not len(x):  # backward has to reach the exchange, with zeros for weight and bias
         return joined(x, weight, bias)
     rows, kept = _layout(placement, reach, x.device)
     padded = torch.cat((x.new_zeros(1, x.shape[1]), x)).index_select(0, rows)
@@ -55,7 +55,7 @@ def convolve(
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-    """x [B, reach + S, C] -> [B, S, C], in the dtype of the weight at least."""
+    """Convolve x [B, reach + S, C] -> [B, S, C], by a kernel or in the weight's dtype."""
     found = kernels.causal_convolution(x, weight, bias, dilation)
     if found is not None:
         return found
@@ -70,10 +70,10 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) ->
 
 
 def _layout(placement: Placement, reach: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What lies where in the convolution's input, and which places of its result are kept.
+    """Return index tensors: rows of the convolution's input, and positions of its result to keep.
 
-    Of [1 + L], a zero and what has arrived, the row at each place of the input; the places of the
-    result that are this rank's tokens, the first `reach` of the input having none.
+    The first index the tensor [1 + L] of a zero row and the arrived rows. The second selects this
+    rank's tokens from the result, which is `reach` shorter than the input.
     """
     found: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = placement.layouts
     if (reach, device) not in found:

@@ -1,11 +1,11 @@
-"""The gated delta rule, and its form with a decay for each feature (KDA), in chunks of tokens.
+"""The gated delta rule, and its form with a decay for each feature (KDA), by scan chunks of tokens.
 
 T tokens, H heads of values, G heads of keys (G divides H), K and V their sizes, c tokens of a chunk
 
     S_t = D_t S_(t-1) + beta_t k_t (v_t - k_t^T D_t S_(t-1))^T       S [K, V], D_t = exp(g_t)
     o_t = S_t^T q_t / sqrt(K)
 
-g [T, H] is one decay a head; g [T, H, K] one a feature of its keys.
+g is the logarithm of the decay: [T, H] for one a head, [T, H, K] for one a feature of its keys.
 
 Within a chunk, with decays a_t = exp(g_1 + .. + g_t) and A the strict lower triangle of
 beta_i (k_i a_i / a_j) . k_j, the corrected values are U - W S, where
@@ -30,20 +30,20 @@ from isp.core.mixers.recurrence import Inputs, by_segment, decays, in_chunks
 __all__ = ["DeltaRule"]
 
 _CHUNK = {2: 64, 3: 16}
-"""Tokens of a chunk, by the dims of the decay g: of [T, H, K], pairs of tokens have K numbers."""
+"""Tokens of a chunk by the dims of g; with [T, H, K] each pair of tokens takes K numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """The scan of `isp.gated_delta_rule`: heads have v, g and beta, groups q and k."""
+    """The scan of `isp.gated_delta_rule`; inputs of heads are v, g and beta, of groups q and k."""
 
     normalise: bool
-    """q and k of each token to length 1."""
+    """Scale q and k of each token to length 1."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Recurrence.scan`; states [n, H, K, V]."""
+        """Scan like `Recurrence.scan`; states are [n, H, K, V]."""
         found = kernels.delta_rule(inputs, lengths, initial, normalise=self.normalise)
         if found is not None:
             return found
@@ -63,10 +63,10 @@ class DeltaRule:
         return out.to(inputs.of_heads[0].dtype), states
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """As `Recurrence.summary`: [n, H K (V + K)], the state from zero beside the transition.
+        """Return [n, H K (V + K)]: for each row of keys the state from zero, then the transition.
 
-        The values are widened by K zeros and the scan begins with [0 | 1]: any kernel that takes
-        an initial state gives both.
+        The values are widened by K zeros and the scan begins with [0 | 1], so that any kernel with
+        an initial state computes both in one call.
         """
         (v, *others), k = inputs.of_heads, inputs.of_groups[1]
         key_size = k.shape[2]
@@ -78,22 +78,22 @@ class DeltaRule:
         return self.scan(wide, lengths, begin)[1].flatten(1)
 
     def summary_size(self, inputs: Inputs) -> int:
-        """As `Recurrence.summary_size`."""
+        """Return the elements of a summary."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return v.shape[1] * k.shape[2] * (v.shape[2] + k.shape[2])
 
     def state_size(self, inputs: Inputs) -> int:
-        """As `Recurrence.state_size`."""
+        """Return the elements of a document's state."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return v.shape[1] * k.shape[2] * v.shape[2]
 
     def flops(self, inputs: Inputs) -> int:
-        """As `Recurrence.flops`: what a state holds of the key, its change, what the query asks."""
+        """Return a token's operations: products of a state with key and query, and its change."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         return 6 * v.shape[1] * k.shape[2] * v.shape[2]
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
-        """As `Recurrence.after`: [H, K, V]."""
+        """Return the state [H, K, V] after a segment, from its summary and `state`."""
         v, k = inputs.of_heads[0], inputs.of_groups[1]
         wide = summary.view(v.shape[1], k.shape[2], v.shape[2] + k.shape[2])
         from_zero, transition = wide[..., : v.shape[2]], wide[..., v.shape[2] :]
@@ -103,11 +103,11 @@ class DeltaRule:
 def _scan(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Of one segment: q, k [T, H, K], v [T, H, V], state [H, K, V] -> [T, H, V], [H, K, V]."""
+    """Scan a segment: q, k [T, H, K], v [T, H, V], state [H, K, V] -> [T, H, V], [H, K, V]."""
     if not len(q):
         return v, state
     size, length = min(_CHUNK[g.dim()], len(q)), len(q)
-    # Tokens of nothing behind the last one: they decay and add nothing.
+    # Padded with zero tokens, which neither decay (g = 0) nor write.
     q, k, v, g, beta = (in_chunks(x, size) for x in (q, k, v, g, beta))  # [N, H, c, ..]
     kept, pair = decays(g)  # [N, H, c] and [N, H, c, c], or those with K
     if g.dim() == 3:
@@ -119,9 +119,10 @@ def _scan(
     system = (beta.unsqueeze(-1) * kk).tril(-1)
     given = beta.unsqueeze(-1) * torch.cat((v, k * kept), -1)
     solved = torch.linalg.solve_triangular(system, given, upper=False, unitriangular=True)
-    values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
+    values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)  # U and W
     written, last = k * pair[:, :, -1], kept[:, :, -1].unsqueeze(-1)  # [N, H, 1 or K, 1]
     outs = []
+    # Only this loop is sequential: everything else was computed for all chunks at once.
     for value, key, query, inside, decay, write in zip(
         *(x.unbind() for x in (values, keys, q * kept, qk, last, written.mT)),
         strict=True,

@@ -1,18 +1,19 @@
-"""Scans and convolutions by kernels of packages, on devices that have them.
+"""Scans and convolutions by kernels of other packages, on CUDA.
 
 T tokens, H heads of values, G heads of keys or groups, K and V their sizes; P features of a head, N
-numbers of its state; C channels; n segments: runs of tokens of one document
+numbers of its state; C channels; n segments: ranges of tokens of one document
 
-[Note: Kernels] On CUDA, in bfloat16, float16 or float32, the kernel of a package computes, if it is
-installed and takes such sizes; which one, or why none, is logged once. The project's own code
-computes everywhere else, and with deterministic algorithms: backward adds up by atomics in some.
-Summaries are asked of the same kernels (`DeltaRule.summary` widens the values), so that a rank has
-no other scan to run; Mamba2's is one product, without a scan.
+[Note: Kernels] On CUDA, in bfloat16, float16 or float32, a package's kernel computes if it is
+installed and supports the sizes; which one, or why none, is logged once. ISP's torch code computes
+in all other cases, and with deterministic algorithms, as some kernels' backward adds by atomics.
+Summaries use the same kernels (`DeltaRule.summary` widens the values), so that a rank needs no
+other scan; Mamba2's summary is one product, without a scan.
 
 [Note: Tokens that carry states] `selective_scan_fn` scans one document from a state of zeros, and
-its final state has no gradient. Tokens around each segment do the rest: one with an endless step
-and nothing to write, at which everything decays; N with hardly a step that write the initial state,
-a number of each channel each; N without a step that read the final one in the same way.
+its final state has no gradient. So tokens are added around each segment: one with a huge step
+and nothing to write, which makes the old state decay to zero; N with a tiny step that write the
+initial state, one number of each channel each; N with no step that read the final state in the same
+way.
 
 Sources: github.com/fla-org/flash-linear-attention, fla/ops/gated_delta_rule/chunk.py and
 fla/ops/kda/chunk.py; github.com/state-spaces/mamba, mamba_ssm/ops/triton/ssd_combined.py and
@@ -43,17 +44,17 @@ logger = logging.getLogger(__name__)
 _DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST = 256
-"""Features of a key, or numbers of a state, that kernels take."""
+"""Features of a key, or numbers of a state, that kernels support at most."""
 _CHUNK = 256
 """Tokens of a chunk of Mamba2, mamba_ssm's default."""
 _ENDLESS, _HARDLY = 1e20, 2.0**-50
-"""Steps of tokens that carry states."""
+"""Steps of tokens that carry states [Note: Tokens that carry states]."""
 
 
 def delta_rule(
     inputs: Inputs, lengths: Sequence[int], initial: Tensor | None, *, normalise: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """As `Recurrence.scan` of the gated delta rule; None: no kernel.
+    """Scan like `Recurrence.scan` of the gated delta rule; return None without a kernel.
 
     One call for all segments, [1, T, ..]; states [n, H, K, V] in float32 both ways, with gradients.
     """
@@ -87,10 +88,11 @@ def mamba2(
     dt_softplus: bool,
     dt_limit: tuple[float, float],
 ) -> tuple[Tensor, Tensor | None] | None:
-    """As `Recurrence.scan` of Mamba2; None: no kernel, or no final states.
+    """Scan like `Recurrence.scan` of Mamba2; return None without a kernel.
 
-    Several segments from zeros are one call with `seq_idx`, which has no backward of final states
-    and so gives none. A kernel takes one initial state: with those, a call a segment.
+    Several segments from zeros are one call with `seq_idx`. Its final states would have no
+    backward, so None is returned for them. With initial states there is a call for each segment,
+    as a call takes one.
     """
     (x, dt), (B, C) = inputs.of_heads, inputs.of_groups
     A, D, dt_bias = inputs.constants
@@ -120,10 +122,10 @@ def mamba2(
 def selective_scan(
     A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Results [T, C], without those of D, and final states [n, C, N]; None: no kernel.
+    """Return results [T, C], without the term of D, and final states [n, C, N]; None: no kernel.
 
-    A [C, N], and of tokens x and dt (no less than 0) [T, C], B and C [T, 1, N], all float32. One
-    call for all segments, as [Note: Tokens that carry states] says.
+    A [C, N]; xs are x and dt (not below 0) [T, C], B and C [T, 1, N], all float32. One call for all
+    segments [Note: Tokens that carry states].
     """
     (x, dt, B, C), size = xs, A.shape[1]
     name = "mamba_ssm.ops.selective_scan_interface"
@@ -150,9 +152,9 @@ def selective_scan(
 def causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int
 ) -> Tensor | None:
-    """x [B, reach + S, C], weight [C, K] -> [B, S, C]; None: no kernel.
+    """Convolve x [B, reach + S, C] with weight [C, K] -> [B, S, C]; None: no kernel.
 
-    Documents lie behind zeros or their halo, so it needs no `seq_idx`; channels last.
+    Documents come after zeros or their halo, so the kernel needs no `seq_idx`; channels are last.
     """
     channels, taps = weight.shape
     fault = ""
@@ -176,7 +178,7 @@ def _kernel(
     extension: str = "",
     fault: str = "",
 ) -> Callable[..., Any] | None:
-    """`module.name`, if it takes what is like x and these sizes; None: our own code computes."""
+    """Return `module.name` if it supports x's device and dtype and these sizes, else None."""
     if x.device.type not in _DEVICES:
         return None
     kernel = None
@@ -196,13 +198,13 @@ def _kernel(
 def _imported(
     module: str, name: str, needed: tuple[str, ...], extension: str
 ) -> tuple[Callable[..., Any] | None, str]:
-    """The function, or the reason why there is none."""
+    """Return the function, or None and the reason."""
     try:
         if extension:
             import_module(extension)
         function: Callable[..., Any] = getattr(import_module(module), name)
     except (ImportError, OSError, AttributeError) as error:
-        return None, f"not there: {str(error).partition(chr(10))[0]}"
+        return None, f"cannot be imported: {str(error).partition(chr(10))[0]}"
     if missing := set(needed) - set(inspect.signature(function).parameters):
         return None, f"too old, it takes no {', '.join(sorted(missing))}"
     return function, ""
@@ -210,7 +212,8 @@ def _imported(
 
 @cache
 def _report(name: str, fault: str) -> None:
+    """Log once which code computes."""
     if fault:
-        logger.info("mixers: own code, not %s (%s)", name, fault)
+        logger.info("mixers: using ISP's torch code; %s is unavailable: %s", name, fault)
     else:
         logger.info("mixers: %s", name)

@@ -1,24 +1,24 @@
-"""The choice of keys for sparse attention, of sequences that are split over ranks.
+"""The choice of keys for sparse attention, in sequences that are split over ranks.
 
 B batch, S' and T = B S' the tokens of this rank, R queries and C keys of a tile, D size of a key,
 G choices of a query, n numbers of a choice
 
-An indexer scores a query against all keys before it in its document, by small keys of its own, and
-keeps the best. Each slice of a document is sent the index keys before it, by the route that fetches
-keys for attention; queries are not sent, and are scored a tile at a time.
+An indexer scores a query against all earlier keys of its document, by small keys of its own, and
+keeps the best. Each slice of a document receives the earlier index keys by the route that fetches
+keys for attention; queries are not sent, and are scored one tile at a time.
 
     own [T, D] --all-to-all--> [L, D] --tiles, [R, C] scores of each head--> numbers [T, G, n]
 
 backward   none: a choice has no gradient
 
-[Note: Chosen, then by heads] Attention exchanges tokens for heads and fetches keys as ever, and
-the numbers are all-gathered over the head ranks, 4 n bytes a token. To gather keys instead would be
-fewer bytes for many ranks; but latents would be expanded on every rank, whose keys and values of
-all heads and tokens are p times the memory.
+[Note: Chosen, then by heads] Attention exchanges tokens for heads and fetches keys as usual, and
+the numbers are all-gathered over the head ranks, 4 n bytes a token. Gathering keys instead would
+send fewer bytes with many ranks, but every rank would expand latents to the keys and values of all
+heads and tokens, p times the memory.
 
-[Note: Ties] Scores behind a ReLU are often equal: all zero. Which of equal ones torch's top-k takes
-on a CPU depends on how many there are in all, so there a slice is scored against as many keys as
-its document has, as the model alone does it.
+[Note: Ties] Scores after a ReLU are often equal: all zero. Which of equal scores torch's top-k
+takes on a CPU depends on their total number. So on a CPU a slice is scored against as many keys as
+its document has, like in the model alone.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from isp.core.mixers.placement import Placement
 __all__ = ["Indexer", "choose"]
 
 _MOST_SCORES = 1 << 26
-"""Of a tile, over all heads, unless a query alone has more."""
+"""Scores of a tile at most, over all heads, unless one query has more."""
 
 
 class Indexer(Protocol):
-    """A module that chooses keys, and what it was called with."""
+    """A module that chooses keys, with the inputs of its call."""
 
     keys: Tensor
-    """[B, S', D], of this rank's tokens."""
+    """Index keys of this rank's tokens, [B, S', D]."""
     num_heads: int
-    """Scores of a query and a key."""
+    """Number of scores for a query and a key."""
     num_choices: int
     """G."""
 
     def most(self, length: int) -> int:
-        """n, at most, in a document of so many tokens."""
+        """Return the largest n in a document of so many tokens."""
 
     def choose(self, tokens: slice, keys: Tensor, seen: Tensor) -> Tensor:
-        """`tokens` of T, keys [C, D] of which they may choose where `seen` [R, C] -> [R, G, n]."""
+        """Choose among keys [C, D], where `seen` [R, C], for `tokens` of T -> [R, G, n]."""
 
 
 def choose(
@@ -64,9 +64,9 @@ def choose(
     on_cpu: bool,
     tiles: Callable[[Sequence[slice]], Iterable[slice]] = iter,
 ) -> Tensor:
-    """The numbers of the keys that each token attends to, [T, G, n], within its document.
+    """Return the numbers of the keys that each token attends to, [T, G, n], within its document.
 
-    `tiles`: which of alike tiles are run.
+    `tiles` selects the tiles to compute, given all (the planner computes one of each size).
     """
     keys, route = indexer.keys.flatten(0, 1), placement.earlier
     if not route.is_local:
@@ -87,7 +87,7 @@ def _numbers(
     most: int,
     tiles: Callable[[Sequence[slice]], Iterable[slice]],
 ) -> Tensor:
-    """[T, G, n], `most` = n; of documents: where the tokens begin, how many, keys [C, D]."""
+    """Return the numbers [T, G, n], n = `most`, of slices: (first token, tokens, keys [C, D])."""
     shape = indexer.keys.shape[:2].numel(), indexer.num_choices, most
     numbers, token = indexer.keys.new_full(shape, -1, dtype=torch.int32), 0
     for before, size, keys in documents:

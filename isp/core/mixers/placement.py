@@ -1,11 +1,11 @@
-"""`Placement`: which rank has which tokens of a micro-batch, and what mixers send therefore.
+"""`Placement`: the tokens of a micro-batch on each rank, and the routes by which mixers send them.
 
 p ranks share the sequences, T tokens in all, T/p on each rank; documents are numbered over all
 sequences of the micro-batch
 
 Attention has its own exchange. A convolution needs the tokens before each slice of a document (a
-halo), a scan the states before it, or all tokens of some heads. All of it is index arithmetic on
-the host, computed once for a micro-batch and used by all its layers.
+halo); a scan needs the states before it, or all tokens of some heads. The indices are computed on
+the host, once for a micro-batch, and used by all its layers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Placement:
     def of(
         cls, sequence: SequenceRanks, channel: Channel, rows: tuple[int, int], bounds: Sequence[int]
     ) -> Placement:
-        """That of `rows` sequences x tokens, arranged by `sequence` and then cut by rank.
+        """Return the placement of `rows` (sequences, tokens), ordered by `sequence`, cut by rank.
 
         `bounds`: ends of the documents after a 0, over all sequences; empty: each is a document.
         """
@@ -49,26 +49,26 @@ class Placement:
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
-        """Tokens of this rank's slices, in order; slices that touch are one."""
+        """Number of tokens of each of this rank's slices, in order; slices that touch are one."""
         return tuple((self._slices.end - self._slices.begin)[self._own].tolist())
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Number of tokens on each rank."""
         return tuple(sum(end - begin for _, begin, end in held) for held in self.split.slices)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Where each rank's tokens end, one rank's after another's, after a 0."""
+        """End of each rank's tokens, counted over the ranks, after a 0."""
         return tuple(accumulate(self.sizes, initial=0))
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether every rank has whole documents only, so that nothing is sent."""
+        """True if every rank has whole documents only, so that nothing is sent."""
         return self._slices.are_whole
 
     def halo(self, reach: int) -> Route:
-        """The route of the `reach` tokens before each slice, laid out before the slice's own."""
+        """Return the route of the `reach` tokens before each slice, laid out before its own."""
         window = reach + 1
         if window not in self._routes:
             route = gather_route(self.split, self.channel.rank, causal=True, window=window)
@@ -82,15 +82,17 @@ class Placement:
 
     @cached_property
     def whole_lengths(self) -> tuple[int, ...]:
-        """Tokens of the document of each of this rank's segments."""
+        """Number of tokens of the document of each of this rank's slices."""
         return tuple((self._slices.stop - self._slices.start)[self._own].tolist())
 
     @cached_property
     def states(self) -> Route:
-        """The route of the states of earlier slices of each slice's document, its own behind them.
+        """The route of states of each slice's document: of its earlier slices, then its own.
 
-        A state of each slice takes the place of a token; slice i of a document sees i + 1.
+        States are routed like tokens: a document has one token for each slice, and slice i sees the
+        first i + 1.
         """
+        # Number each slice within its document, over all ranks, in the order of the document.
         number = np.zeros(len(self._slices.rank), np.int64)
         order = np.argsort(self._slices.begin, kind="stable")
         firsts = self._slices.begin[order] == self._slices.start[order]
@@ -111,18 +113,18 @@ class Placement:
 
     @cached_property
     def continued(self) -> tuple[int, ...]:
-        """This rank's segments whose document continues behind them, by number."""
+        """Indices of this rank's slices whose document continues after them."""
         return tuple(np.flatnonzero((self._slices.end < self._slices.stop)[self._own]).tolist())
 
     @cached_property
     def order(self) -> Tensor | None:
-        """[T], the place in the sequences of each token, rank by rank; None: they lie in order."""
+        """Position in the sequences of each token, by rank, [T]; None: they are in order."""
         order = self.split.order
         return None if (order == np.arange(len(order))).all() else torch.from_numpy(order)
 
     @cached_property
     def inverse(self) -> Tensor | None:
-        """[T], where among all ranks' tokens that of each place is; None: they lie in order."""
+        """Index among all ranks' tokens of each position, [T]; None: they are in order."""
         return None if self.order is None else self.order.argsort()
 
     @cached_property
@@ -135,7 +137,7 @@ class Placement:
 
     @cached_property
     def layouts(self) -> dict[Any, Any]:
-        """What layers work out of this placement, once for all of them."""
+        """Cache of what layers compute from this placement."""
         return {}
 
     @cached_property
@@ -146,7 +148,7 @@ class Placement:
 def rank_slices(
     sequence: SequenceRanks, num_ranks: int, rows: tuple[int, int], bounds: tuple[int, ...]
 ) -> SequenceSplit:
-    """The slices of each of p ranks, of `rows` sequences x tokens with documents at `bounds`."""
+    """Return the split of `rows` (sequences, tokens), with documents at `bounds`, over p ranks."""
     batch, length = rows
     ends = np.array(bounds or [length * i for i in range(batch + 1)], np.int64)
     lengths = tuple(np.diff(ends).tolist())
@@ -161,7 +163,7 @@ def rank_slices(
 
 
 def _slices_of(places: NDArray[np.int64], ends: NDArray[np.int64]) -> tuple[Slice, ...]:
-    """The slices of documents that these places are, in order."""
+    """Return the slices of documents that consist of these positions, in order."""
     document = np.searchsorted(ends, places, "right") - 1
     breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(document) != 0)) + 1
     first = np.array([0, *breaks])

@@ -1,4 +1,4 @@
-"""A scan over sequences that are split over ranks: by heads, or by passing states.
+"""Scans over sequences that are split over ranks, by heads or by state.
 
 p ranks, T tokens in all, T' on this rank, H heads, h of this rank, n slices of documents
 
@@ -7,9 +7,9 @@ by heads   of_heads [T', H, ..]  --all-to-all-->  [T, h, ..]  scan of whole docu
 by state   summaries of own slices [n, F]  --those of earlier slices, all-to-all-->  states before
            each slice [n, H, ..]  scan of own slices from these states  [T', H, V]
 
-By heads a rank computes what one process computes for these heads. By state each slice is
-summarised first, where its document continues behind it, and scanned from its true state then: two
-passes, of which only the summaries travel, float32 at least.
+By heads, a rank computes what one process computes for these heads. By state, a first pass computes
+the summary of each slice whose document continues, and a second scans each slice from its true
+state; only summaries are sent, in float32 or wider.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = ["cheaper_way", "received_bytes", "scan_by_heads", "scan_by_state"]
 def received_bytes(
     recurrence: Recurrence, inputs: Inputs, placement: Placement
 ) -> dict[SequenceScan, int]:
-    """What the rank that receives most receives in a forward, by heads and by state; pure.
+    """Return the bytes received in a forward, by the rank that receives most, for each way.
 
-    Backward moves as much again the other way.
+    Backward sends the same number the other way. A pure function.
     """
     size, tokens, total = placement.channel.size, placement.sizes, placement.ends[-1]
     split = HeadSplit.of(inputs.num_heads, inputs.num_groups, size)
@@ -57,13 +57,13 @@ def received_bytes(
 
 
 def cheaper_way(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> SequenceScan:
-    """By heads or by state: where fewer bytes are received; the same on all ranks."""
+    """Return the way in which fewer bytes are received; the same on all ranks."""
     found = received_bytes(recurrence, inputs, placement)
     return min(found, key=lambda way: found[way])
 
 
 def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
-    """The results [T', H, V] of this rank's tokens; each rank scans all tokens of some heads."""
+    """Return this rank's results [T', H, V]; each rank scans all tokens of some heads."""
     channel, lengths = placement.channel, placement.split.lengths
     if channel.size == 1:
         return recurrence.scan(inputs, lengths, None)[0]
@@ -79,13 +79,13 @@ def scan_by_heads(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
             index = pinned_memory.send(torch.tensor(repeated), of_groups[0].device)
             of_groups = tuple(x.index_select(1, index) for x in of_groups)
         out, _ = recurrence.scan(Inputs(of_heads, of_groups, constants), lengths, None)
-    else:
+    else:  # no heads, but backward has to reach the exchange
         out = joined(*gathered, *constants)
     return _to_tokens(out, split.query, placement)
 
 
 def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
-    """The results [T', H, V] of this rank's tokens; each rank scans its own slices."""
+    """Return this rank's results [T', H, V]; each rank scans its own slices."""
     lengths = placement.segments
     x, others = inputs.of_heads[0], (*inputs.of_heads[1:], *inputs.of_groups, *inputs.constants)
     if placement.is_whole and lengths:
@@ -95,11 +95,13 @@ def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
     route, summaries = placement.states, _summaries(recurrence, inputs, placement)
     tag = Tag(Purpose.STATES, tensor="scan.states")
     exchange = KeyExchange(placement.channel, route.on(summaries.device), tag)
+    # Summaries may be zeros without a graph. Joined to the inputs they have one, as this rank's
+    # backward has to reach the exchange.
     (seen,) = exchanged(exchange, joined(summaries, x, *others))
     if not lengths:
         return joined(x, seen)
     before = [
-        _state_after(recurrence, inputs, of_slice[:-1])
+        _state_after(recurrence, inputs, of_slice[:-1])  # the last is the slice's own
         for of_slice in seen.split(route.mask.key_lengths)
     ]
     zeros = next((torch.zeros_like(s) for s in before if s is not None), None)
@@ -108,7 +110,7 @@ def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
 
 
 def _summaries(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> Tensor:
-    """[n, F] of this rank's slices; zeros for those behind which their document ends."""
+    """Return the summaries [n, F] of this rank's slices; zeros for the last of a document."""
     lengths, continued = placement.segments, placement.continued
     x = inputs.of_heads[0]
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -127,7 +129,7 @@ def _summaries(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> 
 
 
 def _state_after(recurrence: Recurrence, inputs: Inputs, summaries: Tensor) -> Tensor | None:
-    """The state behind slices of a document that have these summaries; None: it begins."""
+    """Return the state after slices with these summaries; None if there are none."""
     state = None
     for summary in summaries.unbind():
         state = recurrence.after(summary, state, inputs)
@@ -137,9 +139,9 @@ def _state_after(recurrence: Recurrence, inputs: Inputs, summaries: Tensor) -> T
 def _to_heads(
     xs: Sequence[Tensor], heads: Sequence[tuple[range, ...]], placement: Placement
 ) -> tuple[Tensor, ...]:
-    """Each of xs [T', H, ..], cut over its heads -> [T, h, ..], tokens in order of documents.
+    """Exchange xs [T', H, ..], cut over heads -> [T, h, ..], tokens in order of documents.
 
-    Tensors of one dtype travel as one message.
+    Tensors of one dtype are sent as one message.
     """
     rank, found = placement.channel.rank, dict[int, Tensor]()
     for dtype in dict.fromkeys(x.dtype for x in xs):
@@ -155,7 +157,7 @@ def _to_heads(
 
 
 def _to_tokens(y: Tensor, heads: tuple[range, ...], placement: Placement) -> Tensor:
-    """y [T, h, V], in order of documents -> [T', H, V]."""
+    """Exchange y [T, h, V], in order of documents -> [T', H, V]."""
     flat = y.flatten(1) if y.dim() > 2 else y
     if placement.order is not None:
         flat = flat.index_select(0, pinned_memory.send(placement.order, y.device))
@@ -165,11 +167,12 @@ def _to_tokens(y: Tensor, heads: tuple[range, ...], placement: Placement) -> Ten
 
 
 def _width(x: Tensor) -> int:
-    """Numbers of a token in one head."""
+    """Return the elements of one token in one head."""
     return x.shape[2:].numel()
 
 
 def _bytes(x: Tensor) -> int:
+    """Return the bytes of one token in one head."""
     return _width(x) * x.element_size()
 
 

@@ -1,4 +1,4 @@
-"""State-space scans: Mamba2, with one decay a head, and Mamba's selective scan, with one a number.
+"""State-space scans: Mamba2, with a decay for each head, and Mamba's, with one for each number.
 
 T tokens, H heads, G groups of heads (G divides H), P features of a head, N numbers of its state,
 C channels, c tokens of a chunk
@@ -27,21 +27,22 @@ from isp.core.mixers.recurrence import Inputs, by_segment, decays, in_chunks
 __all__ = ["Mamba2", "SelectiveScan"]
 
 _CHUNK = 64
+"""Tokens of a scan chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StateSpace:
-    """What both have: heads have x and dt, groups B and C, constants are A, D and dt_bias."""
+    """The base of both scans; heads have x and dt, groups B and C, constants are A, D, dt_bias."""
 
     dt_softplus: bool
-    """Whether dt is softplus(dt + dt_bias), or dt + dt_bias."""
+    """True: dt is softplus(dt + dt_bias); False: dt + dt_bias."""
     dt_limit: tuple[float, float] = (0.0, float("inf"))
-    """Within which it is then."""
+    """Limits to which dt is then clamped."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Recurrence.scan`; states [n, H, P, N] or [n, C, N]."""
+        """Scan like `Recurrence.scan`; states are [n, H, P, N] or [n, C, N]."""
         x, dt, A, D, B, C = self._read(inputs)
         out, states = self._segments(A, (x, dt, B, C), lengths, initial)
         if D is not None:
@@ -49,7 +50,7 @@ class _StateSpace:
         return out.to(inputs.of_heads[0].dtype), states
 
     def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """As `Recurrence.summary`: [n, F], the decay's logarithm beside the state from zero."""
+        """Return [n, F]: the logarithm of a segment's decay, then its state from zero."""
         _, dt, A, *_ = self._read(inputs)
         states = self._from_zero(inputs, lengths)
         time = torch.stack([t.sum(0) for t in dt.split(list(lengths))])  # [n, H]
@@ -57,23 +58,23 @@ class _StateSpace:
         return torch.cat((decay.flatten(1), states.flatten(1)), 1)
 
     def summary_size(self, inputs: Inputs) -> int:
-        """As `Recurrence.summary_size`."""
+        """Return the elements of a summary."""
         x, B, A = inputs.of_heads[0], inputs.of_groups[0], inputs.constants[0]
         assert A is not None
         return A.numel() + x.shape[1:].numel() * B.shape[-1]
 
     def state_size(self, inputs: Inputs) -> int:
-        """As `Recurrence.state_size`."""
+        """Return the elements of a document's state."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return x.shape[1:].numel() * B.shape[-1]
 
     def flops(self, inputs: Inputs) -> int:
-        """As `Recurrence.flops`: the change of a state, and what C asks of it."""
+        """Return a token's operations: the change of a state, and its product with C."""
         x, B = inputs.of_heads[0], inputs.of_groups[0]
         return 4 * x.shape[1:].numel() * B.shape[-1]
 
     def after(self, summary: Tensor, state: Tensor | None, inputs: Inputs) -> Tensor:
-        """As `Recurrence.after`: [H, P, N] or [C, N]."""
+        """Return the state [H, P, N] or [C, N] after a segment, from its summary and `state`."""
         x, B, A = inputs.of_heads[0], inputs.of_groups[0], inputs.constants[0]
         assert A is not None
         from_zero = summary[A.numel() :].view(*x.shape[1:], B.shape[-1])
@@ -83,13 +84,13 @@ class _StateSpace:
         return decay.view(*A.shape, *(1,) * (state.dim() - A.dim())) * state + from_zero
 
     def _from_zero(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """The final states of segments that begin with zeros."""
+        """Return the final states of segments that begin with zeros."""
         return self.scan(inputs, lengths, None)[1]
 
     def _segments(
         self, A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Results, without those of D, and final states, of tokens x, dt, B and C."""
+        """Return results without the term of D, and final states, for tokens x, dt, B and C."""
         x, B = xs[0], xs[2]
         zeros = x.new_zeros(*x.shape[1:], B.shape[-1])
         begins = repeat(zeros) if initial is None else initial.to(x.dtype)
@@ -98,9 +99,11 @@ class _StateSpace:
     def _segment(
         self, A: Tensor, state: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Scan one segment from `state`; return results and final state."""
         raise NotImplementedError
 
     def _read(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        """Return x, dt, A, D, B and C in float32 or wider, with dt biased, softened and clamped."""
         (x, dt), (B, C) = inputs.of_heads, inputs.of_groups
         A, D, dt_bias = inputs.constants
         assert A is not None
@@ -115,12 +118,12 @@ class _StateSpace:
 
 
 class Mamba2(_StateSpace):
-    """x [T, H, P], dt [T, H], B and C [T, G, N], A, D and dt_bias [H]."""
+    """Mamba2's scan: x [T, H, P], dt [T, H], B and C [T, G, N], A, D and dt_bias [H]."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As `Recurrence.scan`; states [n, H, P, N]."""
+        """Scan like `Recurrence.scan`; states are [n, H, P, N]."""
         found = kernels.mamba2(
             inputs, lengths, initial, dt_softplus=self.dt_softplus, dt_limit=self.dt_limit
         )
@@ -130,7 +133,7 @@ class Mamba2(_StateSpace):
         return out, self._from_zero(inputs, lengths) if states is None else states
 
     def _from_zero(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
-        """What each token writes, decayed until its segment ends: one product, and no scan."""
+        """Sum what each token writes, decayed until its segment ends: one product, and no scan."""
         states = []
         xs, dts, A, _, Bs, _ = self._read(inputs)
         for x, dt, B in zip(*(t.split(list(lengths)) for t in (xs, dts, Bs)), strict=True):
@@ -154,7 +157,7 @@ class Mamba2(_StateSpace):
         inside = ((C @ B.mT) * pair) @ x
         written = (x * pair[:, :, -1].unsqueeze(-1)).mT @ B  # [n, H, P, N]
         asked = C * kept.unsqueeze(-1)  # [n, H, c, N]
-        begins = []
+        begins = []  # the state before each chunk; only this loop is sequential
         for last, write in zip(kept[:, :, -1, None, None].unbind(), written.unbind(), strict=True):
             begins.append(state)
             state = last * state + write
@@ -163,7 +166,7 @@ class Mamba2(_StateSpace):
 
 
 class SelectiveScan(_StateSpace):
-    """x and dt [T, C], B and C [T, 1, N], A [C, N], D and dt_bias [C]."""
+    """Mamba's scan: x and dt [T, C], B and C [T, 1, N], A [C, N], D and dt_bias [C]."""
 
     def _segments(
         self, A: Tensor, xs: Sequence[Tensor], lengths: Sequence[int], initial: Tensor | None

@@ -210,9 +210,11 @@ def test_the_choice_is_logged_once(
     monkeypatch.setattr(kernels, "_DTYPES", (torch.bfloat16,))
     computed(kind("mamba2", 5, 3), LENGTHS, way="from zero")
     said = [record.getMessage().removeprefix("mixers: ") for record in caplog.records]
+    own = "using ISP's torch code; "
     assert said == [
         "chunk_gated_delta_rule",
-        "own code, not selective_scan_fn (not there: No module named 'selective_scan_cuda')",
-        "own code, not chunk_kda (too old, it takes no cu_seqlens, cu_seqlens_cpu)",
-        "own code, not mamba_chunk_scan_combined (torch.float64)",
+        f"{own}selective_scan_fn is unavailable: cannot be imported: No module named"
+        " 'selective_scan_cuda'",
+        f"{own}chunk_kda is unavailable: too old, it takes no cu_seqlens, cu_seqlens_cpu",
+        f"{own}mamba_chunk_scan_combined is unavailable: torch.float64",
     ]
