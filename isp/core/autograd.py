@@ -1,4 +1,4 @@
-"""Around torch's autograd: its functions at less cost, its hooks without a leak."""
+"""Additions to torch's autograd: cheaper custom functions, and hooks that do not leak."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 class Function(function.Function):
-    """torch's own, whose `apply` first looks for the transforms of `torch.func` and their tensors.
+    """torch's autograd function without `torch.func` support, whose checks cost in each `apply`.
 
-    None of ours can be transformed so; torch still refuses to, by an assertion of its own.
+    None of ISP's functions supports these transforms; torch still refuses them, by an assertion.
     """
 
     apply = vars(torch._C._FunctionBase)["apply"]
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
-    """The backward of an autograd function, whose own gradients are refused.
+    """Decorate the backward of an autograd function, so that differentiating it raises.
 
-    torch's decorator looks at all tensors of every call and switches gradients off. Only a pass
-    that makes a graph of itself (`create_graph`) has gradients on, and needs that.
+    torch's decorator checks all tensors of every call and switches gradients off. Gradients are on
+    only in a backward with `create_graph`, so only then is torch's decorator needed.
     """
     guarded: Callable[..., R] = function.once_differentiable(backward)
 
@@ -43,11 +43,11 @@ def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
 
 
 def writable(x: Tensor) -> Tensor:
-    """The same tensor and no view, as which a forward returns what its caller may write into.
+    """Return x as a tensor that is no view, so that the caller of a forward may write into it.
 
-    torch refuses to have a view that a custom function returned written into, and `F.linear` and
-    `F.embedding` give views. The memory and the count of its changes stay shared: autograd still
-    sees that something saved was written into.
+    torch raises if code writes into a view that a custom function returned, and `F.linear` and
+    `F.embedding` return views. Memory and version counter stay shared, so autograd still detects
+    that a saved tensor was written into.
     """
     return x.detach() if x._is_view() else x
 
@@ -66,10 +66,10 @@ class _Joined(Function):
 
 
 def joined(out: Tensor, *others: Tensor | None) -> Tensor:
-    """`out`, whose backward gives `others` a gradient of zeros.
+    """Return `out`, whose backward gives `others` a gradient of zeros.
 
-    A rank without tokens, heads or earlier states computes nothing from an exchange. Its backward
-    has to reach that exchange all the same: the other ranks wait for it there.
+    A rank without tokens, heads or earlier states uses nothing of an exchange's result. Its
+    backward has to reach the exchange nevertheless: the other ranks wait for it there.
     """
     y: Tensor = _Joined.apply(out, *(x for x in others if x is not None and x.requires_grad))
     return y
@@ -78,10 +78,10 @@ def joined(out: Tensor, *others: Tensor | None) -> Tensor:
 def after_gradients(
     owner: T, act: Callable[[T, Any], None], parameters: Iterable[nn.Parameter]
 ) -> list[RemovableHandle]:
-    """Call `act(owner, parameter)` for each parameter whose gradient a pass has added up.
+    """Register hooks that call `act(owner, parameter)` when a pass has accumulated a gradient.
 
-    Only as long as `owner` lives: torch keeps hooks where Python's collector does not see that they
-    lead back to the parameters, so an owner that they held would never be freed, nor its weights.
+    They refer to `owner` weakly: torch keeps hooks where Python's collector cannot see that they
+    refer back to the parameters, so an owner held by them would never be freed, nor its weights.
     """
     held = weakref.ref(owner)
 

@@ -1,4 +1,4 @@
-"""Data parallelism around any module: the replicas' gradients are summed by the end of backward."""
+"""Data parallelism for any module: gradients are summed over replicas by the end of backward."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["BucketManager", "DataParallelBucket", "DataParallelNaive"]
 class _DataParallel(nn.Module):
     """The common base: main gradients that are reduced when a backward pass is over.
 
-    [Note: End of backward] The first gradient of a pass asks the autograd engine to call `finish`
-    when the pass is over. A rank on which no parameter at all got a gradient asks nobody: it has to
-    call `finish` itself, or the others wait for it. A reentrant checkpoint is a pass within the
-    pass and would end it too early; that is found out, and raises, at the next gradient.
+    [Note: End of backward] At the first gradient of a pass, the autograd engine is told to call
+    `finish` when the pass is over. On a rank where no parameter gets a gradient, nothing does that:
+    call `finish` there, or the other ranks wait for it. A reentrant checkpoint is a pass within the
+    pass and would end it too early; the next gradient then raises RuntimeError.
     """
 
     def __init__(self, module: nn.Module, channel: Channel, *, bucket_bytes: int) -> None:
@@ -47,16 +47,16 @@ class _DataParallel(nn.Module):
         self._gradients = MainGradients(items, {Axis.DATA: channel}, bucket_bytes=bucket_bytes)
         self._sync = True
         self._ending = False
-        # After those of MainGradients.
+        # Registered after the hooks of MainGradients, so that these run first.
         after_gradients(self, _DataParallel._end_with_this_pass, (item.parameter for item in items))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
+        """Return the module's output."""
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context add up on this rank only: not the last of a step."""
+        """Accumulate gradients on this rank only, in backward passes that are not a step's last."""
         before, self._sync = self._sync, False
         try:
             with self._gradients.no_sync():
@@ -65,10 +65,10 @@ class _DataParallel(nn.Module):
             self._sync = before
 
     def finish(self) -> None:
-        """Reduce what is left, wait for all sums, and put them into `p.grad`; free if that is done.
+        """Reduce the remaining buckets, wait for all sums, and set `p.grad`; free if done already.
 
-        `p.grad` is the main gradient itself where the dtypes agree, else a copy in the
-        parameter's. A parameter without a gradient on this rank contributes zeros.
+        `p.grad` is the main gradient itself if the dtypes agree, else a copy in the parameter's
+        dtype. A parameter without a gradient on this rank contributes zeros.
         """
         self._ending = False
         if self._gradients.reduced:
@@ -83,7 +83,7 @@ class _DataParallel(nn.Module):
         self._gradients.zero()
 
     def main_grad(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient in float32 at least: the sum over the replicas once backward is over."""
+        """Return the gradient, float32 or wider: summed over the replicas once backward is over."""
         return self._gradients.grad(parameter)
 
     def _end_with_this_pass(self, _: Tensor) -> None:
@@ -104,11 +104,11 @@ class _DataParallel(nn.Module):
 
 
 class DataParallelNaive(_DataParallel):
-    """The module with its gradients summed over `channel`, one all-reduce a parameter, at the end.
+    """A module whose gradients are summed over `channel` at the end, one all-reduce a parameter.
 
-    For comparison, and to find out whether a fault lies in the overlap. The channel is that of the
-    ranks that hold the same weights: data, or data x sequence. Sums, never means: divide the loss
-    by the global number of tokens.
+    For comparison, and to find out whether a bug is in the overlap. The channel's ranks are those
+    with the same weights: data, or data x sequence. Gradients are summed, never averaged: divide
+    the loss by the global number of tokens.
     """
 
     def __init__(self, module: nn.Module, channel: Channel) -> None:
@@ -116,7 +116,7 @@ class DataParallelNaive(_DataParallel):
 
 
 class DataParallelBucket(_DataParallel):
-    """The module with its gradients summed over `channel` in buckets, while backward still runs.
+    """A module whose gradients are summed over `channel` in buckets, while backward still runs.
 
         model = DataParallelBucket(module, mesh[Axis.DATA])
         model.reset()
@@ -125,9 +125,9 @@ class DataParallelBucket(_DataParallel):
         loss(model(last)).backward()        # p.grad is the sum over both and over the ranks
         optimizer.step()
 
-    Gradients add up and travel in float32 at least. A bucket of about `bucket_bytes` is reduced as
-    soon as its last gradient is there [Note: Launch order]; the bits are those of no overlap. As in
-    `DataParallelNaive`, all is summed and nothing averaged.
+    Gradients are accumulated and reduced in float32 or wider. A bucket of about `bucket_bytes` is
+    reduced as soon as its last gradient is there [Note: Launch order]; the bits are those without
+    overlap. As in `DataParallelNaive`, gradients are summed, never averaged.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DataParallelBucket(_DataParallel):
         self._gradients.expect_last()
 
     def reset(self) -> None:
-        """Begin a new step with no gradients; to be called between steps."""
+        """Begin a new step with no gradients; call it between steps."""
         super().reset()
         if self._sync:
             self._gradients.expect_last()

@@ -1,7 +1,7 @@
 """Random streams that are equal over a group of ranks, or different on each of them.
 
-Dropout has to be equal where all ranks compute the same, and different where each computes a part.
-A stream is a state of the generator that torch draws from on a device; `fork` puts it in place.
+Dropout has to be equal if all ranks compute the same, and different if each computes a part. A
+stream is a state of the device's torch generator; `fork` sets it.
 
 Source: Megatron-LM, core/tensor_parallel/random.
 """
@@ -40,21 +40,22 @@ class RngStream(StrEnum):
 
 @dataclass(frozen=True)
 class RngSnapshot:
-    """Everything that decides the next random numbers on a device."""
+    """All states that determine the next random numbers on a device."""
 
     generator: Tensor
     """State of the device's own generator."""
     host: Tensor
-    """State of the CPU's, from which code for any device may draw."""
+    """State of the CPU's generator, from which code for any device may draw."""
     streams: Mapping[str, Tensor]
+    """State of each stream, by name."""
     current: str | None
-    """The stream that is being drawn from."""
+    """Name of the stream that is being drawn from; None: outside of forks."""
 
 
 class RngStatesTracker:
-    """Named random streams of one device, cpu or cuda; serves one thread.
+    """Named random streams of one device, cpu or cuda; for use by one thread.
 
-    Has no hold on the generator between two forks: what draws outside of one is left as it is.
+    Outside of forks, the device's generator is as other code leaves it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,10 +64,10 @@ class RngStatesTracker:
         self._seeds: set[int] = set()
         self._current: str | None = None
         self.replays = False
-        """Whether what runs now is a forward computed again."""
+        """True while a forward is being computed again."""
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream. Raises ValueError if there is one of this name, or one from this seed."""
+        """Add a stream. Raises ValueError if there is one of this name, or with this seed."""
         if name in self._streams:
             raise ValueError(f"there is a random stream {name!r} already")
         if seed in self._seeds:
@@ -79,10 +80,10 @@ class RngStatesTracker:
 
     @contextmanager
     def fork(self, name: str = RngStream.PER_RANK) -> Iterator[None]:
-        """Draw from stream `name` in this context, and afterwards from where it was before.
+        """Draw from stream `name` in this context, and restore the generator afterwards.
 
-        Forks may be nested; a stream goes on where it was left, also after an exception.
-        Raises ValueError if there is no such stream.
+        Forks may be nested; a stream continues where its last fork left it, also after an
+        exception. Raises ValueError if there is no such stream.
         """
         if name not in self._streams:
             known = ", ".join(map(repr, self._streams)) or "none"
@@ -100,16 +101,16 @@ class RngStatesTracker:
             _set_state(self.device, outside if outer is None else self._streams[outer])
 
     def get_states(self) -> dict[str, Tensor]:
-        """States of the streams, as tensors of bytes in CPU memory that a checkpoint can keep."""
+        """Return the states of the streams, as byte tensors in CPU memory, for a checkpoint."""
         states = {name: state.clone() for name, state in self._streams.items()}
         if self._current is not None:
             states[self._current] = _get_state(self.device)
         return states
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Resume from `states`, which replace all streams.
+        """Replace all streams by `states`.
 
-        Raises ValueError for what is not a state of a generator of this device, and RuntimeError
+        Raises ValueError if one is not the state of a generator of this device, and RuntimeError
         inside a fork.
         """
         if self._current is not None:
@@ -125,14 +126,14 @@ class RngStatesTracker:
         self._streams = {name: state.clone() for name, state in states.items()}
 
     def snapshot(self) -> RngSnapshot:
-        """The state behind upcoming random numbers, for `replaying`."""
+        """Return the states that determine the next random numbers, for `replaying`."""
         return RngSnapshot(
             _get_state(self.device), torch.get_rng_state(), self.get_states(), self._current
         )
 
     @contextmanager
     def replaying(self, snapshot: RngSnapshot) -> Iterator[None]:
-        """In this context everything is drawn again from `snapshot` on; then all is as before."""
+        """Draw again from `snapshot` on in this context, and restore all states afterwards."""
         before, outer = self.snapshot(), self.replays
         self._restore(snapshot)
         self.replays = True
@@ -156,10 +157,10 @@ def model_parallel_manual_seed(
     expert_tensor_rank: int = 0,
     device: torch.device,
 ) -> RngStatesTracker:
-    """A tracker with the streams of `RngStream`, from seeds that are Megatron-LM's.
+    """Return a tracker with the streams of `RngStream`, seeded as by Megatron-LM.
 
-    `seed` is to be equal on the ranks of a tensor group and different between pipeline stages.
-    The device's own generator is left alone: draw from `RngStream.EQUAL` where ranks must agree.
+    `seed` must be equal on the ranks of a tensor group, and different between pipeline stages. The
+    device's own generator is not changed: draw from `RngStream.EQUAL` where ranks must agree.
     """
     tracker = RngStatesTracker(device)
     tracker.add(RngStream.EQUAL, seed)
@@ -169,7 +170,7 @@ def model_parallel_manual_seed(
 
 
 _HOST = ("cpu", "meta")
-"""Devices whose random numbers are the host's; on meta none are drawn."""
+"""Device types that use the host's generator; meta draws nothing."""
 
 
 def _get_state(device: torch.device) -> Tensor:
@@ -187,7 +188,7 @@ def _set_state(device: torch.device, state: Tensor) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's own generators that a process computing on `device` draws from."""
+    """Return the states of torch's generators that a process computing on `device` draws from."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -195,9 +196,10 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed torch's own generators that a process computing on `device` draws from.
+    """Seed torch's generators that a process computing on `device` draws from.
 
-    Without CUDA, `torch.manual_seed` formats a traceback each time, to seed devices later.
+    Not by `torch.manual_seed`, which without CUDA formats a traceback in each call, for devices
+    that are seeded later.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -206,7 +208,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def restore_generators(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Put back what `generator_states` gave; without a state of the device's, leave that one."""
+    """Restore the states that `generator_states` returned; without a CUDA state, skip CUDA's."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,4 +1,4 @@
-"""The tensors among the arguments of an operation, and the memory that they lie in."""
+"""The tensors among the arguments of an operation, and the identity of their memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ __all__ = ["memory_of", "tensors_in"]
 
 
 def tensors_in(*values: object) -> list[Tensor]:
-    """The tensors in `values`, and in tuples, lists and dictionaries among them, in order.
+    """Return the tensors in `values`, and in nested tuples, lists and dictionaries, in order.
 
-    torch's `tree_leaves` takes many times as long, and is called for every operation here.
+    Called for every operation in a dispatch mode, where torch's `tree_leaves` takes many times as
+    long.
     """
     found: list[Tensor] = []
     for value in values:
@@ -24,5 +25,5 @@ def tensors_in(*values: object) -> list[Tensor]:
 
 
 def memory_of(x: Tensor) -> int:
-    """The same number for tensors of one storage, and as long as it lives for no other."""
+    """Return a number that identifies x's storage while it lives, the same for all its views."""
     return int(x.untyped_storage()._cdata)

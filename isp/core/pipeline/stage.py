@@ -86,7 +86,7 @@ class ISPCommunicatorSchedulerHook:
         self.log.enter(Phase.OTHER)
 
     def after_step(self) -> None:
-        """End the step: wait for all gradients."""
+        """End the step, delivering all gradients of weights."""
         self.log.enter(Phase.OPTIMIZER)
         if self.communicator is not None:
             self.communicator.finish()
