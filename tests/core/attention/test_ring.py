@@ -1,4 +1,4 @@
-"""The ring: kernels that tell each softmax's sum, what is merged, what is there at once."""
+"""Ring attention: kernels with log-sum-exp, merged results, and blocks in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from isp.core.attention.backends.cpu import CpuAttention
 from isp.core.attention.backends.explicit import ExplicitAttention
 from isp.core.attention.backends.flash import FlashAttention, VarlenAttention
-from isp.core.attention.backends.lse import FlashKernel, lse_kernel
+from isp.core.attention.backends.lse import FlashKernel
 from isp.core.attention.backends.sdpa import SdpaAttention
-from isp.core.attention.context_parallel.attention import ContextAttention
+from isp.core.attention.context_parallel.attention import ContextAttention, lse_kernel
 from isp.core.attention.context_parallel.ring import Ring
 from isp.core.attention.context_parallel.route import KeyExchange, gather_route, ring_routes
 from isp.core.attention.local import AttentionByRows

@@ -5,20 +5,14 @@ T queries, L keys, H query heads, K KV heads, d head size
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from isp.core.attention.backends.flash import FlashAttention, VarlenAttention
-from isp.core.attention.backends.sdpa import SdpaAttention
-from isp.core.attention.local import AttentionByRows, LocalAttention
 from isp.core.attention.mask import AttentionMask
 
-__all__ = ["FlashKernel", "LseKernel", "lse_kernel"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["FlashKernel", "LseKernel"]
 
 
 @runtime_checkable
@@ -47,28 +41,6 @@ class LseKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v for these keys; `out` and `lse` are of all keys."""
         ...
-
-
-def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
-    """Return a kernel with log-sum-exp that computes what `local` does for q; None: there is none.
-
-    Logs a warning if only the dtype or the head size of q is the reason.
-    """
-    if isinstance(local, LseKernel):
-        return local
-    if not isinstance(local, SdpaAttention | VarlenAttention | FlashAttention | AttentionByRows):
-        return None
-    if isinstance(local, FlashAttention) and local.softcap is not None:
-        return None
-    is_narrow, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
-    if q.is_cuda and is_narrow and size % 8 == 0 and size <= 256:  # what flash attention takes
-        return FlashKernel(local.scale)
-    logger.warning(
-        "attention: keys are gathered, not sent in a ring: flash attention, which merges blocks,"
-        " takes 16 bits and heads of up to 256 features, a multiple of 8, not %s and %d on %s",
-        *(q.dtype, size, q.device.type),
-    )
-    return None
 
 
 class FlashKernel:

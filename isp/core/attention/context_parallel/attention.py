@@ -21,6 +21,7 @@ keys travel, of NeMo's blockdiag_cp.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,17 +30,21 @@ import torch
 from torch import Tensor
 
 from isp.core.attention.all_to_all import Arrival, launch
-from isp.core.attention.backends.lse import LseKernel, lse_kernel
+from isp.core.attention.backends.flash import FlashAttention, VarlenAttention
+from isp.core.attention.backends.lse import FlashKernel, LseKernel
+from isp.core.attention.backends.sdpa import SdpaAttention
 from isp.core.attention.context_parallel.ring import Ring, ring_attention
 from isp.core.attention.context_parallel.route import KeyExchange, Route, gather_route, ring_routes
-from isp.core.attention.local import LocalAttention
+from isp.core.attention.local import AttentionByRows, LocalAttention
 from isp.core.attention.mask import AttentionMask
 from isp.core.autograd import joined
 from isp.core.comm import Channel
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh.sequence_split import SequenceSplit, Windows
 
-__all__ = ["ContextAttention"]
+__all__ = ["ContextAttention", "lse_kernel"]
+
+logger = logging.getLogger(__name__)
 
 _ROUTES = 16
 """Number of routes kept, each for the documents of a micro-batch and a kind of mask."""
@@ -207,3 +212,25 @@ class _Tokens(NamedTuple):
             extras = [{"sinks": sinks} for sinks in self.extras["sinks"].split(queries)]
         parts = (self.q.split(queries, 1), self.k.split(sizes, 1), self.v.split(sizes, 1), extras)
         return [_Tokens(*stripe) for stripe in zip(*parts, strict=True)]
+
+
+def lse_kernel(local: LocalAttention, q: Tensor) -> LseKernel | None:
+    """Return a kernel with log-sum-exp that computes what `local` does for q; None: there is none.
+
+    Logs a warning if only the dtype or the head size of q is the reason.
+    """
+    if isinstance(local, LseKernel):
+        return local
+    if not isinstance(local, SdpaAttention | VarlenAttention | FlashAttention | AttentionByRows):
+        return None
+    if isinstance(local, FlashAttention) and local.softcap is not None:
+        return None
+    is_narrow, size = q.dtype in (torch.bfloat16, torch.float16), q.shape[-1]
+    if q.is_cuda and is_narrow and size % 8 == 0 and size <= 256:  # what flash attention takes
+        return FlashKernel(local.scale)
+    logger.warning(
+        "attention: keys are gathered, not sent in a ring: flash attention, which merges blocks,"
+        " takes 16 bits and heads of up to 256 features, a multiple of 8, not %s and %d on %s",
+        *(q.dtype, size, q.device.type),
+    )
+    return None
