@@ -1,4 +1,4 @@
-"""The choice of what computes local attention, and what the packages are given."""
+"""The choice of a backend of local attention, and the arguments that packages get."""
 
 from __future__ import annotations
 

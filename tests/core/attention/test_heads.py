@@ -1,4 +1,4 @@
-"""The plan of heads: nothing lost, nothing sent that is not looked at."""
+"""The split of heads over ranks: no head is lost, and no KV head is sent that no query reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes attention that needs more than a mask, and what the log says about it."""
+"""The choice of an implementation for attention with more than a mask, and its log lines."""
 
 from __future__ import annotations
 

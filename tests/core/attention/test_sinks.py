@@ -1,4 +1,4 @@
-"""Attention with sinks by kernels that give the log-sum-exp, against the definition."""
+"""Attention with sinks by kernels that return the log-sum-exp, against the definition."""
 
 from __future__ import annotations
 

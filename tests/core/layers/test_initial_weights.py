@@ -1,4 +1,4 @@
-"""Initial weights: the same in every layout, and no more drawn than a rank has of them."""
+"""Initial weights: the same in every layout, and drawn only for a rank's own shards."""
 
 from __future__ import annotations
 

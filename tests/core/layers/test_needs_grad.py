@@ -1,4 +1,4 @@
-"""Backward passes that ask for some gradients only, against plain torch in float64.
+"""Backward passes that need some gradients only, against plain torch in float64.
 
 B batch, S sequence, D and F sizes, V vocabulary.
 """

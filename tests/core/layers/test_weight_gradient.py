@@ -1,4 +1,4 @@
-"""The product that every weight gradient is, in each dtype and place."""
+"""The product of a weight gradient, in each dtype and destination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of context ranks: every token once, equal sizes, even costs, few cuts."""
+"""The split over context ranks: every token once, equal sizes, even costs, few cuts."""
 
 from __future__ import annotations
 

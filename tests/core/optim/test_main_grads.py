@@ -1,4 +1,4 @@
-"""Main gradients: both routes in, when they are final, what travels and when."""
+"""Main gradients: both ways of delivery, when they are final, and when they are reduced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer of torch that the configuration names."""
+"""A torch optimizer named in the configuration."""
 
 from __future__ import annotations
 

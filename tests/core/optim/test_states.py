@@ -1,4 +1,4 @@
-"""Optimizer states on the host and in narrow numbers, against states that are neither."""
+"""Optimizer states in host memory and in bfloat16, against float32 states on the device."""
 
 from __future__ import annotations
 

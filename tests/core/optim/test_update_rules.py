@@ -1,4 +1,4 @@
-"""Every update rule against a plain one, and what it says of its states."""
+"""Every update rule against a plain one, and the states it declares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recomputed parts keep of their inputs: which, where, and when it comes back."""
+"""The inputs that recomputed parts keep: which, where, and when they are copied back."""
 
 from __future__ import annotations
 
