@@ -26,16 +26,19 @@ from isp.core.megatron.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
-    gather_split_1d_tensor,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
-    split_tensor_into_1d_equal_chunks,
 )
 from isp.core.mesh.partition import VocabUtility, divide, split_tensor_along_last_dim
-from isp.core.recompute.recompute import CheckpointWithoutOutput, checkpoint
+from isp.core.recompute.recompute import (
+    CheckpointWithoutOutput,
+    checkpoint,
+    gather_split_1d_tensor,
+    split_tensor_into_1d_equal_chunks,
+)
 from isp.core.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
 
 __all__ = [

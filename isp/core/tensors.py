@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["memory_of", "tensors_in"]
+__all__ = ["memory_of", "pad_rows", "tensors_in"]
 
 
 def tensors_in(*values: object) -> list[Tensor]:
@@ -27,3 +27,12 @@ def tensors_in(*values: object) -> list[Tensor]:
 def memory_of(x: Tensor) -> int:
     """Return a number that identifies x's storage while it lives, the same for all its views."""
     return int(x.untyped_storage()._cdata)
+
+
+def pad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """Return x [n, ..] followed by rows of zeros: [num_rows, ..]; x itself if n is num_rows."""
+    if x.shape[0] == num_rows:
+        return x.contiguous()
+    padded = x.new_zeros(num_rows, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded

@@ -20,7 +20,8 @@ from torch import Tensor
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm.channel import Channel, check_channel
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.mesh.partition import chunk_range, divide
+from isp.core.mesh.partition import divide
+from isp.core.tensors import pad_rows
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
@@ -28,14 +29,11 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
-    "gather_split_1d_tensor",
-    "pad_rows",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
-    "split_tensor_into_1d_equal_chunks",
 ]
 
 _TAG = Tag(Purpose.ACTIVATION, tensor="mapping")
@@ -169,15 +167,6 @@ def _parts(
     return parts
 
 
-def pad_rows(x: Tensor, num_rows: int) -> Tensor:
-    """x [n, ..] with zeros behind it: [num_rows, ..]; x itself if it has as many."""
-    if x.shape[0] == num_rows:
-        return x.contiguous()
-    padded = x.new_zeros(num_rows, *x.shape[1:])
-    padded[: x.shape[0]] = x
-    return padded
-
-
 def copy_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
     """x, held by all ranks alike, for each to use for itself.
 
@@ -279,24 +268,3 @@ def all_to_all(
     """
     cut = _Cut(0, sent=input_split_sizes, received=output_split_sizes)
     return _map(x, _exchange, _exchange, channel, cut)
-
-
-def split_tensor_into_1d_equal_chunks(
-    x: Tensor, channel: Channel, *, new_buffer: bool = False
-) -> Tensor:
-    """This rank's 1/p of the elements of x, flat; a view, or with `new_buffer` a copy.
-
-    No autograd of its own. Raises ValueError if the number of elements does not divide.
-    """
-    check_channel("channel", channel)
-    divide(x.numel(), channel.size)
-    part = chunk_range(x.numel(), channel.size, channel.rank)
-    chunk = x.reshape(-1)[part.start : part.stop]
-    return chunk.clone() if new_buffer else chunk
-
-
-@torch.no_grad()
-def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = _TAG) -> Tensor:
-    """All elements, flat, from the ranks' equal chunks; no gradient goes back."""
-    check_channel("channel", channel)
-    return channel.all_gather(chunk.reshape(-1), tag=tag).wait()

@@ -31,7 +31,7 @@ from isp.core.comm import Channel
 from isp.core.comm.channel import check_channel
 from isp.core.comm.host_offload import HostMemory, Stored
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.megatron.mappings import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from isp.core.mesh.partition import chunk_range, divide
 from isp.core.rng import RngSnapshot, RngStatesTracker
 
 __all__ = [
@@ -41,13 +41,16 @@ __all__ = [
     "Restore",
     "Segment",
     "checkpoint",
+    "gather_split_1d_tensor",
     "in_parts",
+    "split_tensor_into_1d_equal_chunks",
 ]
 
 Restore = Callable[[Any], Tensor]
 """A function that restores a tensor, without a graph, from what is held in its place."""
 
 _TAG = Tag(Purpose.BLOCK_INPUT, tensor="block input")
+_MAPPING = Tag(Purpose.ACTIVATION, tensor="mapping")
 
 
 def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
@@ -461,3 +464,24 @@ class Recomputer:
                 return part(x, *rest)
 
         return segment, segment.add(again)
+
+
+def split_tensor_into_1d_equal_chunks(
+    x: Tensor, channel: Channel, *, new_buffer: bool = False
+) -> Tensor:
+    """Return this rank's 1/p of the elements of x, flat: a view, or with `new_buffer` a copy.
+
+    Not differentiable across ranks. Raises ValueError if the number of elements does not divide.
+    """
+    check_channel("channel", channel)
+    divide(x.numel(), channel.size)
+    part = chunk_range(x.numel(), channel.size, channel.rank)
+    chunk = x.reshape(-1)[part.start : part.stop]
+    return chunk.clone() if new_buffer else chunk
+
+
+@torch.no_grad()
+def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = _MAPPING) -> Tensor:
+    """Gather the elements of all ranks' equal chunks, flat; not differentiable."""
+    check_channel("channel", channel)
+    return channel.all_gather(chunk.reshape(-1), tag=tag).wait()

@@ -9,8 +9,8 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.megatron.mappings import pad_rows
 from isp.core.mesh.layout import ParameterLayout
+from isp.core.tensors import pad_rows
 
 __all__ = ["ShardedParameter", "by_whole"]
 
