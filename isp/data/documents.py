@@ -14,19 +14,23 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
+from socket import gethostname
 from typing import IO, Any, NamedTuple
 
 from isp.config.data import PYTHON_STDLIB
-from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files
+from isp.utils.json_file import read_json
 from isp.utils.packages import require
+from isp.utils.safe_text import check_complete, first_line
 
 __all__ = [
     "Document",
     "JsonLine",
     "find_files",
     "has_records",
+    "localised",
     "read_documents",
     "read_jsonl",
     "read_records",
@@ -39,11 +43,13 @@ _TEXT_SUFFIXES = frozenset({
     ".lua", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts",
 })
 # fmt: on
+_TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".feather"})
+_BATCH_ROWS = 1024
 _LINES = (".jsonl", ".ndjson")
 _CSV = {".csv": ",", ".tsv": "\t"}
 """Suffixes of tables that are text, and what separates their cells."""
-_RECORDS = (*_LINES, ".json", *_CSV, *sorted(TABLE_SUFFIXES))
-_OF_FOLDERS = _TEXT_SUFFIXES | {*_LINES, *TABLE_SUFFIXES}
+_RECORDS = (*_LINES, ".json", *_CSV, *sorted(_TABLE_SUFFIXES))
+_OF_FOLDERS = _TEXT_SUFFIXES | {*_LINES, *_TABLE_SUFFIXES}
 """Suffixes taken from a folder, in which .json and .csv files often describe other files."""
 _CHUNK = 2**20
 """Characters of a JSON array that are read at a time."""
@@ -52,6 +58,9 @@ _BEGIN = 2**16
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MOST_MISSING = 12
 """Characters before the end of a text that is cut off at which a fault may be, as in \\u00e9."""
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_HUB = re.compile(r"hf://(?!datasets/)([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 
 # Tests hold odd encodings and generated tables; packages are not the library's own.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
@@ -94,8 +103,8 @@ def find_files(
             raise ValueError(
                 f"{key}: {path.name} has no suffix that tells how to read it. Known are text"
                 f" ({' '.join(sorted(_TEXT_SUFFIXES))}), JSON (.jsonl .ndjson .json) and .csv .tsv,"
-                f" also with .gz or .zst, tables ({' '.join(sorted(TABLE_SUFFIXES))}) and .bin/.idx"
-                f" pairs. To read it as plain text: data.format=text (--format text)"
+                f" also with .gz or .zst, tables ({' '.join(sorted(_TABLE_SUFFIXES))}) and"
+                f" .bin/.idx pairs. To read it as plain text: data.format=text (--format text)"
             )
     return found
 
@@ -129,7 +138,7 @@ def _files_of_item(item: str, key: str) -> list[Path]:
         return _stdlib_files()
     if path.is_dir():
         try:
-            saved = saved_files(path)
+            saved = _saved_files(path)
         except ValueError as error:
             raise ValueError(f"{key}={item} {error}") from None
         if saved is not None:
@@ -219,7 +228,7 @@ def read_records(path: Path) -> Iterator[JsonLine]:
     elif suffix in _CSV:
         yield from _read_csv(path, _CSV[suffix])
     else:
-        for number, (row, num_bytes) in enumerate(read_table(path), start=1):
+        for number, (row, num_bytes) in enumerate(_read_table(path), start=1):
             yield _json_line(row, f"{path}, row {number}", num_bytes)
 
 
@@ -395,3 +404,156 @@ def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair.
         raise ValueError(f"{where} holds text that is not Unicode: {error.reason}") from None
     return text
+
+
+def _saved_files(folder: Path) -> list[Path] | None:
+    """The Arrow files of a folder of `save_to_disk`, in their order; None: it is no such folder.
+
+    Raises ValueError for several splits, for rows that were selected but not written, and for
+    files outside of the folder.
+    """
+    if (folder / "dataset_dict.json").exists():
+        found = read_json(folder / "dataset_dict.json").get("splits")
+        splits = [str(split) for split in found] if isinstance(found, list) and found else ["?"]
+        raise ValueError(f"holds the splits {', '.join(splits)}: name one, {folder / splits[0]}")
+    if not (folder / "state.json").exists():
+        return None
+    try:
+        state = read_json(folder / "state.json")
+    except ValueError as error:
+        if any(folder.glob("*.arrow")):
+            raise ValueError(f"cannot be read: {error}") from None
+        return None
+    if not isinstance(entries := state.get("_data_files"), list):
+        return None  # another program's
+    if state.get("_indices_data_files"):
+        raise ValueError("holds a selection of its rows: save it after flatten_indices()")
+    files = []
+    for entry in entries:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(
+                f"is not read: its state.json names the file {json.dumps(name)}, which is not in"
+                f" the folder: save the dataset again with save_to_disk"
+            )
+        if not (folder / name).is_file():
+            raise ValueError(f"lacks {name}, or it is no regular file: copy the folder again")
+        files.append(folder / name)
+    return files
+
+
+def _read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each row of a file, and its bytes in memory, as of its batch's mean.
+
+    Raises ValueError if the file is damaged or has a value that Python cannot represent, or pyarrow
+    is not installed.
+    """
+    require(f"data.source={path}", "pyarrow", extra="data")
+    column = ""
+    try:
+        for batch in _batches(path):
+            num_bytes = batch.nbytes // max(1, batch.num_rows)
+            names, columns = batch.schema.names, []
+            for name, values in zip(names, batch.columns, strict=True):
+                column = f", column {name!r},"
+                columns.append(values.to_pylist())
+            column = ""
+            for row in zip(*columns, strict=True):
+                yield dict(zip(names, row, strict=True)), num_bytes
+    except Exception as error:  # also of values that Python lacks, such as a date in the year 10000
+        raise ValueError(f"{path}{column} cannot be read: {error}") from error
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    """Batches of rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix.lower() == ".parquet":
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(_BATCH_ROWS)
+        return
+    with pa.memory_map(str(path)) as source:
+        try:
+            reader = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:  # `datasets` writes the other of Arrow's two formats
+            source.seek(0)
+            yield from pa.ipc.open_stream(source)
+        else:
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def localised(items: Sequence[str], key: str) -> list[str]:
+    """`items` with the paths of local copies in place of what is remote.
+
+    Copies are kept in `$ISP_CACHE` (default: `~/.cache/isp`), and made again when the file has
+    changed. Raises ValueError if it cannot be reached, or a package for it is not installed.
+    """
+    return [path for item in items for path in _local(item, key)]
+
+
+def _local(item: str, key: str) -> list[str]:
+    if not _REMOTE.match(item):
+        return [item]
+    check_complete(key, item)
+    hub = _HUB.fullmatch(item)
+    require(f"{key}={item}", "datasets" if hub else "fsspec", extra="data")
+    try:
+        return _of_hub(hub[1], hub[2] or "train") if hub else _copied(item)
+    except Exception as error:  # of any file system and its network: reported in a line
+        why = first_line(error)
+        fault = f"{key}={item} cannot be read ({why})"
+        if not isinstance(error, ValueError):  # a wrong scheme or split, which `why` explains
+            fault += ": without a network, copy it to this machine and name the copy"
+        raise ValueError(fault) from error
+
+
+def _of_hub(name: str, split: str) -> list[str]:
+    """The Arrow files of a split in the cache of `datasets`, which downloads them once."""
+    from datasets import load_dataset
+
+    return [file["filename"] for file in load_dataset(name, split=split).cache_files]
+
+
+def _copied(url: str) -> list[str]:
+    """Local copies of the files of `url`: a file, a glob or a folder; of a .bin, its whole pair.
+
+    Of a folder it is the copied folder, whose files lie as they did.
+    """
+    from filelock import FileLock  # comes with torch
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    stem, suffix = os.path.splitext(path)
+    is_pair, is_folder = suffix in (".bin", ".idx"), system.isdir(path)
+    if is_pair:
+        more = [f"{stem}.labels.idx", f"{stem}.labels.bin", f"{stem}.tokenizer.json"]
+        found = [*filter(system.exists, more), f"{stem}.idx", f"{stem}.bin"]
+    elif is_folder:
+        found = sorted(system.find(path))
+    elif "://" in path:  # http, which knows no folders
+        found = system.glob(path)
+    else:
+        matches = system.glob(path, detail=True)
+        found = sorted(file for file in matches if matches[file]["type"] != "directory")
+    if not found:
+        raise FileNotFoundError("it matches no file")
+    # Without the query of a URL: the suffix says what a file holds.
+    names = [file.partition("?")[0] if "://" in file else file for file in found]
+    above = path if is_folder else os.path.commonpath([os.path.dirname(name) for name in names])
+    root = Path(os.environ.get("ISP_CACHE", "~/.cache/isp")).expanduser()
+    named = root / sha256("".join(map(system.ukey, found)).encode()).hexdigest()[:16]
+    copies = [str(named / os.path.relpath(name, above)) for name in names]
+    named.mkdir(parents=True, exist_ok=True)
+    with FileLock(named.with_suffix(".lock")):  # one rank copies, the others wait
+        for file, copy in zip(found, map(Path, copies), strict=True):
+            if not copy.exists():
+                part = copy.with_name(f".{copy.name}.{gethostname()}.{os.getpid()}")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(file, str(part))
+                # In one piece: a copy that was cut off is made again, and on a file system whose
+                # locks hold on one machine only, two machines do not write into one file.
+                part.replace(copy)
+    if is_folder:
+        return [str(named)]
+    return copies[-1:] if is_pair else copies

@@ -6,6 +6,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,24 @@ import numpy.typing as npt
 from isp.config.data import Format, TrainOn
 from isp.data.chat import ChatTemplate, Example
 from isp.data.dataset import IGNORE_INDEX, check_ids
-from isp.data.documents import JsonLine, find_files, has_records, read_documents, read_records
-from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
-from isp.data.preferences import is_text, read_answers
-from isp.data.prepared import check_tokenizer
-from isp.data.remote import localised
+from isp.data.documents import (
+    JsonLine,
+    find_files,
+    has_records,
+    localised,
+    read_documents,
+    read_records,
+)
+from isp.data.indexed import (
+    IndexedDataset,
+    check_pair,
+    check_pair_tokenizer,
+    indexed_prefix,
+    token_dtype,
+)
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
 from isp.data.tokenizer import TokenArray, Tokenizer, begun
-from isp.data.turns import read_talk
+from isp.data.turns import read_beside, read_talk, with_system
 
 __all__ = [
     "LABEL_DTYPE",
@@ -133,7 +144,7 @@ class SourceReader:
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
         for item in self.items:
             if (prefix := indexed_prefix(item)) is not None:
-                check_tokenizer(prefix, tokenizer, key)
+                check_pair_tokenizer(prefix, tokenizer, key)
         form = find_format(self.items, asked, text_key=text_key, key=key)
         self._unused = Counter[str]()
         self.is_text = form is Format.TEXT
@@ -187,7 +198,7 @@ class SourceReader:
                 self._unused.update(self._template.unnamed(turns, **beside._asdict()))
             elif form in _ANSWERS:
                 keys = _ANSWERS[form]
-                examples = read_answers(line, keys, self._tokenizer, self._template, self._bos)
+                examples = _read_answers(line, keys, self._tokenizer, self._template, self._bos)
             else:
                 examples = _documents(line, vocab_size=self._tokenizer.vocab_size)
             self._unused.update(line.record.keys() - _USED[form])
@@ -204,7 +215,7 @@ class SourceReader:
         for path in filter(has_records, self.files):
             form = file_format(path, self._asked, self._text_key)
             first = next(read_records(path), None) if form in _ANSWERS else None
-            if first is not None and is_text(first.record):
+            if first is not None and _is_text(first.record):
                 has_texts = True
             elif first is not None or form is Format.MESSAGES:
                 has_turns = True
@@ -378,3 +389,84 @@ def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
         raise ValueError(f"{where}: {name!r} holds a number beyond 64 bits") from None
+
+
+def _is_text(record: dict[str, Any]) -> bool:
+    """Whether a line's answers are text, not messages."""
+    return isinstance(record.get("chosen", record.get("completion")), str)
+
+
+def _read_answers(
+    line: JsonLine,
+    keys: tuple[str, ...],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    bos: tuple[int, ...] = (),
+) -> list[Example]:
+    """The examples of the answers under `keys` to one prompt; labels are the answer's tokens.
+
+    Answers are texts, which end with eos, or lists of messages, and `prompt` what comes before
+    them; of two, without it, that is what both begin with. `bos` begins texts. Raises ValueError
+    naming the line.
+    Source: the prompt-completion and preference formats of TRL.
+    """
+    record, where = line.record, line.where
+    answers: list[Any] = [record.get(key) for key in keys]
+    kind = str if _is_text(record) else list
+    asked = record.get("prompt", kind())
+    for key, value in zip((*keys, "prompt"), (*answers, asked), strict=True):
+        if not isinstance(value, kind) or not (value or key == "prompt"):
+            alike = " and ".join(map(repr, ("prompt", *keys)))
+            raise ValueError(
+                f"{where}: {key!r} must be text that is not empty, or a list of messages; {alike}"
+                f" are alike"
+            )
+    if len(keys) == 1 and not asked:
+        raise ValueError(f"{where}: 'prompt' must not be empty beside 'completion'")
+    if len(keys) == 1 and isinstance(record.get("label"), bool):
+        raise ValueError(
+            f"{where} has 'label', which is not read: leave out what is labeled false, and the key"
+        )
+    beside = read_beside(line)
+    if kind is str:
+        of_messages = ("system", "tools", "chat_template_kwargs")
+        if found := [key for key in of_messages if record.get(key)]:
+            raise ValueError(
+                f"{where} has {found[0]!r}, which is for messages: write 'prompt' and answers as"
+                " lists of messages, or what it says into 'prompt'"
+            )
+    elif asked:
+        asked = with_system(asked, line)
+    else:
+        answers = [with_system(answer, line) for answer in answers]
+    prompt = asked or _common(answers)
+    whole: list[Any] = [asked + answer for answer in answers]
+    if kind is str:
+        before, *of_whole = (begun(tokenizer.encode(text), bos) for text in (prompt, *whole))
+        texts = [np.append(tokens, tokenizer.eos_id) for tokens in of_whole]
+    else:
+        if template is None:
+            raise ValueError(f"{where} has messages, but the first line of the file has text")
+        more = beside._asdict()
+        before = tokenizer.encode(template.prompt(prompt, where, **more))
+        texts = [template.tokens(turns, where, num_prompt=len(prompt), **more) for turns in whole]
+    return [_after(before, tokens, where) for tokens in texts]
+
+
+def _common(answers: list[Any]) -> Any:
+    """What both begin with; of messages, whole ones."""
+    chosen, rejected = answers
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    return chosen[: sum(1 for _ in alike)]
+
+
+def _after(prompt: Any, tokens: Any, where: str) -> Example:
+    """The example of which nothing of the prompt is trained."""
+    same = min(len(prompt), len(tokens))
+    differ = np.flatnonzero(prompt[:same] != tokens[:same])
+    first = max(1, int(differ[0]) if differ.size else same)
+    if first >= len(tokens):
+        raise ValueError(f"{where}: an answer adds no tokens to the prompt")
+    labels = np.asarray(tokens).astype(np.int32)
+    labels[:first] = IGNORE_INDEX
+    return Example(tokens, labels)

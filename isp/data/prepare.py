@@ -22,10 +22,12 @@ from isp.data.indexed import (
     IndexedDatasetWriter,
     existing,
     indexed_prefix,
+    record_path,
     remove_pair,
     token_dtype,
+    tokenizer_name,
+    write_record,
 )
-from isp.data.prepared import record_path, tokenizer_name, write_record
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["PrepareSummary", "prepare"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isp.config.data import TrainOn
-from isp.data import chat_turns
+from isp.data import chat
 from isp.data.chat import ChatTemplate, Example
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.tokenizer import ByteTokenizer, HFTokenizer
@@ -101,8 +101,8 @@ def test_turns_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = chat_folder(tmp_path / "chatml", CHATML)
     digest = hashlib.sha256(CHATML.strip().encode()).hexdigest()[:8]
     header = "<|im_start|>assistant\n"
-    for part, trained in ((str.rstrip, "\n"), (chat_turns._none_of, header)):
-        monkeypatch.setitem(chat_turns._HEADERS, digest, part)
+    for part, trained in ((str.rstrip, "\n"), (chat._none_of, header)):
+        monkeypatch.setitem(chat._HEADERS, digest, part)
         parts = [*chatml(TALK[1:2]), (header.removesuffix(trained), False), (trained, True)]
         parts += [(TALK[2]["content"] + "<|im_end|>\n", True)]
         check(load(folder).example(TALK[1:3], "here"), folder, parts)

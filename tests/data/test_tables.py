@@ -144,7 +144,7 @@ def test_a_package_or_a_network_that_is_missing(
     for url in ("foo://a/b", "zip://a::foo://b"):
         with pytest.raises(ValueError, match=f"^data.source={url} cannot be .*: foo\\)$") as e:
             opened(url)
-        assert e.traceback[-1].path.name == "remote.py", "else it is shown as a traceback"
+        assert e.traceback[-1].path.name == "documents.py", "else it is shown as a traceback"
     with pytest.raises(ValueError, match=r"cannot be read .*: without a network, copy it to"):
         opened(f"file://{tmp_path}/absent")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isp.data import tokenizer_check
+from isp.data import tokenizer as tokenizer_module
 from isp.data.tokenizer import ByteTokenizer, HFTokenizer, begun, load_tokenizer
 
 TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
@@ -178,7 +178,7 @@ def test_hf_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"not a usable tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-    monkeypatch.setattr(tokenizer_check, "read_limited", _refuse)  # as root may read any file
+    monkeypatch.setattr(tokenizer_module, "read_limited", _refuse)  # as root may read any file
     with pytest.raises(ValueError, match=r"data\.tokenizer=.*json cannot be read: Permission"):
         load_tokenizer(str(tmp_path))
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from isp.config import load_config
-from isp.data import rendering, tokenizer_check
+from isp.data import rendering, tokenizer
 from isp.data.rendering import TemplateFailure, render
 from isp.data.tokenizer import HFTokenizer
 from isp.models.huggingface import adapters as lora
@@ -205,8 +205,8 @@ def test_a_tokenizer_is_tried_before_it_is_used(
 ) -> None:
     """Catches a process that hangs in, or is ended by, a library that is not Python's."""
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(tokenizer_check, "_MOST_SECONDS", 10.0)
-    monkeypatch.setattr(tokenizer_check, "_MOST_BYTES", GIB)
+    monkeypatch.setattr(tokenizer, "_MOST_SECONDS", 10.0)
+    monkeypatch.setattr(tokenizer, "_MOST_BYTES", GIB)
     file = _tokenizer(tmp_path, **TOKENIZERS[kind])
     with pytest.raises(ValueError, match=r"^data\.tokenizer=.*tokenizer\.json"):
         HFTokenizer(file)
