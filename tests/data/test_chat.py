@@ -255,11 +255,11 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
         ),
     ],
 )
-def test_a_turn_without_a_place_of_its_own(tmp_path: Path, template: str, place: str) -> None:
+def test_a_turn_that_is_not_in_one_piece(tmp_path: Path, template: str, place: str) -> None:
     """Catches a turn that is dropped, or others' words in it, trained without a word."""
     folder = chat_folder(tmp_path, template)
     with pytest.raises(
-        ValueError, match=rf"talks, line 3, message {place} has no place .*template"
+        ValueError, match=rf"talks, line 3, message {place} does not appear .*template"
     ):
         load(folder).example(TALK, "talks, line 3")
     other = tmp_path / "marked.jinja"
