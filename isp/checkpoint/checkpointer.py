@@ -1,11 +1,21 @@
-"""`Checkpointer`: saves a run, chooses the newest good checkpoint, loads it into any layout."""
+"""`Checkpointer`: saves a run, chooses the newest good checkpoint, loads it into any layout.
+
+[Note: Why not async_save] `torch.distributed.checkpoint.async_save` ends when each rank has written
+its files and rank 0 the table of contents. A checkpoint of ours is published after that, by an
+agreement of all ranks about files and checksums, which has to be in the same thread as the
+collectives of the save itself, or they would meet on the process group. So the thread is our own
+and runs the very code of a save in the foreground. Torch's process instead of a thread
+(`AsyncCheckpointerType.PROCESS`) would start slowly, need process groups of its own, and outlive a
+rank that is killed.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +23,11 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
-from isp.checkpoint.background import Flight, Staging
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
 from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, choose
 from isp.checkpoint.folder import CheckpointFolder
@@ -35,7 +45,8 @@ from isp.checkpoint.state import (
 )
 from isp.checkpoint.storage import CheckedWriter, SafeReader, quietly, read_metadata
 from isp.config.sections import CheckpointConfig
-from isp.core.comm import Channel
+from isp.core.comm import Channel, streams
+from isp.core.comm.pinned_memory import zeros
 from isp.core.layers.module import RowsOf
 
 __all__ = ["CheckpointInfo", "Checkpointer"]
@@ -74,8 +85,8 @@ class Checkpointer:
         self._config = config
         self._channel = _own_channel(world, timeout_seconds)
         self._first = self._channel.rank == 0
-        self._staging = Staging()
-        self._flight: Flight | None = None
+        self._staging = _Staging()
+        self._flight: _Flight | None = None
         self._uploads: Uploads | None = None
         if config.upload_to is not None and self._first:
             self._uploads = Uploads(config.upload_to, config.keep_latest_k)
@@ -166,7 +177,7 @@ class Checkpointer:
             files={},
         )
         if background:
-            self._flight = Flight(step, lambda: self._write_in_background(manifest, shards))
+            self._flight = _Flight(step, lambda: self._write_in_background(manifest, shards))
         else:
             self._write(manifest, shards)
 
@@ -338,6 +349,67 @@ class Checkpointer:
                 process_group=self._channel.group,
                 no_dist=self._channel.group is None,
             )
+
+
+class _Staging:
+    """CPU memory for copies of shards: the same for every save, page-locked where they are on CUDA.
+
+    One copy at a time is valid. Holds as many bytes as the shards. Torch's `DefaultStager` holds
+    as many as the tensors that they are parts of, and that of torch 2.11 copies only once.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, list[Tensor]] = {}
+
+    def copy(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+        """The same shards with data that training does not change any more, on CPU.
+
+        Waits until the data has arrived. Overwrites the last copy.
+        """
+        copied, devices = {}, set()
+        for key, shard in shards.items():
+            data = [piece.data for piece in shard.pieces]
+            copies = self._copies.get(key, [])
+            if [(c.shape, c.dtype) for c in copies] != [(x.shape, x.dtype) for x in data]:
+                copies = [zeros(x.numel(), x.dtype, x.device).view(x.shape) for x in data]
+                self._copies[key] = copies
+            for target, x in zip(copies, data, strict=True):
+                target.copy_(x, non_blocking=True)
+                devices.add(x.device)
+            copied[key] = shard.with_data(copies)
+        for device in devices:
+            if (arrived := streams.mark(device)) is not None:
+                arrived.synchronize()
+        return copied
+
+
+class _Flight:
+    """A save that is being written by a thread; what it raised is in `error` afterwards."""
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        self.step = step
+        self.error: Exception | None = None
+        self._write = write
+        # A run that ends with an error need not wait for a rank that is gone: see `join`.
+        self._thread = threading.Thread(target=self._run, name=f"save step {step}", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_seconds: float | None = None) -> float:
+        """Wait until it is over; for how many seconds it had to be waited for."""
+        begin = time.perf_counter()
+        self._thread.join(timeout_seconds)
+        return time.perf_counter() - begin
+
+    @property
+    def over(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self.error = error
 
 
 def _own_channel(world: Channel, timeout_seconds: float) -> Channel:

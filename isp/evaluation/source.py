@@ -15,8 +15,7 @@ from torch import nn
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.choice import CheckpointInfo, newest_at
-from isp.checkpoint.state import check_shapes
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights, check_shapes
 from isp.config.models import language_model
 from isp.config.sections import DTYPES, CheckpointConfig
 from isp.core.comm import Mesh

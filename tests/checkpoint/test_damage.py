@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
 from isp.checkpoint.choice import LAUNCH
 from isp.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
+from isp.checkpoint.state import WholeWeights
 from isp.checkpoint.storage import METADATA, read_metadata
-from isp.checkpoint.whole import WholeWeights
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Channel
 from isp.train.state.export import export

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.checkpoint import Checkpointer, CheckpointError, inspect
-from isp.checkpoint.background import Staging
 from isp.checkpoint.boxes import Shard
+from isp.checkpoint.checkpointer import _Staging
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Channel
 from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run, whole_value
@@ -240,7 +240,7 @@ def test_torch_can_read_it(tmp_path: Path) -> None:
 def test_copies_take_the_same_memory_again() -> None:
     """Catches copies of more than the shards, memory taken anew, and a size that changed."""
     whole = torch.arange(40.0).view(8, 5)
-    staging = Staging()
+    staging = _Staging()
     addresses = set()
     for step in range(3):
         rest = torch.full((3 + step // 2,), step)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from isp.checkpoint import CheckpointInfo
 from isp.checkpoint.folder import describe_contents
-from isp.checkpoint.state import check_shapes, saved_rows
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights, check_shapes, saved_rows
 from isp.config import JobConfig
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
