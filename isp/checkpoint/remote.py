@@ -15,7 +15,7 @@ from threading import Thread
 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import MANIFEST, Damaged, fault_of
-from isp.utils.safe_text import first_line
+from isp.utils.text import first_line
 
 __all__ = ["RemoteCheckpoints", "Uploads"]
 

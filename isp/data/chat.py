@@ -32,8 +32,8 @@ from isp.data.dataset import IGNORE_INDEX
 from isp.data.rendering import Rendered, TemplateFailure, named_in, render
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 from isp.data.turns import Arguments, read_turns, unnamed_keys
+from isp.utils.environment import require
 from isp.utils.files import check_regular_files, read_limited
-from isp.utils.packages import require
 
 __all__ = ["ChatTemplate", "Example"]
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from isp.data.stores import TokenStore, mixed
 from isp.data.tokenizer import TokenArray
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = [
     "IGNORE_INDEX",

@@ -21,9 +21,9 @@ from socket import gethostname
 from typing import IO, Any, NamedTuple
 
 from isp.config.data import PYTHON_STDLIB
-from isp.utils.json_file import read_json
-from isp.utils.packages import require
-from isp.utils.safe_text import check_complete, first_line
+from isp.utils.environment import require
+from isp.utils.files import read_json
+from isp.utils.text import check_complete, first_line
 
 __all__ = [
     "Document",

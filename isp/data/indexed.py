@@ -33,8 +33,8 @@ import numpy.typing as npt
 
 from isp.config.data import BYTE_TOKENIZER
 from isp.data.tokenizer import HFTokenizer, TokenArray, Tokenizer
-from isp.utils.counts import counted
-from isp.utils.json_file import read_json
+from isp.utils.files import read_json
+from isp.utils.text import counted
 
 __all__ = [
     "IndexedDataset",

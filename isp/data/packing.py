@@ -13,7 +13,7 @@ from isp.config.data import ExcessLength
 from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, positions_of, shuffled
 from isp.data.examples import ExampleStore, check_trained, count_trained
 from isp.data.tokenizer import Tokenizer
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = ["ExampleDataset", "best_fit"]
 

@@ -20,7 +20,7 @@ from isp.data.dataset import Sample, cut
 from isp.data.documents import read_documents
 from isp.data.examples import check_any
 from isp.data.tokenizer import TokenArray
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = ["StreamDataset", "is_place"]
 

@@ -10,11 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.config.data import BYTE_TOKENIZER
-from isp.utils.files import LARGE_FILE_BYTES, read_limited
-from isp.utils.hub import download_hint
-from isp.utils.json_file import read_json
+from isp.utils.environment import require
+from isp.utils.files import LARGE_FILE_BYTES, download_hint, read_json, read_limited
 from isp.utils.limits import check_in_child
-from isp.utils.packages import require
 
 __all__ = [
     "ByteTokenizer",

@@ -33,9 +33,8 @@ from isp.models.loading import meta_model, plain_model
 from isp.models.traced_model import TracedModel, position_rows
 from isp.train.state.export import as_saved, plain_decoder, saved_model
 from isp.train.state.resume import saved_config
-from isp.utils.hub import download_hint
-from isp.utils.json_file import read_json
-from isp.utils.packages import require
+from isp.utils.environment import require
+from isp.utils.files import download_hint, read_json
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
-__all__ = ["require"]
+__all__ = [
+    "launched",
+    "rank_and_size",
+    "require",
+]
 
 
 def require(who: str, *packages: str, extra: str | None = "hf") -> None:
@@ -17,3 +22,16 @@ def require(who: str, *packages: str, extra: str | None = "hf") -> None:
             pip = f"pip install {' '.join(packages)}"
             way = pip if extra is None else f"bash tools/setup_env.sh {extra} (or {pip})"
             raise ValueError(f"{who} needs the {package} package: {way}")
+
+
+def launched() -> bool:
+    """Return True if torchrun, or a launcher with its variables, has started this process."""
+    # Both: other programs set one of the two for purposes of their own.
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks; (0, 1) if it was not launched."""
+    if not launched():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

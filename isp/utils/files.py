@@ -10,24 +10,37 @@ are written on: a link is refused).
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from isp.utils.text import redacted
 
 __all__ = [
     "LARGE_FILE_BYTES",
     "SMALL_FILE_BYTES",
+    "Result",
     "check_regular",
     "check_regular_files",
     "check_written_on",
     "copy_regular",
+    "download_hint",
+    "first_fault",
     "new_file",
     "open_regular",
     "open_to_write",
+    "parse_json",
+    "read_json",
     "read_limited",
     "read_lines",
     "write_durably",
@@ -193,3 +206,113 @@ def _check_descriptor(descriptor: int, path: str | Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, _NOT_REGULAR, str(path))
+
+
+def read_json(path: Path, *, large: bool = False) -> dict[str, Any]:
+    """Return the object in a JSON file, of up to 16 MiB, or 256 MiB for a `large` one.
+
+    Raises ValueError, naming the file, for anything else.
+    """
+    try:
+        data = read_limited(path, LARGE_FILE_BYTES if large else SMALL_FILE_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        folder = path.parent
+        if folder.is_dir():
+            lack = f"has no {path.name}: is it a model's folder?"
+        else:
+            lack = f"is no folder{download_hint(folder)}"
+        raise ValueError(f"{folder} {lack}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the object that `data`, the contents of the file at `path`, is.
+
+    Raises ValueError, naming the file, for anything else, also for one that is nested too deeply.
+    """
+    try:
+        found = json.loads(data)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:  # no JSON, or a number of too many digits
+        raise ValueError(f"{path} is damaged: {error}") from None
+    except RecursionError:
+        raise ValueError(
+            f"{path} is damaged: its lists and objects are nested too deeply"
+        ) from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return found
+
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/([A-Za-z0-9][\w.-]*)")
+_NO_MODEL = re.compile(r".*\.(json|yaml|yml|txt)|.*/step_\d+")
+"""Files, and checkpoints, of the user's own."""
+
+
+def download_hint(path: str | Path) -> str:
+    """Return a hint how to download `path`, or "" if it cannot be a name of the hub.
+
+    `path`: as the user typed it. A name is `owner/name`, unless there is a folder `owner` here.
+    """
+    name = str(path)
+    found = _ID.fullmatch(name)
+    if found is None or _NO_MODEL.fullmatch(name) or Path(name).parent.exists():
+        return ""
+    return (
+        f"; if it is a model of the Hugging Face hub, download it first:"
+        f" `hf download {name} --local-dir {found[1]}`"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The part of a result that can be read of any version."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(_Head):
+    """A result; of each kind a dataclass, with a `version` of its own."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    newest: ClassVar[int]
+    """The version that is written and read."""
+    name: ClassVar[str]
+    """Such as `a profile`."""
+    again: ClassVar[str]
+    """How one of another version is made anew."""
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The text of the file, without credentials."""
+        return redacted(TypeAdapter(type(self)).dump_json(self, indent=indent).decode()) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The result that `to_json` wrote.  Raises ValueError if `text` is anything else."""
+        try:
+            version = TypeAdapter(_Head).validate_json(text).version
+            if version == cls.newest:
+                return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            raise ValueError(f"not {cls.name}: {first_fault(error)}") from error
+        raise ValueError(
+            f"{cls.name} of version {version}, this program reads version {cls.newest}: {cls.again}"
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """The result in the file at `path`.  Raises ValueError if it holds none, or OSError."""
+        try:
+            return cls.from_json(read_limited(path, LARGE_FILE_BYTES))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def first_fault(error: ValidationError) -> str:
+    """Where a text of JSON is wrong first, and how."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"

@@ -8,10 +8,24 @@ kept, and trackers, get `redacted` values.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
-__all__ = ["check_complete", "first_line", "printable", "redacted", "redacted_values", "shown"]
+__all__ = [
+    "check_complete",
+    "counted",
+    "first_line",
+    "format_duration",
+    "nearest",
+    "parse_duration",
+    "printable",
+    "redacted",
+    "redacted_values",
+    "shown",
+    "suggest",
+]
 
 T = TypeVar("T")
 
@@ -109,3 +123,76 @@ def printable(text: str) -> str:
 def shown(text: object) -> str:
     """Return the text of `text` as people may see it: `redacted`, and `printable`."""
     return printable(redacted(str(text)))
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `1,234 documents`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
+
+
+_MAX_SECONDS = 10_000 * 24 * 3600
+
+
+def parse_duration(value: int | str) -> int:
+    """`value` in seconds: a number of them, or `[days-][hours:]minutes:seconds`.
+
+    Raises ValueError if it is neither, not above 0, or more than 10,000 days. (Slurm's `90`, in
+    minutes, is 90 seconds here, and its forms without seconds behind days are refused.)
+    """
+    seconds = value if isinstance(value, int) else _seconds(value.strip())
+    if seconds <= 0:
+        raise ValueError("must be above 0")
+    if seconds > _MAX_SECONDS:
+        raise ValueError("must be at most 10000-00:00:00")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """`1:23:45`, and `1-12:00:00` from a day on; rounded to seconds."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}-{hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}"
+
+
+def _seconds(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    match = _CLOCK.fullmatch(text)
+    if match is None or (match["days"] and not match["hours"]):
+        raise ValueError("must be seconds, or written as HH:MM:SS or D-HH:MM:SS")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    # Only the first field may be large: 36:00:00 is a day and a half, 1:90 is a slip.
+    if seconds > 59 or (match["hours"] and minutes > 59) or (match["days"] and hours > 23):
+        raise ValueError("has a field that is too large: write HH:MM:SS or D-HH:MM:SS")
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+_MOST_LISTED = 300
+"""Characters of a list of names; a longer one hides the fault before it."""
+
+
+def nearest(name: str, known: Sequence[str], cutoff: float = 0.75) -> list[str]:
+    """Return the closest of `known` as a list, which is empty if none is close."""
+    return difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+
+
+def suggest(name: str, known: Sequence[str], *, section: str, paths: Sequence[str] = ()) -> str:
+    """Return `; did you mean ...?` for a `name` that `section` lacks, or the names it has.
+
+    `paths`: full names of all keys, tried after close names in `known`.
+    """
+    near = nearest(name, known)
+    near = near or [path for path in paths if path.split(".")[-1] == name]
+    near = near or nearest(f"{section}.{name}".lstrip("."), paths, 0.8) or nearest(name, known, 0.6)
+    if near:
+        return f"; did you mean {' or '.join(map(repr, near))}?"
+    listed = ", ".join(known)
+    if len(listed) > _MOST_LISTED:
+        return f"; `isp config --help-keys {section}` lists the keys of {section}"
+    return f"; {section or 'the configuration'} has {listed}"

@@ -25,8 +25,8 @@ from isp.config.sections import DTYPES
 from isp.models.build import parameter_shapes
 from isp.models.huggingface.config_json import read_config
 from isp.models.traced_model import TracedModel
+from isp.utils.environment import require
 from isp.utils.files import copy_regular
-from isp.utils.packages import require
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import exported_rows
