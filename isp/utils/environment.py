@@ -1,4 +1,4 @@
-"""Packages of others that only some keys and commands need."""
+"""The environment of this process: optional packages, and the variables of its launcher."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = [
 
 
 def require(who: str, *packages: str, extra: str | None = "hf") -> None:
-    """Raise ValueError, with the way out, if `who` needs one of `packages` and it is missing.
+    """Raise ValueError, with how to install it, if one of `packages` is missing.
 
-    `extra`: the set of packages of `tools/setup_env.sh` that has them; None: no set has.
+    `who` needs them, for the error: a key or a command. `extra`: the set of packages of
+    `tools/setup_env.sh` that has them; None if no set has.
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:
@@ -25,8 +26,8 @@ def require(who: str, *packages: str, extra: str | None = "hf") -> None:
 
 
 def launched() -> bool:
-    """Return True if torchrun, or a launcher with its variables, has started this process."""
-    # Both: other programs set one of the two for purposes of their own.
+    """Return True if torchrun, or a launcher with the same variables, has started this process."""
+    # Other programs set one of the two for purposes of their own, so check for both.
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 

@@ -1,9 +1,9 @@
-"""Text that leaves this program: without credentials, and without what a terminal obeys.
+"""Text for users: without credentials and control characters, with numbers, times and suggestions.
 
-[Note: Text that leaves] Names of files, of tensors and of jobs, what a model generates and what a
-server answers may hold escape codes, which clear a screen, hide a line or type a command. URLs may
-hold passwords and signatures. So everything printed or logged goes through `shown`; files that are
-kept, and trackers, get `redacted` values.
+[Note: Text that leaves] Names of files, tensors and jobs, the output of a model and the answer of a
+server may contain escape codes, which clear a terminal's screen, hide a line or type a command.
+URLs may contain passwords and signatures. So everything that is printed or logged goes through
+`shown`, and files that are kept, and trackers, get `redacted` values.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ __all__ = [
 T = TypeVar("T")
 
 _LEFT_OUT = "***"
+"""Replacement of credentials."""
 
-# Each pattern reads any text in one pass: it comes from files of others, too.
+# Texts may come from unknown sources, so each pattern takes time linear in their length.
 _USER = re.compile(r"://[^/?#\s\"'<>]*@")
-"""The user, and the password, before the host of a URL."""
+"""User and password before the host of a URL."""
 _QUERY = re.compile(r"[?#][^\s\"'<>\\]*")
 _PARAMETER = re.compile(r"(?<=[?&;#])([\w.%-]+)=([^&;#]*)")
 _AFTER_URL = ":,.)]}"
-"""Marks of a sentence that follow a URL."""
+"""Punctuation that belongs to the sentence around a URL."""
 _SECRET = re.compile(
     r"^x-(amz|goog|oss|cos|ms|obs)-|token(?!iz|s$)|secret|passw|pwd|signature|credential|session"
     r"|(api|access|account|private|shared)[-_]?key|auth|^(sig|key|jwt|code)$"
     r"|^(aws|oss)accesskeyid$|^googleaccessid$|^key-pair-id$|^q-(sign|ak|signature|key)",
     re.IGNORECASE,
 )
-"""Names of parameters that let their reader in, or belong to a signature."""
+"""Names of URL parameters whose values grant access, or belong to a signature."""
 _SIGNATURE = re.compile(r"signature|^sig$", re.IGNORECASE)
 _SIGNED = re.compile(
     r"^(expires|policy|s[eprstvs]|spr|srt|sip|ses|sdd|sk(oid|tid|t|e|s|v)|s[acu]oid|scid)$",
     re.IGNORECASE,
 )
-"""Names that change with a signature: CloudFront's, S3's second version's and Azure's."""
+"""Names of parameters that change with a signature: of CloudFront, S3 (version 2) and Azure."""
 _MARKED = re.compile(r"://\*\*\*@|=\*\*\*(?=[&;#]|$)")
 
 _OBEYED = re.compile(
@@ -58,24 +59,30 @@ _OBEYED = re.compile(
     r"\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # direction, width
     r"\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"  # lines, half characters, tags
 )
-"""Characters that change how other text is shown; joiners stay: scripts and emoji need them."""
+"""Characters that a terminal interprets, without joiners, which scripts and emoji need."""
+
+_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
+_MAX_SECONDS = 10_000 * 24 * 3600
+_MOST_LISTED = 300
+"""Length of a list of names above which an error names a command that lists them."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of `error` and the first line of its text: libraries add pages to it."""
+    """Return the type of `error` and the first line of its text, which may have many lines."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def redacted(text: str) -> str:
     """Return `text` with *** for the user and the secret parameters of each URL in it.
 
-    The same URL with another signature gives the same text. Applied twice it changes nothing.
+    URLs that differ only in their signature give the same text. Applying it again changes nothing.
     """
     text = _USER.sub(f"://{_LEFT_OUT}@", text)
     return _QUERY.sub(_redacted_query, text)
 
 
 def _redacted_query(query: re.Match[str]) -> str:
+    """Return the query or fragment of a URL with *** for its secret parameters."""
     names = [name for name, _ in _PARAMETER.findall(query[0])]
     signed = any(map(_SIGNATURE.search, names))
 
@@ -89,7 +96,7 @@ def _redacted_query(query: re.Match[str]) -> str:
 
 
 def redacted_values(value: T) -> T:
-    """Return plain values, in lists and mappings, with `redacted` texts."""
+    """Return a copy of `value` with every string in its lists and dicts `redacted`."""
     found: object = value
     if isinstance(value, str):
         found = redacted(value)
@@ -101,9 +108,9 @@ def redacted_values(value: T) -> T:
 
 
 def check_complete(key: str, url: str) -> None:
-    """Raise ValueError for a URL whose credentials `redacted` has left out.
+    """Raise ValueError, with `key`, for a URL whose credentials `redacted` has replaced.
 
-    Such as in the config.yaml of a run, which is given to another command.
+    The config.yaml in a run's folder has such URLs, and may be given to another command.
     """
     if _MARKED.search(url):
         raise ValueError(
@@ -113,7 +120,7 @@ def check_complete(key: str, url: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return `text` with an escape such as \\x1b for each character that a terminal obeys.
+    """Return `text` with an escape such as \\x1b for each character that a terminal interprets.
 
     Tabs and line feeds stay.
     """
@@ -121,26 +128,21 @@ def printable(text: str) -> str:
 
 
 def shown(text: object) -> str:
-    """Return the text of `text` as people may see it: `redacted`, and `printable`."""
+    """Return str(text), `redacted` and `printable`."""
     return printable(redacted(str(text)))
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 document`, `1,234 documents`."""
+    """Return a number with its noun: `1 document`, `1,234 documents`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
-
-
-_MAX_SECONDS = 10_000 * 24 * 3600
-
-
 def parse_duration(value: int | str) -> int:
-    """`value` in seconds: a number of them, or `[days-][hours:]minutes:seconds`.
+    """Return seconds, given as a number or as `[days-][hours:]minutes:seconds`.
 
-    Raises ValueError if it is neither, not above 0, or more than 10,000 days. (Slurm's `90`, in
-    minutes, is 90 seconds here, and its forms without seconds behind days are refused.)
+    Raises ValueError for another form, and for a time not above 0 or above 10,000 days. Unlike in
+    Slurm, a plain number is in seconds, not minutes, and after days all of hours, minutes and
+    seconds must follow.
     """
     seconds = value if isinstance(value, int) else _seconds(value.strip())
     if seconds <= 0:
@@ -151,7 +153,7 @@ def parse_duration(value: int | str) -> int:
 
 
 def format_duration(seconds: float) -> str:
-    """`1:23:45`, and `1-12:00:00` from a day on; rounded to seconds."""
+    """Return a time rounded to seconds, as `1:23:45`, or from a day on as `1-12:00:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -161,32 +163,30 @@ def format_duration(seconds: float) -> str:
 
 
 def _seconds(text: str) -> int:
+    """Return the seconds in a text for `parse_duration`; raise ValueError for another form."""
     if text.isdecimal():
         return int(text)
     match = _CLOCK.fullmatch(text)
     if match is None or (match["days"] and not match["hours"]):
         raise ValueError("must be seconds, or written as HH:MM:SS or D-HH:MM:SS")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    # Only the first field may be large: 36:00:00 is a day and a half, 1:90 is a slip.
+    # Only the first field may be large: 36:00:00 is a day and a half, but 1:90 is a typing error.
     if seconds > 59 or (match["hours"] and minutes > 59) or (match["days"] and hours > 23):
         raise ValueError("has a field that is too large: write HH:MM:SS or D-HH:MM:SS")
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-_MOST_LISTED = 300
-"""Characters of a list of names; a longer one hides the fault before it."""
-
-
 def nearest(name: str, known: Sequence[str], cutoff: float = 0.75) -> list[str]:
-    """Return the closest of `known` as a list, which is empty if none is close."""
+    """Return a list with the closest of `known`, or an empty list if none is close."""
     return difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
 
 
 def suggest(name: str, known: Sequence[str], *, section: str, paths: Sequence[str] = ()) -> str:
-    """Return `; did you mean ...?` for a `name` that `section` lacks, or the names it has.
+    """Return `; did you mean ...?` for a `name` that `section` lacks, or else the names it has.
 
-    `paths`: full names of all keys, tried after close names in `known`.
+    `known`: names in the section. `paths`: full names of all keys, tried if no name is close.
     """
+    # In order of likelihood: a typing error, a key of another section, a looser match.
     near = nearest(name, known)
     near = near or [path for path in paths if path.split(".")[-1] == name]
     near = near or nearest(f"{section}.{name}".lstrip("."), paths, 0.8) or nearest(name, known, 0.6)
