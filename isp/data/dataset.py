@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from isp.data.stores import TokenStore, mixed
+from isp.data.stores import TokenStore, hashed
 from isp.data.tokenizer import TokenArray
 from isp.utils.text import counted
 
@@ -228,8 +228,8 @@ def shuffled(index: int, size: int, key: int) -> int:
     while True:  # ends: a permutation returns to `index`, which is inside
         left, right = index >> half, index & mask
         for turn in range(_SHUFFLE_ROUNDS):
-            mixture = mixed(key + right + (turn << half))
-            left, right = right, left ^ (mixture & mask)
+            bits = hashed(key + right + (turn << half))
+            left, right = right, left ^ (bits & mask)
         index = left << half | right
         if index < size:
             return index

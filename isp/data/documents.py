@@ -30,7 +30,7 @@ __all__ = [
     "JsonLine",
     "find_files",
     "has_records",
-    "localised",
+    "local_copies",
     "read_documents",
     "read_jsonl",
     "read_records",
@@ -493,7 +493,7 @@ def _batches(path: Path) -> Iterator[Any]:
             yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def localised(items: Sequence[str], key: str) -> list[str]:
+def local_copies(items: Sequence[str], key: str) -> list[str]:
     """Return `items` with remote ones (`s3://`, `hf://`) replaced by the paths of local copies.
 
     Copies are kept in `$ISP_CACHE` (default: `~/.cache/isp`), and made again when the remote file

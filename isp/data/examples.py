@@ -21,7 +21,7 @@ from isp.data.documents import (
     JsonLine,
     find_files,
     has_records,
-    localised,
+    local_copies,
     read_documents,
     read_records,
 )
@@ -33,7 +33,7 @@ from isp.data.indexed import (
     token_dtype,
 )
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
-from isp.data.tokenizer import TokenArray, Tokenizer, begun
+from isp.data.tokenizer import TokenArray, Tokenizer, with_bos
 from isp.data.turns import read_beside, read_talk, with_system
 
 __all__ = [
@@ -152,7 +152,7 @@ class SourceReader:
         train_on: TrainOn = TrainOn.ASSISTANT,
         add_bos: bool = True,
     ) -> None:
-        self.items = localised([source] if isinstance(source, str) else source, key)
+        self.items = local_copies([source] if isinstance(source, str) else source, key)
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
         for item in self.items:
             if (prefix := indexed_prefix(item)) is not None:
@@ -238,7 +238,7 @@ class SourceReader:
     def encode(self, text: str) -> TokenArray:
         """Return the tokens of a document with BOS, without eos; nothing for an empty document."""
         tokens = self._tokenizer.encode(text)
-        return begun(tokens, self._bos) if len(tokens) else tokens
+        return with_bos(tokens, self._bos) if len(tokens) else tokens
 
     @property
     def begin(self) -> str:
@@ -470,7 +470,7 @@ def _read_answers(
     # Prompt and answer are tokenized together, as a model sees them: tokens may cross the bound.
     whole: list[Any] = [asked + answer for answer in answers]
     if kind is str:
-        before, *of_whole = (begun(tokenizer.encode(text), bos) for text in (prompt, *whole))
+        before, *of_whole = (with_bos(tokenizer.encode(text), bos) for text in (prompt, *whole))
         texts = [np.append(tokens, tokenizer.eos_id) for tokens in of_whole]
     else:
         if template is None:

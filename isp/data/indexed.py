@@ -41,7 +41,7 @@ __all__ = [
     "IndexedDatasetWriter",
     "check_pair",
     "check_pair_tokenizer",
-    "existing",
+    "existing_file",
     "indexed_prefix",
     "record_path",
     "remove_pair",
@@ -98,7 +98,7 @@ def check_pair(prefix: Path) -> None:
             raise ValueError(f"{path} must be a regular file: {_WAY_OUT}")
 
 
-def existing(prefix: Path) -> Path | None:
+def existing_file(prefix: Path) -> Path | None:
     """Return a file of the pair that exists; None if neither does."""
     return next((p for end in (".bin", ".idx") if (p := _with(prefix, end)).exists()), None)
 

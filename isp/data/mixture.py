@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isp.data.dataset import Dataset, Sample
-from isp.data.stores import mixed
+from isp.data.stores import hashed
 from isp.data.stream import StreamDataset
 
 __all__ = ["MixedDataset", "MixedPart"]
@@ -63,7 +63,7 @@ class MixedDataset:
     def __init__(self, parts: Sequence[MixedPart], *, seed: int) -> None:
         assert any(part.limit is None for part in parts)
         self.parts = parts
-        self._offset = mixed(seed) % _RANGE
+        self._offset = hashed(seed) % _RANGE
         self.pack = parts[0].dataset.pack
         self.samples_per_epoch = sum(part.dataset.samples_per_epoch for part in parts)
         self.tokens_per_sample = 0.0  # used only for parts, and a mixture is not part of another

@@ -20,7 +20,7 @@ from isp.data.examples import (
 )
 from isp.data.indexed import (
     IndexedDatasetWriter,
-    existing,
+    existing_file,
     indexed_prefix,
     record_path,
     remove_pair,
@@ -83,7 +83,9 @@ def prepare(
     for item in items:
         if indexed_prefix(item) is not None:
             raise ValueError(f"input={item} is already tokenized: use it directly as data.source")
-    older = [p for whole in (prefix, labels_prefix(prefix)) if (p := existing(whole)) is not None]
+    older = [
+        p for whole in (prefix, labels_prefix(prefix)) if (p := existing_file(whole)) is not None
+    ]
     if older and not overwrite:
         raise ValueError(
             f"output={prefix}: {older[0]} exists already: name another --output, or replace it with"

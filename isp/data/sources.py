@@ -11,7 +11,7 @@ from isp.data.examples import ExampleStore, SourceReader
 from isp.data.indexed import indexed_prefix
 from isp.data.mixture import MixedDataset, MixedPart
 from isp.data.packing import ExampleDataset
-from isp.data.stores import PartStore, TokenStore, held_out, mixed
+from isp.data.stores import PartStore, TokenStore, hashed, held_out
 from isp.data.stream import StreamDataset
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -163,7 +163,7 @@ def _mixture(
 
     def part_seed(index: int) -> int:
         # Hashed, so that the parts of neighboring seeds have no order in common.
-        return own if seed is None else mixed(mixed(seed) + index) >> 1
+        return own if seed is None else hashed(hashed(seed) + index) >> 1
 
     datasets = [
         _dataset(*found, part_seed(index), config, tokenizer) for index, found in enumerate(opened)

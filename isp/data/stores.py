@@ -15,8 +15,8 @@ __all__ = [
     "MemoryStore",
     "PartStore",
     "TokenStore",
+    "hashed",
     "held_out",
-    "mixed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -153,12 +153,12 @@ def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
     A hash of the index decides, so the seed and documents appended later do not change which
     documents are held out.
     """
-    x: npt.NDArray[np.uint64] = mixed(np.arange(1, num_documents + 1, dtype=np.uint64))
+    x: npt.NDArray[np.uint64] = hashed(np.arange(1, num_documents + 1, dtype=np.uint64))
     # float64 represents 53 bits exactly, so the upper 53 become a fraction in [0, 1).
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
 
 
-def mixed(x: Any) -> Any:
+def hashed(x: Any) -> Any:
     """Return a 64-bit hash of an int, or of each element of an array of uint64.
 
     Source: the finalizer of SplitMix64 (Steele et al. 2014).

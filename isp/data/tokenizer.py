@@ -20,8 +20,8 @@ __all__ = [
     "HFTokenizer",
     "TokenArray",
     "Tokenizer",
-    "begun",
     "load_tokenizer",
+    "with_bos",
 ]
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -214,7 +214,7 @@ class HFTokenizer:
         )
 
 
-def begun(tokens: TokenArray, bos: tuple[int, ...]) -> TokenArray:
+def with_bos(tokens: TokenArray, bos: tuple[int, ...]) -> TokenArray:
     """Return `tokens` with `bos` before them, unless they begin with it already."""
     if tuple(tokens[: len(bos)].tolist()) == bos:
         return tokens

@@ -22,7 +22,7 @@ from isp.core.comm import Mesh
 from isp.core.mesh import Axis, ParallelConfig
 from isp.core.section import KeyRole, defaults_of
 from isp.data.chat import ChatTemplate
-from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
+from isp.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, with_bos
 from isp.evaluation.engine import Engine
 from isp.models.build import build_model, parameter_shapes
 from isp.models.huggingface.adapter_config import ADAPTER_FILE, with_adapter
@@ -122,7 +122,7 @@ class Source:
             return self._checked(self.tokenizer.encode_prompt(text))
         tokens = self.tokenizer.encode(text)
         if self.data["add_bos"]:
-            tokens = begun(tokens, self.tokenizer.bos)
+            tokens = with_bos(tokens, self.tokenizer.bos)
         return self._checked(tokens.tolist())
 
     def _checked(self, found: list[int]) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from isp.data import tokenizer as tokenizer_module
-from isp.data.tokenizer import ByteTokenizer, HFTokenizer, begun, load_tokenizer
+from isp.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, with_bos
 
 TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
 
@@ -149,8 +149,8 @@ def test_hf_begins_texts_as_transformers_does(tmp_path: Path, name: str) -> None
     assert tokenizer.bos == bos
     theirs = AutoTokenizer.from_pretrained(tmp_path)("the cat").input_ids
     text = tokenizer.encode("the cat")
-    assert theirs[: len(bos) + 2] == begun(text, tokenizer.bos).tolist() == [*bos, 1, 2]
-    assert begun(begun(text, bos), bos).tolist() == [*bos, 1, 2]  # a text that brings its own
+    assert theirs[: len(bos) + 2] == with_bos(text, tokenizer.bos).tolist() == [*bos, 1, 2]
+    assert with_bos(with_bos(text, bos), bos).tolist() == [*bos, 1, 2]  # a text that brings its own
 
 
 def test_hf_without_eos(tmp_path: Path) -> None:
