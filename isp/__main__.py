@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from isp.cli import main
-from isp.utils.launched import launched
+from isp.utils.environment import launched
 
 __all__ = ["run"]
 

@@ -36,7 +36,7 @@ from isp.core.micro_batch import MicroBatch
 from isp.models.huggingface.weight_files import WeightFiles
 from isp.parity.forked import run_ranks
 from isp.step.train_step import TrainStep, make_train_step
-from isp.utils.json_file import read_json
+from isp.utils.files import read_json
 
 SIZES = {
     "quickstart": {

@@ -17,7 +17,7 @@ from isp.core.comm import Mesh
 from isp.core.comm.cuda import expand_segments
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.step.train_step import TrainStep, make_train_step
-from isp.utils.safe_text import first_line
+from isp.utils.text import first_line
 
 __all__ = [
     "OUT_OF_MEMORY",

@@ -5,7 +5,7 @@
 
 TRL has, beside chat templates of models, variants whose generation blocks mark what is trained.
 Seven conversations are tokenised by the former, with our masks, and by the latter, by a byte-level
-tokenizer with the special tokens of the template. `--digests` prints what `isp/data/chat_turns.py`
+tokenizer with the special tokens of the template. `--digests` prints what `isp/data/chat.py`
 knows a template by.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isp.checkpoint.folder import describe_contents
 from isp.models.huggingface.weight_files import WeightFiles, WeightWriter, copy_tokenizer
-from isp.utils.json_file import read_json
+from isp.utils.files import read_json
 
 NAMES = {
     "tok_embeddings": "embed_tokens",

@@ -1,4 +1,4 @@
-"""Ranks that try something together: all learn whether it went well, none is left waiting."""
+"""Actions that succeed or fail on all ranks together, so that no rank waits for one that failed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(OSError):
-    """A checkpoint could not be written or read, in words for people.
+    """A checkpoint could not be written or read; the text says why.
 
-    Raised on all ranks; for a failed upload, on rank 0 only. The run and earlier checkpoints are
-    intact.
+    Raised on all ranks; after a failed upload at the end of training, on rank 0 only. The run and
+    earlier checkpoints are intact.
     """
 
 
 def exchange(channel: Channel, value: Plain) -> list[Any]:
-    """The values of all ranks, in rank order."""
+    """Gather `value` from all ranks and return the values in rank order; a collective."""
     data = to_tensor(value)
+    # Values differ in length and an all-gather does not: send the lengths, then padded values.
     length = torch.tensor([data.numel()])
     lengths = channel.all_gather(length, tag=Tag(tensor="lengths")).wait().tolist()
     padded = data.new_zeros(max(lengths))
@@ -38,16 +39,18 @@ def exchange(channel: Channel, value: Plain) -> list[Any]:
 
 
 def attempt(channel: Channel, what: str, act: Callable[[], Plain]) -> list[Any]:
-    """The results of `act` on all ranks, in rank order.
+    """Call `act` on every rank and return the results of all, in rank order; a collective.
 
-    Raises CheckpointError on every rank if it raised on any, naming the ranks and their reasons.
+    `what` describes the action in errors. Raises CheckpointError on every rank if `act` raised on
+    any of them, naming these ranks and their reasons.
     """
     result: Plain = None
     fault = None
     try:
         result = act()
     except CheckpointException as error:
-        # Raised on all ranks by torch, with the errors of those that had one.
+        # torch raises this on all ranks, with the errors of those that failed: report only one's
+        # own, or each rank would be named.
         own = error.failures.get(channel.rank)
         fault = None if own is None else _describe(own[0])
     except Exception as error:
@@ -62,11 +65,11 @@ def attempt(channel: Channel, what: str, act: Callable[[], Plain]) -> list[Any]:
 
 
 def attempt_first(channel: Channel, what: str, act: Callable[[], Plain]) -> Any:
-    """Give rank 0's result of `act` on all ranks; see `attempt`."""
+    """Call `act` on rank 0 and return its result on all ranks; see `attempt`."""
     return attempt(channel, what, lambda: act() if channel.rank == 0 else None)[0]
 
 
 def _describe(error: BaseException) -> str:
-    """One line about an error; our own need no type."""
+    """Return one line about an error, with its type unless it is a CheckpointError."""
     text = str(error).strip().split("\n")[0]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

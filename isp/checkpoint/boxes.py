@@ -1,8 +1,7 @@
-"""Who writes and reads which boxes of a parameter [Note: A shard is a set of boxes].
+"""Planners for torch.distributed.checkpoint: which rank writes, and reads, which boxes of a tensor.
 
-DTensor has no placement for such a shard; `torch.distributed.checkpoint` itself thinks in boxes
-("chunks"), so boxes are what it is given: the planners below say which rank writes which, and which
-saved ones a rank reads.
+A rank's part of a parameter is a set of boxes: [Note: A shard is a set of boxes]. DTensor has no
+placement for that, so tensors are given to torch as boxes, which it calls chunks.
 """
 
 from __future__ import annotations
@@ -44,24 +43,25 @@ __all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Piece", "Shard"]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A box of a global tensor, with its data."""
+    """A box of a global tensor with its data."""
 
     offsets: tuple[int, ...]
-    """Its corner in the global tensor."""
+    """Index of its first element in the global tensor."""
     data: Tensor
-    """A view into the tensor that the rank works with, or a copy."""
+    """A view of the tensor that the rank trains, or a copy."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """Shape of the box."""
         return tuple(self.data.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The pieces of a global tensor that this rank has; none if it has no element of it."""
+    """The pieces of a global tensor that this rank has, which may be none."""
 
     key: str
-    """Its name in the checkpoint."""
+    """Name of the tensor in the checkpoint."""
     global_shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
@@ -70,25 +70,28 @@ class Shard:
     def of_rows(
         cls, key: str, local: Tensor, layout: ParameterLayout, rows: Interval | None = None
     ) -> Shard:
-        """`local` as rows (start, stop) of the shard that `layout` describes; all if None."""
+        """Return the shard of `local`, which has `rows` (start, stop) of this rank's part.
+
+        `layout` describes that part of the global tensor; `rows` None means all of it.
+        """
         boxes = boxes_of(layout, rows)
         pieces = tuple(Piece(box.offsets, box.view(local)) for box in boxes)
         return cls(key, layout.global_shape, local.dtype, pieces)
 
     @classmethod
     def whole(cls, key: str, data: Tensor) -> Shard:
-        """A tensor that is entirely on this rank."""
+        """Return the shard of a tensor that is entirely on this rank."""
         shape = tuple(data.shape)
         return cls(key, shape, data.dtype, (Piece((0,) * len(shape), data.detach()),))
 
     def with_data(self, data: Sequence[Tensor]) -> Shard:
-        """The same boxes with other data, one tensor each."""
+        """Return a shard with the same boxes and other data, one tensor for each box."""
         pieces = tuple(Piece(p.offsets, d) for p, d in zip(self.pieces, data, strict=True))
         return Shard(self.key, self.global_shape, self.dtype, pieces)
 
 
 class BoxSavePlanner(SavePlanner):
-    """Writes every box once, by the least loaded of the ranks that have it.
+    """Assigns every box to one writer: of the ranks that have it, the one with the least bytes.
 
     The state dict is {key: Shard}. Raises ValueError on the coordinator, which torch passes on to
     all ranks, if the ranks' boxes do not add up to the whole tensors.
@@ -118,7 +121,7 @@ class BoxSavePlanner(SavePlanner):
                     raise ValueError(f"ranks disagree about {item.index.fqn}: {item.tensor_data}")
         loads = [0] * len(all_plans)
         plans: list[list[WriteItem]] = [[] for _ in all_plans]
-        # Large boxes first, so that small ones even the loads out.
+        # Assign large boxes first, so that small ones can even out the loads.
         for item in sorted(items.values(), key=_num_bytes, reverse=True):
             writer = min(owners[item.index], key=lambda rank: loads[rank])
             loads[writer] += _num_bytes(item)
@@ -133,12 +136,12 @@ class BoxSavePlanner(SavePlanner):
 
 
 class BoxLoadPlanner(LoadPlanner):
-    """Reads into every box of this rank what the saved boxes hold of it, whatever their layout.
+    """Reads every box of this rank from the saved boxes that overlap it, in any layout.
 
-    The state dict is {key: Shard}; `sources` says which rows of which saved tensor each is. Values
-    are converted to the dtype of the box. `required` are the keys that have to be loaded from each
-    of some saved tensors. Raises ValueError for what the checkpoint does not have, and, on the
-    coordinator, if no rank loads one of those.
+    The state dict is {key: Shard}; `sources` has for each key the saved tensor and its rows. Values
+    are converted to the dtype of the box. `required` has for some saved tensors the keys that must
+    be loaded from them, over all ranks. Raises ValueError for a box that the checkpoint does not
+    have, and, on the coordinator, if no rank loads one of these keys.
     """
 
     def __init__(
@@ -180,15 +183,20 @@ class BoxLoadPlanner(LoadPlanner):
         raise AssertionError(f"{read_item.storage_index.fqn} is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Return the view of a box of this rank that `read_item` fills; torch copies into it."""
         block = self._pieces[read_item.dest_index].data
         for dim, start in enumerate(read_item.dest_offsets):
             block = block.narrow(dim, start, read_item.lengths[dim])
         return block
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+        pass  # `tensor` is a view of the box: it is filled already
 
     def _reads(self, shard: Shard) -> list[ReadItem]:
+        """Return the reads that fill the boxes of one shard.
+
+        Raises ValueError if the saved tensor has another shape, or not all of the elements.
+        """
         source, first, _ = rows = self._sources[shard.key]
         saved = self._saved[source]
         assert isinstance(saved, TensorStorageMetadata)
@@ -201,6 +209,7 @@ class BoxLoadPlanner(LoadPlanner):
             for piece in shard.pieces
             for read in create_read_items_for_chunk_list(source, saved, [_chunk(piece, first)])
         ]
+        # Boxes that `BoxSavePlanner` wrote do not overlap, so equal counts mean that all is read.
         needed = sum(p.data.numel() for p in shard.pieces)
         found = sum(math.prod(read.lengths) for read in reads)
         if found != needed:
@@ -211,6 +220,7 @@ class BoxLoadPlanner(LoadPlanner):
 
 
 def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
+    """Return all pieces by torch's index of a box: the key and the offsets."""
     return {
         MetadataIndex(shard.key, piece.offsets): piece
         for shard in shards.values()
@@ -219,12 +229,13 @@ def _by_index(shards: Mapping[str, Shard]) -> dict[MetadataIndex, Piece]:
 
 
 def _chunk(piece: Piece, first: int = 0) -> ChunkStorageMetadata:
-    """Its place in a tensor whose row `first` is the first of the piece's."""
+    """Return the box of a piece in a saved tensor whose row `first` is row 0 of the global one."""
     row, *others = piece.offsets
     return ChunkStorageMetadata(torch.Size((row + first, *others)), torch.Size(piece.sizes))
 
 
 def _write_item(shard: Shard, piece: Piece) -> WriteItem:
+    """Return torch's description of a piece that this rank could write."""
     return WriteItem(
         index=MetadataIndex(shard.key, piece.offsets),
         type=WriteItemType.SHARD,
@@ -237,12 +248,13 @@ def _write_item(shard: Shard, piece: Piece) -> WriteItem:
 
 
 def _num_bytes(item: WriteItem) -> int:
+    """Return the size of a box in bytes."""
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _metadata(items: list[WriteItem]) -> Metadata:
-    """The metadata of the checkpoint, once each tensor is known to be there whole."""
+    """Return the metadata of the checkpoint; raise ValueError if a tensor is not complete."""
     saved: dict[str, TensorStorageMetadata] = {}
     for item in items:
         data = item.tensor_data

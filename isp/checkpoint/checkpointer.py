@@ -1,11 +1,21 @@
-"""`Checkpointer`: saves a run, chooses the newest good checkpoint, loads it into any layout."""
+"""`Checkpointer`: saves a run, chooses the newest good checkpoint, loads it into any layout.
+
+[Note: Why not async_save] `torch.distributed.checkpoint.async_save` ends when each rank has written
+its files and rank 0 the table of contents. A checkpoint of ISP is published after that, when all
+ranks have exchanged files and checksums. That exchange has to run in the same thread as the
+collectives of the save, or the two would mix on the process group. So the thread is ISP's own, and
+runs the same code as a save in the foreground. Torch's process in place of a thread
+(`AsyncCheckpointerType.PROCESS`) would start slowly, need process groups of its own, and outlive a
+rank that is killed.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +23,11 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
-from isp.checkpoint.background import Flight, Staging
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
 from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, choose
 from isp.checkpoint.folder import CheckpointFolder
@@ -35,7 +45,8 @@ from isp.checkpoint.state import (
 )
 from isp.checkpoint.storage import CheckedWriter, SafeReader, quietly, read_metadata
 from isp.config.sections import CheckpointConfig
-from isp.core.comm import Channel
+from isp.core.comm import Channel, streams
+from isp.core.comm.pinned_memory import zeros
 from isp.core.layers.module import RowsOf
 
 __all__ = ["CheckpointInfo", "Checkpointer"]
@@ -43,21 +54,22 @@ __all__ = ["CheckpointInfo", "Checkpointer"]
 logger = logging.getLogger(__name__)
 
 _REPORTED_SECONDS = 0.1
-"""A save that has to wait longer for the one before says so."""
+"""Waiting time for an earlier save above which it is logged."""
 _LAST_SECONDS = 60.0
-"""Time that a save in flight, or a copy, has to end after the run has failed."""
+"""Time limit for a save in flight, and for a copy, after the run has failed."""
 
 
 class Checkpointer:
     """Checkpoints of a run in `folder`, on storage shared by all ranks.
 
-    All methods but `wait` are collectives over the world: every rank calls them in the same
-    order. They travel over process groups of their own on CPU, which making this one opens (a
-    collective too), so that a save in the background does not meet the run's transfers.
+    All methods except `wait` are collectives over the world: every rank calls them in the same
+    order. They use a process group of their own on CPU, created here (also a collective), so that
+    a save in the background does not mix with the run's collectives.
 
     With `async_mode: async`, `save` returns when the state has been copied to CPU memory, and a
-    thread writes and publishes it. One save at most is in flight. As a context it ends with the
-    save in flight, and copies to `upload_to`, but does not wait for long where the run has failed.
+    thread writes and publishes it. At most one save is in flight. Leaving the object as a context
+    waits for the save in flight and for copies to `upload_to`, but at most for a minute each if the
+    run has failed.
     """
 
     def __init__(
@@ -70,18 +82,21 @@ class Checkpointer:
     ) -> None:
         self.folder = CheckpointFolder(Path(folder))
         self.write_seconds = 0.0
-        """Duration of writing the last checkpoint, in the background or not."""
+        """Time that writing the last checkpoint took, in the foreground or the background."""
         self._config = config
         self._channel = _own_channel(world, timeout_seconds)
         self._first = self._channel.rank == 0
-        self._staging = Staging()
-        self._flight: Flight | None = None
+        self._staging = _Staging()
+        self._flight: _Flight | None = None
         self._uploads: Uploads | None = None
         if config.upload_to is not None and self._first:
             self._uploads = Uploads(config.upload_to, config.keep_latest_k)
 
     def at(self, folder: Path, *, keep_latest_k: int = 0) -> Self:
-        """The same for another folder, by the same process groups; nothing may be in flight."""
+        """Return a checkpointer for another folder that uses the same process group.
+
+        No save may be in flight. The copy uploads nothing.
+        """
         assert self._flight is None
         other = copy.copy(self)
         other.folder = CheckpointFolder(folder)
@@ -96,7 +111,7 @@ class Checkpointer:
         if kind is None:
             self.wait()
         elif self._flight is not None:
-            # Ranks that all end for one reason still finish it; one that is gone is not awaited.
+            # If all ranks end for one reason, they finish the save; a rank that is gone does not.
             self._flight.join(_LAST_SECONDS)
             if not self._flight.over:
                 logger.warning(
@@ -108,7 +123,7 @@ class Checkpointer:
 
     @property
     def upload_fault(self) -> str | None:
-        """The failure of the last copy to `upload_to`, in words; on the first rank alone."""
+        """Failure of the last copy to `upload_to`, on rank 0; None if there is none."""
         return None if self._uploads is None else self._uploads.fault
 
     def upload_again(self, info: CheckpointInfo) -> None:
@@ -133,15 +148,16 @@ class Checkpointer:
     ) -> None:
         """Save after `step` steps and `tokens` consumed tokens, and publish as `step_<step>`.
 
-        `shared` are plain values that are equal on all ranks (rank 0's are kept), `local` are each
-        rank's own, which only a run of the same layout gets back. With `wait`, for the last save of
-        a run, it is published when this returns, whatever `async_mode` says.
+        `shared` are plain values that are equal on all ranks (rank 0's are kept). `local` are plain
+        values of each rank, which only a run with the same layout gets back. With `wait`, for the
+        last save of a run, the checkpoint is published on return, also in async mode.
 
-        Raises CheckpointError on all ranks if it fails on any: the run may continue, and older
-        checkpoints are as they were. A failure in the background is logged when it happens and
-        raised by `wait`. The next `save` waits for the last one, says so if that takes time, and
-        tries again, whatever became of it.
+        Raises CheckpointError on all ranks if the save fails on any: the run may continue, and
+        older checkpoints are unchanged. A failure in the background is logged when it happens and
+        raised by `wait`. The next `save` waits for the one in flight, logs that if it takes time,
+        and saves even if the other has failed.
         """
+        # Before the copy below: the thread may still read the staging memory.
         if self._flight is not None and (before := self._flight).join() > _REPORTED_SECONDS:
             logger.info("step %d waited until step %d was saved", step, before.step)
         self._flight = None
@@ -149,6 +165,7 @@ class Checkpointer:
         shards: dict[str, Shard] = {}
 
         def collect() -> None:
+            # An error here (a value that is not plain, no memory for copies) ends all ranks' save.
             mine = Shard.whole(local_key(self._channel.rank), to_tensor(dict(local or {})))
             found = {**saved_shards(state), mine.key: mine}
             to_json(dict(shared or {}))
@@ -166,12 +183,12 @@ class Checkpointer:
             files={},
         )
         if background:
-            self._flight = Flight(step, lambda: self._write_in_background(manifest, shards))
+            self._flight = _Flight(step, lambda: self._write_in_background(manifest, shards))
         else:
             self._write(manifest, shards)
 
     def wait(self) -> None:
-        """Wait for the save in flight. Raises what it raised, once."""
+        """Wait for the save in flight and raise its error, if it had one, once."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.join()
@@ -179,17 +196,22 @@ class Checkpointer:
                 raise flight.error
 
     def _write_in_background(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
+        """Write and publish in the thread of a save; log an error and raise it for `wait`."""
         try:
             self._write(manifest, shards)
         except CheckpointError as error:
             if self._first:
                 logger.error("%s The run continues.", error)
             raise
-        except Exception as error:  # the collectives failed: the run will hear of it
+        except Exception as error:  # a collective failed, so those of the run will fail too
             logger.error("saving step %d failed: %s", manifest.step, error)
             raise
 
     def _write(self, manifest: Manifest, shards: dict[str, Shard]) -> None:
+        """Write the shards, publish the checkpoint, delete old ones and start its upload.
+
+        Raises CheckpointError on all ranks if a step before the deletion fails on any.
+        """
         step, begin = manifest.step, time.perf_counter()
         what = f"saving {self.folder.published(step)}"
         try:
@@ -214,7 +236,7 @@ class Checkpointer:
                 self._uploads.put(path)
 
     def _write_shards(self, step: int, shards: dict[str, Shard]) -> Plain:
-        """Write this rank's share. Returns (bytes, sha256) of each file it wrote."""
+        """Write this rank's boxes and return (bytes, sha256) of each file, by name."""
         writer = CheckedWriter(self.folder.temporary(step))
         with quietly():
             save(
@@ -227,6 +249,7 @@ class Checkpointer:
         return {name: list(record) for name, record in writer.records.items()}
 
     def _publish(self, manifest: Manifest) -> None:
+        """Check that rank 0 sees the files of all ranks, write the manifest, rename the folder."""
         folder = self.folder.temporary(manifest.step)
         try:
             manifest.check(folder, contents=False)
@@ -238,6 +261,7 @@ class Checkpointer:
         self.folder.publish(manifest.step)
 
     def _prune(self, step: int) -> None:
+        """Delete old checkpoints, except those that are being uploaded; only log failures."""
         try:
             used = [] if self._uploads is None else self._uploads.unfinished()
             self.folder.prune(self._config.keep_latest_k, newest=step, used=used)
@@ -249,17 +273,20 @@ class Checkpointer:
     def choose(
         self, load_step: int | None = None, *, launch: float | None = None
     ) -> CheckpointInfo | None:
-        """The checkpoint to resume from, None if there is none at all; every byte is verified.
+        """Return the checkpoint to resume from, with every byte verified; None if there is none.
 
-        Which that is, see `isp.checkpoint.choice.candidates_in`. Raises CheckpointError if there is
-        none of `load_step`, or none is good.
+        `isp.checkpoint.choice.candidates_in` gives the order. Raises CheckpointError if there is
+        no checkpoint of `load_step`, or all are damaged.
         """
         if self._flight is not None:
             self._flight.join()
         return choose(lambda: candidates_in(self.folder, load_step, launch=launch), self._channel)
 
     def choose_initial(self, path: Path) -> CheckpointInfo:
-        """The checkpoint at `path`, the newest good one if it is a folder of them or of a run."""
+        """Return the checkpoint at `path`, or the newest good one in a folder of them or a run's.
+
+        Verifies every byte. Raises CheckpointError if there is none, or all are damaged.
+        """
         found = choose(lambda: candidates_at(path), self._channel)
         assert found is not None
         return found
@@ -267,12 +294,12 @@ class Checkpointer:
     def load(
         self, info: CheckpointInfo, state: TrainState, *, weights_only: bool = False
     ) -> Resumed:
-        """Bring a checkpoint of any layout into the parameters and optimizer of `state`.
+        """Load a checkpoint of any layout into the parameters and optimizer of `state`.
 
-        With `weights_only` the optimizer gets master weights, and is else left as it was.
-        States of single weights that now have another update rule begin at zero, with a warning.
-        Raises ValueError if its optimizer states are of another rule, and CheckpointError if it is
-        not of this model or cannot be read; on all ranks.
+        With `weights_only`, only weights and master weights are loaded. If single weights now have
+        another update rule, their optimizer states begin at zero, with a warning. Raises, on all
+        ranks, ValueError if the optimizer states are of another rule, and CheckpointError if the
+        checkpoint is of another model or cannot be read.
         """
         what = f"loading {info.path}"
         manifest, optimizer = info.manifest, state.optimizer
@@ -283,7 +310,10 @@ class Checkpointer:
         tasks: list[tuple[dict[str, Shard], BoxLoadPlanner, SafeReader]] = []
         anew: dict[str, list[Shard]] = {}
 
+        # The three parts below are separate so that no rank enters torch's collective `load` if
+        # another cannot prepare for it.
         def prepare() -> str | None:
+            # Returns an error that is the user's to correct, a ValueError on all ranks.
             nonlocal local
             metadata = read_metadata(info.path, manifest.files)
             if optimizer is not None and manifest.num_updates < 0 and not weights_only:
@@ -319,7 +349,7 @@ class Checkpointer:
         )
 
     def _begin_anew(self, info: CheckpointInfo, anew: Mapping[str, Sequence[Shard]]) -> None:
-        """Let optimizer states be zero, as at the first step of a run."""
+        """Set these optimizer states to zero, as at the first step of a run."""
         for piece in (piece for of in anew.values() for shard in of for piece in shard.pieces):
             piece.data.zero_()
         if anew and self._first:
@@ -330,6 +360,7 @@ class Checkpointer:
             )
 
     def _read(self, shards: dict[str, Shard], planner: BoxLoadPlanner, reader: SafeReader) -> None:
+        """Read the data of `shards` from the files; a collective of torch."""
         with torch.no_grad(), quietly():
             load(
                 dict(shards),
@@ -340,8 +371,70 @@ class Checkpointer:
             )
 
 
+class _Staging:
+    """CPU memory for a copy of the shards, reused by every save; pinned for shards on CUDA.
+
+    It has as many bytes as the shards. torch's `DefaultStager` takes as many as the tensors of
+    which they are views, and in torch 2.11 copies only once.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, list[Tensor]] = {}
+
+    def copy(self, shards: Mapping[str, Shard]) -> dict[str, Shard]:
+        """Copy the shards to CPU, where training does not change them, and wait for the copies.
+
+        Overwrites the copy of the call before.
+        """
+        copied, devices = {}, set()
+        for key, shard in shards.items():
+            data = [piece.data for piece in shard.pieces]
+            copies = self._copies.get(key, [])
+            # Allocate on the first save, and for local values, whose size changes.
+            if [(c.shape, c.dtype) for c in copies] != [(x.shape, x.dtype) for x in data]:
+                copies = [zeros(x.numel(), x.dtype, x.device).view(x.shape) for x in data]
+                self._copies[key] = copies
+            for target, x in zip(copies, data, strict=True):
+                target.copy_(x, non_blocking=True)  # all copies are in flight together
+                devices.add(x.device)
+            copied[key] = shard.with_data(copies)
+        for device in devices:
+            if (arrived := streams.mark(device)) is not None:
+                arrived.synchronize()
+        return copied
+
+
+class _Flight:
+    """A save that a thread is writing; if it fails, `error` has its exception."""
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        self.step = step
+        self.error: Exception | None = None
+        self._write = write
+        # A daemon, so that a process can exit while the thread waits for a rank that is gone.
+        self._thread = threading.Thread(target=self._run, name=f"save step {step}", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_seconds: float | None = None) -> float:
+        """Wait until the thread has ended, or for `timeout_seconds`; return the seconds waited."""
+        begin = time.perf_counter()
+        self._thread.join(timeout_seconds)
+        return time.perf_counter() - begin
+
+    @property
+    def over(self) -> bool:
+        """True if the thread has ended."""
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self.error = error
+
+
 def _own_channel(world: Channel, timeout_seconds: float) -> Channel:
-    """A channel over the same ranks that works on CPU tensors and is used by nobody else."""
+    """Return a channel over the ranks of `world` with a gloo group that only checkpoints use."""
     if world.group is None:
         return Channel.solo("checkpoint")
     group = dist.new_group(

@@ -24,19 +24,19 @@ __all__ = [
 ]
 
 LAUNCH = "launch"
-"""Key of a manifest's shared values: the launch of the run that saved it, by its time."""
+"""Key of a manifest's shared values with the time of the launch that saved it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """A checkpoint that has been looked at, or verified byte by byte."""
+    """A checkpoint that was chosen, after a check of its sizes or of every byte."""
 
     path: Path
     manifest: Manifest
     reason: str
-    """Reason for the choice."""
+    """Reason for the choice, as part of a sentence."""
     passed_over: tuple[str, ...]
-    """Newer ones that are not good, and what became of saves that did not end: a line each."""
+    """Lines on newer checkpoints that are damaged, and on saves that did not end."""
 
     @property
     def step(self) -> int:
@@ -44,30 +44,30 @@ class CheckpointInfo:
         return self.manifest.step
 
     def describe(self) -> str:
-        """Its path and the reason, for people."""
+        """Return its path, the reason, and a line for each that was passed over."""
         skipped = "".join(f"\n  passed over {line}" for line in self.passed_over)
         return f"{self.path}, {self.reason}{skipped}"
 
 
 class Candidates(NamedTuple):
-    """Checkpoints that may be the one, the best first."""
+    """Checkpoints to choose from, the preferred one first."""
 
     place: str
-    """Place that was searched."""
+    """Path that was searched."""
     paths: list[str]
     reason: str
-    """Reason for these."""
+    """Reason for these, as part of a sentence."""
     leftovers: list[str]
-    """All other contents: a line each."""
+    """Lines on saves that did not end."""
 
 
 def candidates_in(
     folder: CheckpointFolder, load_step: int | None = None, *, launch: float | None = None
 ) -> Candidates:
-    """Return the checkpoint of `load_step`, or all from the newest on; to be called on one rank.
+    """Return the checkpoint of `load_step`, or all from the newest on; called on one rank.
 
-    Checkpoints that `launch` has saved come before `load_step`: the run has gone back to it
-    already, and was then started again. Raises ValueError if there is no checkpoint of `load_step`.
+    Checkpoints that `launch` has saved come before `load_step`: the run has already gone back to
+    it, and was then started again. Raises ValueError if there is no checkpoint of `load_step`.
     """
     folder.restore()
     steps, reason = folder.steps(), "the newest good one"
@@ -75,7 +75,7 @@ def candidates_in(
         f"{path.name}: left over from a save that did not end" for path in folder.leftovers()
     ]
     if load_step is not None:
-        # By the launch's name, not by times: a clock that was set back makes new saves look old.
+        # By the launch that saved them, not by time: if a clock was set back, new saves look old.
         newer = [
             step for step in steps if launch is not None and _launch_of(folder, step) == launch
         ]
@@ -94,33 +94,37 @@ def candidates_in(
 
 
 def candidates_at(path: Path) -> Candidates:
-    """The checkpoint at `path`, or all in it. Raises ValueError if there is none."""
+    """Return the checkpoint at `path`, or all in it; raise ValueError if there is none."""
     return Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
 
 
 def newest_at(path: Path) -> CheckpointInfo:
-    """The newest of `candidates_at` that looks sound; see `preview`."""
+    """Return the newest of `candidates_at` that `preview` finds sound."""
     found = preview(candidates_at(path))
     assert found is not None
     return found
 
 
 def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo | None:
-    """The first good one of what `find` gives on rank 0; None if it gives none at all.
+    """Return the first undamaged one of the candidates that `find` returns on rank 0.
 
-    A collective; reads and verifies every byte, each rank a share. Raises CheckpointError if
-    `find` raises, or all are damaged.
+    None if it returns none. A collective that verifies every byte, each rank a share of the files.
+    Raises CheckpointError if `find` raises, or all are damaged.
     """
     found = Candidates(*attempt_first(channel, "looking for checkpoints", find))
     return _first_good(found, lambda path: _verified(path, channel))
 
 
 def preview(found: Candidates) -> CheckpointInfo | None:
-    """The choice of `choose`, as far as manifests and the sizes of files tell."""
+    """Return the choice of `choose` by manifests and file sizes alone, without reading contents."""
     return _first_good(found, Manifest.sound)
 
 
 def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> CheckpointInfo | None:
+    """Return the first candidate that `verify` accepts; None if there are no candidates.
+
+    Raises CheckpointError, with the fault of each, if `verify` refuses all.
+    """
     passed_over = list(found.leftovers)
     for path in map(Path, found.paths):
         try:
@@ -142,11 +146,15 @@ def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> Checkp
 
 
 def _verified(path: Path, channel: Channel) -> Manifest:
-    """A checkpoint's manifest, verified; raises CheckpointError on all ranks if damaged."""
+    """Return the manifest of a checkpoint after verifying every byte; a collective.
+
+    Raises CheckpointError on all ranks if it is damaged.
+    """
     manifests: list[Manifest] = []
 
     def check_share() -> None:
         manifest = Manifest.read(path)
+        # Sorted by size, so that every rank's share has about as many bytes.
         by_size = sorted(manifest.files, key=lambda name: manifest.files[name].num_bytes)
         manifest.check(path, by_size[channel.rank :: channel.size])
         manifests.append(manifest)
@@ -156,6 +164,7 @@ def _verified(path: Path, channel: Channel) -> Manifest:
 
 
 def _launch_of(folder: CheckpointFolder, step: int) -> float | None:
+    """Return the launch that saved the checkpoint of `step`; None if it is not known."""
     try:
         return Manifest.read(folder.published(step)).shared.get(LAUNCH)
     except Damaged:

@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: names, publishing by one rename, deleting old ones.
+"""The folder of a run's checkpoints: names, publishing by a rename, deleting, and the lock.
 
     step_20              a checkpoint, published
     step_30.tmp          one that is being written, or was when the run died
-    step_20.old          one that is being replaced; its name is given back if the run dies there
+    step_20.old          one that is being replaced; renamed back if the run dies before it was
     step_10.deleted      one that is being deleted
-    .lock                held by the run that saves here: see `folder_lock`
+    .lock                locked by the run that saves here: see `folder_lock`
 
-Only rank 0 calls what changes anything, once it holds the lock.
+Only rank 0 calls methods that change files, after it has taken the lock.
 """
 
 from __future__ import annotations
@@ -37,53 +37,53 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _LOCK = ".lock"
-"""File by which a run locks the folder that it saves to."""
+"""Name of the file that a run locks in the folder to which it saves."""
 
 _PUBLISHED = re.compile(r"step_(\d+)")
 _LEFT_OVER = re.compile(r"step_(\d+)\.(tmp|old|deleted)")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Answers of a file system without locks to a request for one."""
+"""Error numbers of file systems that have no locks."""
 
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The checkpoints under `path`, which need not exist."""
+    """The checkpoints in the folder `path`, which need not exist."""
 
     path: Path
 
     @staticmethod
     def names(path: Path) -> bool:
-        """Whether `path` is an existing folder that has the name of a checkpoint."""
+        """Return True if `path` is an existing folder with the name of a checkpoint."""
         return path.is_dir() and _PUBLISHED.fullmatch(path.name) is not None
 
     def published(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`, once complete."""
+        """Return the path of the published checkpoint of `step`."""
         return self.path / f"step_{step}"
 
     def temporary(self, step: int) -> Path:
-        """The folder of the checkpoint of `step` during writing."""
+        """Return the path of the checkpoint of `step` while it is written."""
         return self.path / f"step_{step}.tmp"
 
     def steps(self) -> list[int]:
-        """The steps that have been published, newest (highest) first; also what `restore` finds."""
+        """Return the published steps, highest first, with those that `restore` can rename back."""
         names = [path.name.removesuffix(".old") for path in self._subfolders()]
         matches = [_PUBLISHED.fullmatch(name) for name in names]
         return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
     def leftovers(self) -> list[Path]:
-        """The remains of saves that did not come to an end."""
+        """Return the folders of saves, replacements and deletions that did not end."""
         return [path for path in self._subfolders() if _LEFT_OVER.fullmatch(path.name)]
 
     def restore(self) -> None:
-        """Give a checkpoint that was about to be replaced its name back [Note: Replacing]."""
+        """Rename back a checkpoint whose replacement did not end: [Note: Replacing]."""
         for path in self.leftovers():
             published = path.with_suffix("")
             if path.suffix == ".old" and not published.exists():
-                with suppress(FileNotFoundError):  # another rank has done it
+                with suppress(FileNotFoundError):  # another rank has renamed it
                     path.rename(published)
 
     def begin(self, step: int) -> None:
-        """Make an empty temporary folder for `step`, and remove leftovers."""
+        """Create an empty temporary folder for `step`, and remove leftovers."""
         self.restore()
         for path in self.leftovers():
             logger.info("removing %s, left over from an unfinished save", path)
@@ -91,11 +91,11 @@ class CheckpointFolder:
         self.temporary(step).mkdir(parents=True)
 
     def publish(self, step: int) -> None:
-        """Give the temporary folder of `step` its name.
+        """Rename the temporary folder of `step` to its final name.
 
-        [Note: Replacing] A folder cannot be renamed onto another one. A checkpoint of the same step
-        (a damaged one, or one of a run that went back) is moved aside first, and `restore` moves it
-        back if the process dies before the new one has taken its place.
+        [Note: Replacing] A folder cannot be renamed onto another one that is not empty. An existing
+        checkpoint of the same step (damaged, or of a run that went back) is renamed first, and
+        `restore` renames it back if the process dies before the new one has its name.
         """
         published, old = self.published(step), self.published(step).with_suffix(".old")
         sync_folder(self.temporary(step))
@@ -105,19 +105,20 @@ class CheckpointFolder:
         self.temporary(step).rename(published)
         sync_folder(self.path)
         if replaces:
-            shutil.rmtree(old, ignore_errors=True)  # else `begin` of the next save removes it
+            shutil.rmtree(old, ignore_errors=True)  # if it fails, `begin` of the next save retries
 
     def abandon(self, step: int) -> None:
-        """Remove the temporary folder of `step`, as far as that goes."""
+        """Remove the temporary folder of `step` after a failed save, ignoring errors."""
         shutil.rmtree(self.temporary(step), ignore_errors=True)
         with suppress(OSError):
             self.restore()
 
     def prune(self, keep: int, *, newest: int, used: Sequence[Path] = ()) -> None:
-        """Delete all but `keep` checkpoints, and those in use; 0 keeps all.
+        """Delete all but the `keep` newest checkpoints and those in `used`; 0 keeps all.
 
-        What counts is what looks sound (manifest and file sizes). `newest`, the one just published,
-        is kept whatever its number is; nothing is deleted that is newer than all that are kept.
+        Only sound checkpoints (by manifest and file sizes) count toward `keep`. `newest`, the one
+        just published, is kept even if others have higher steps; none is deleted whose step is
+        higher than that of all that are kept.
         """
         if not keep:
             return
@@ -129,7 +130,7 @@ class CheckpointFolder:
                 self._delete(step)
 
     def _delete(self, step: int) -> None:
-        # Renamed first: what is half deleted must not look like a checkpoint.
+        # Rename first: what is half deleted must not look like a checkpoint.
         doomed = self.published(step).with_suffix(".deleted")
         self.published(step).rename(doomed)
         shutil.rmtree(doomed)
@@ -141,16 +142,16 @@ class CheckpointFolder:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """The checkpoint at `path`, or all in it, newest first, if it is a folder of them or a run's.
+    """Return the checkpoint at `path`, or if it is a folder of them or a run's, all, newest first.
 
-    Raises ValueError if there is none, with what there is.
+    Raises ValueError if there is none, with a description of the contents.
     """
     if (path / MANIFEST).exists():
         return [path]
     for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoint")):
         if found := [folder.published(step) for step in folder.steps()]:
             return found
-    if CheckpointFolder.names(path):  # one that has lost its manifest
+    if CheckpointFolder.names(path):  # a checkpoint without its manifest, reported as damaged later
         return [path]
     raise ValueError(
         f"{path} is not a checkpoint and contains none: it {describe_contents(path)}; name a run"
@@ -159,10 +160,10 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def describe_contents(path: Path) -> str:
-    """Describe the contents of `path`, as part of a sentence."""
+    """Return a description of the contents of `path`, as part of a sentence."""
     if not path.is_dir():
         return "is not a folder" if path.exists() else "does not exist"
-    # Without hidden files, and what a disk of its own has.
+    # Without hidden files, and without the folder that every ext4 file system has.
     names = sorted(p.name for p in path.iterdir() if p.name[0] != "." and p.name != "lost+found")
     if not names:
         return "is empty"
@@ -179,16 +180,15 @@ def describe_contents(path: Path) -> str:
 
 @contextmanager
 def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iterator[None]:
-    """Keep other runs out of `folder`, which exists, until this is left or the process ends.
+    """Context that locks the file `name` in `folder`, so that no other run uses the folder.
 
-    The lock is the file `name`.
-
-    Raises ValueError with its process if another run holds it; with `waits_for`, a description of
-    the holder, logs that and waits. On a file system without locks no run is kept out.
+    The lock ends with the context or with the process. If another run holds it, raises ValueError
+    with the process; with `waits_for`, a description of the holder, logs that and waits instead.
+    On a file system without locks, nothing is locked.
     """
     try:
         descriptor = open_to_write(folder / name, os.O_RDWR | os.O_CREAT)
-    except PermissionError:  # another user's, which can be locked all the same
+    except PermissionError:  # a file of another user, which can be locked without writing to it
         descriptor = open_to_write(folder / name, os.O_RDONLY)
     try:
         try:
@@ -201,7 +201,7 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
                 "waiting for %s: it holds the lock %s, which %s", waits_for, folder / name, holder
             )
             _lock(descriptor, folder, fcntl.LOCK_EX)
-        with suppress(OSError):  # a full disk is reported by what needs the room
+        with suppress(OSError):  # on a full disk the lock holds all the same, only unnamed
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -210,25 +210,29 @@ def folder_lock(folder: Path, name: str = _LOCK, *, waits_for: str = "") -> Iter
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raise ValueError if a run holds the lock of `folder`; makes nothing."""
+    """Raise ValueError if a run holds the lock of `folder`; creates no file."""
     try:
         file = open_regular(folder / _LOCK, follow=False)
     except FileNotFoundError:
         return
-    with file:  # a shared lock: two starts may look at once
+    with file:  # a shared lock, so that two starts that check at once do not refuse each other
         _lock(file.fileno(), folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def _named_in(descriptor: int) -> str:
-    """Return which process a lock names, in words.
+    """Return the process that a lock's file names, as part of a sentence.
 
-    It may be an earlier holder: a process writes itself into the file after it has locked it, if
-    it may write and the disk has room.
+    It may be an earlier holder: a process writes its name into the file after it has locked it, if
+    it may write and the disk has space.
     """
     return f"names {os.pread(descriptor, 200, 0).decode(errors='replace') or 'no process'}"
 
 
 def _lock(descriptor: int, folder: Path, operation: int) -> None:
+    """Call flock with `operation`; raise ValueError if another run holds the lock of `folder`.
+
+    Does nothing on a file system without locks.
+    """
     try:
         fcntl.flock(descriptor, operation)
     except BlockingIOError:

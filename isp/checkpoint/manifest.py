@@ -1,8 +1,8 @@
 """`manifest.json`: the files of a checkpoint with their checksums, and plain values.
 
-[Note: What a manifest may say] A checkpoint may come from a stranger, or be half written. So a
-manifest is read up to a size, its values have to be of their types, and the files that it names are
-regular files beside it, whose sizes are compared before anything is read.
+[Note: What a manifest may say] A checkpoint may come from an unknown source, or be incomplete. So a
+manifest has a size limit, its values are checked for their types, and the files that it names have
+to be regular files in the same folder, whose sizes are compared before they are read.
 """
 
 from __future__ import annotations
@@ -37,38 +37,43 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 2**28
-"""A file of 200 bytes for each of a million ranks."""
+"""Size limit of a manifest: 200 bytes for a file of each of a million ranks."""
 _FORMAT = 1
+"""Version of the manifest's format."""
 _NAMED = re.compile(r"step_(\d+)(?:\.tmp)?")
-"""Name of a checkpoint's folder, also before it is published."""
+"""Name of a checkpoint's folder, before or after it is published."""
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class Damaged(CheckpointError):
-    """A checkpoint is not what its manifest says; the text says how."""
+    """A checkpoint differs from its manifest, or has none; the text says how."""
 
 
-def _is_beside(name: str) -> str:
+def _in_folder(name: str) -> str:
+    """Return `name`; raise ValueError if it could lead out of the checkpoint's folder."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"{name!r} does not name a file in the checkpoint's folder")
     return name
 
 
-FileName = Annotated[str, AfterValidator(_is_beside)]
+FileName = Annotated[str, AfterValidator(_in_folder)]
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 Count = Annotated[int, Field(ge=0, le=_INT64)]
 Size = Annotated[int, Field(ge=1, le=_INT64)]
 
 
 class FileRecord(NamedTuple):
-    """A file as it was written."""
+    """Size and checksum of a file as it was written."""
 
     num_bytes: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class SavedTopology(BaseModel):
-    """What cuts the weights of the run that saved a checkpoint; see `isp.core.mesh.Topology`."""
+    """Sizes of the run that saved a checkpoint, which determine how its weights are sharded.
+
+    Fields are as in `isp.core.mesh.Topology`.
+    """
 
     model_config = _STRICT
 
@@ -81,33 +86,33 @@ class SavedTopology(BaseModel):
 
     @classmethod
     def of(cls, topology: Topology) -> Self:
-        """As a checkpoint keeps `topology`."""
+        """Return the fields of `topology` that a checkpoint keeps."""
         return cls(**{field: getattr(topology, field) for field in cls.model_fields})
 
 
 class Manifest(BaseModel):
-    """The contents of a checkpoint. Without a sound manifest a folder is no checkpoint."""
+    """The contents of a checkpoint; a folder without a sound manifest is not a checkpoint."""
 
     model_config = _STRICT
 
     step: Annotated[int, Field(ge=0, le=_INT32)]  # as training.steps
     """Steps done when it was saved."""
     tokens: Count
-    """Tokens consumed until then."""
+    """Tokens consumed by these steps."""
     num_updates: Annotated[int, Field(ge=-1, le=_INT32)]
-    """Updates made by the optimizer: the steps without the skipped ones; -1: it was not saved."""
+    """Updates of the optimizer, which are the steps that were not skipped; -1: it was not saved."""
     topology: SavedTopology
     """Sizes and mode of the run that saved it."""
     shared: Mapping[str, Any]
     """Plain values that are the same on all ranks."""
     saved_at: Annotated[float, Field(ge=0, le=1e11)]
-    """Seconds since 1970."""
+    """Time of the save in seconds since 1970."""
     files: Mapping[FileName, FileRecord]
-    """By file name."""
+    """All other files of the checkpoint, by name."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files."""
+        """Size of all files together."""
         return sum(record.num_bytes for record in self.files.values())
 
     def write(self, folder: Path) -> None:
@@ -125,8 +130,8 @@ class Manifest(BaseModel):
     def read(cls, folder: Path) -> Manifest:
         """Return the manifest in `folder`.
 
-        Raises Damaged if there is none, it is not as written, or it is of another step than the
-        folder's name says.
+        Raises Damaged if there is none, its checksum or content is wrong, or its step is not that
+        of the folder's name.
         """
         with open_regular(folder / MANIFEST) as file:
             if (num_bytes := os.fstat(file.fileno()).st_size) > _MAX_MANIFEST_BYTES:
@@ -150,13 +155,14 @@ class Manifest(BaseModel):
 
     @classmethod
     def sound(cls, folder: Path, *, contents: bool = False) -> Manifest:
-        """The manifest in `folder`, with all files as it says; see `check`.  Raises Damaged."""
+        """Return the manifest in `folder` after `check`; raise Damaged if that finds a fault."""
         manifest = cls.read(folder)
         manifest.check(folder, contents=contents)
         return manifest
 
     @classmethod
     def _of_content(cls, text: str) -> Self:
+        """Return the manifest with the content `text`; raise Damaged if it is not valid."""
         try:
             content = from_json(text)
         except (ValueError, RecursionError) as error:
@@ -174,9 +180,9 @@ class Manifest(BaseModel):
     def check(
         self, folder: Path, names: Iterable[str] | None = None, *, contents: bool = True
     ) -> None:
-        """Raise Damaged unless the files (only `names` of them) are there as they were written.
+        """Raise Damaged unless the files, or those in `names`, are as they were written.
 
-        Compares sizes, and checksums if `contents`, which reads every byte.
+        Compares sizes, and with `contents` also checksums, which reads every byte.
         """
         for name in self.files if names is None else names:
             record = self.files[name]
@@ -189,7 +195,7 @@ class Manifest(BaseModel):
 
 
 def fault_of(folder: Path, *, contents: bool = False) -> str:
-    """What is wrong with a checkpoint, by `Manifest.sound`; empty if nothing is."""
+    """Return the fault that `Manifest.sound` finds in a checkpoint; "" if there is none."""
     try:
         Manifest.sound(folder, contents=contents)
     except Damaged as fault:
@@ -198,9 +204,9 @@ def fault_of(folder: Path, *, contents: bool = False) -> str:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """The file at `path`, to be read. Raises Damaged if there is none, or no regular file."""
+    """Open the file at `path` for reading; raise Damaged if it is not a regular file."""
     try:
-        return files.open_regular(path, follow=False)  # what a manifest names lies beside it
+        return files.open_regular(path, follow=False)  # a link could lead out of the folder
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None
     except OSError as error:
@@ -208,7 +214,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed or deleted in `folder` survive a power failure."""
+    """Write the entries of `folder` to the disk, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Plain values as JSON text: reading them back runs no code."""
+"""Plain values as JSON text, which, unlike a pickle, runs no code when it is read."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ __all__ = ["Plain", "from_json", "from_tensor", "to_json", "to_tensor"]
 Plain: TypeAlias = (
     "bool | int | float | str | bytes | Tensor | Sequence[Plain] | Mapping[str, Plain] | None"
 )
-"""A value kept beside the tensors of a model; lists, tuples and dicts (by numbers, too) of such."""
-
+"""A value that a checkpoint keeps besides the model's tensors; keys of dicts may be numbers."""
 
 _MOST_LEVELS = 100
-"""Limit of lists and dicts in each other: code that copies or compares a value recurses into it."""
+"""Limit of nesting: code that copies or compares a value recurses into its lists and dicts."""
 
 
 def to_json(value: Plain) -> str:
-    """`value` as text. Raises TypeError, naming the place, for what is not plain.
+    """Return `value` as JSON text.
 
-    Raises ValueError for lists and dicts that are nested too deeply.
+    Raises TypeError, naming the place, for a value that is not plain, and ValueError for lists and
+    dicts that are nested too deeply.
     """
     _check_levels(value)
     return json.dumps(_encode(value, "the value"), sort_keys=True, separators=(",", ":"))
 
 
 def from_json(text: str) -> Any:
-    """The input of `to_json`; tensors are on CPU.  Raises ValueError for any other text."""
+    """Return the value that `to_json` wrote, tensors on CPU; raise ValueError for other text."""
     value = json.loads(text, object_hook=_decode)
     _check_levels(value)
     return value
 
 
 def to_tensor(value: Plain) -> Tensor:
-    """`value` as a uint8 tensor, to be kept where only tensors can be."""
+    """Return the JSON text of `value` as a uint8 tensor, for places that take only tensors."""
     return torch.frombuffer(bytearray(to_json(value).encode()), dtype=torch.uint8)
 
 
 def from_tensor(data: Tensor) -> Any:
-    """The input of `to_tensor`."""
+    """Return the value that `to_tensor` wrote; raise ValueError for other bytes."""
     return from_json(data.numpy().tobytes().decode())
 
 
 def _check_levels(value: Any) -> None:
-    """Raise ValueError for lists and dicts that are nested too deeply, or in themselves."""
+    """Raise ValueError for lists and dicts that are nested too deeply, or contain themselves."""
     level = [value]
     for _ in range(_MOST_LEVELS + 1):
         # By id: a list that contains itself twice would double on each level.
@@ -61,6 +61,10 @@ def _check_levels(value: Any) -> None:
 
 
 def _encode(value: Plain, place: str) -> Any:
+    """Return `value` in types of JSON, with `{"$kind": ..}` for other types.
+
+    `place` is the expression for it, such as `the value['a'][0]`. Raises TypeError with it.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -74,6 +78,7 @@ def _encode(value: Plain, place: str) -> Any:
         return {"$tuple": [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]}
     if isinstance(value, list):
         return [_encode(v, f"{place}[{i}]") for i, v in enumerate(value)]
+    # A key that begins with $ would be taken for a kind when it is read.
     if isinstance(value, dict) and all(isinstance(k, str) and k[:1] != "$" for k in value):
         return {k: _encode(v, f"{place}[{k!r}]") for k, v in value.items()}
     if isinstance(value, dict) and all(isinstance(k, str | int | float | None) for k in value):
@@ -82,6 +87,7 @@ def _encode(value: Plain, place: str) -> Any:
 
 
 def _decode(encoded: dict[str, Any]) -> Any:
+    """Return the value that `_encode` wrote as this object; raise ValueError if there is none."""
     match encoded:
         case {"$bytes": str(data), **rest} if not rest:
             return base64.b64decode(data)
@@ -97,15 +103,17 @@ def _decode(encoded: dict[str, Any]) -> Any:
 
 
 def _dict(pairs: list[Any]) -> dict[Any, Any]:
+    """Return the dict of `pairs`; raise ValueError if these are no pairs of keys and values."""
     try:
         return dict(pairs)
-    except TypeError:  # no pairs, or no keys
+    except TypeError:  # not pairs, or keys that cannot be hashed
         raise ValueError("$items stands for no dict") from None
 
 
 def _tensor(name: str, shape: list[Any], data: bytes) -> Tensor:
+    """Return a tensor of dtype `name` with these bytes; raise ValueError if they do not fit."""
     dtype: Any = vars(torch).get(name)
     try:
         return torch.tensor(list(data), dtype=torch.uint8).view(dtype).view(shape)
-    except (TypeError, RuntimeError):  # of no dtype, or no shape for it
+    except (TypeError, RuntimeError):  # unknown dtype, or a shape of another size
         raise ValueError(f"{name} {shape} is not a tensor of {len(data)} bytes") from None

@@ -2,7 +2,7 @@
 
     URL/step_20/...      a checkpoint; its manifest is written last and deleted first
 
-A folder without a manifest is no checkpoint: its upload, or its deletion, did not end.
+So a folder without a manifest is not a checkpoint: its upload or its deletion did not end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Thread
 
 from isp.checkpoint.folder import CheckpointFolder
 from isp.checkpoint.manifest import MANIFEST, Damaged, fault_of
-from isp.utils.safe_text import first_line
+from isp.utils.text import first_line
 
 __all__ = ["RemoteCheckpoints", "Uploads"]
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteCheckpoints:
-    """The checkpoints under `url` (`s3://bucket/run`); raises what fsspec does."""
+    """The checkpoints under `url` (`s3://bucket/run`); methods raise the errors of fsspec."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
@@ -31,18 +31,19 @@ class RemoteCheckpoints:
         self._system, self._root = url_to_fs(url.rstrip("/"))
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, newest first."""
-        self._system.invalidate_cache()
+        """Return the steps of complete checkpoints, newest first."""
+        self._system.invalidate_cache()  # fsspec caches listings, and other programs may write
         found = self._system.glob(f"{self._root}/step_*/{MANIFEST}")
         names = [path.split("/")[-2].removeprefix("step_") for path in found]
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def upload(self, folder: Path, *, keep: int) -> None:
-        """Copy the published checkpoint `folder`, and keep `keep` up to it; 0 keeps all."""
+        """Copy the published checkpoint `folder`; of it and older ones keep `keep`, or all if 0."""
         step = int(folder.name.removeprefix("step_"))
         if step in self.steps():
             self._delete(step)
         self._system.makedirs(self._at(step), exist_ok=True)
+        # The manifest last: until then the copy does not count as a checkpoint.
         for name in sorted(os.listdir(folder), key=lambda name: name == MANIFEST):
             self._system.put_file(str(folder / name), f"{self._at(step)}/{name}")
         older = [other for other in self.steps() if other < step]
@@ -50,9 +51,9 @@ class RemoteCheckpoints:
             self._delete(other)
 
     def has(self, folder: Path) -> bool:
-        """Return True if there is a copy of the published checkpoint `folder`.
+        """Return True if the store has a copy of the published checkpoint `folder`.
 
-        Its manifest and the sizes of its files are compared, not their contents.
+        Compares the manifest and the sizes of files, not their contents.
         """
         step = int(folder.name.removeprefix("step_"))
         if step not in self.steps():
@@ -69,20 +70,20 @@ class RemoteCheckpoints:
     ) -> tuple[int | None, list[str]]:
         """Copy the checkpoint of `load_step`, or the newest, into `folder`, and publish it there.
 
-        One that turns out to be damaged, or lacks a file, is passed over for the one before it.
-        Returns the copied step, None if there is none to copy, and the faults of those passed over.
-        Raises Damaged if none is good.
+        A damaged one, or one that lacks a file, is passed over for the next older one. Returns the
+        copied step, or None if there is none to copy, and the faults of those passed over. Raises
+        Damaged if all are damaged.
         """
         faults = list[str]()
         for step in [step for step in self.steps() if load_step in (None, step)]:
             folder.begin(step)
             for path in self._system.ls(self._at(step), detail=False):
                 copy = folder.temporary(step) / path.rsplit("/", 1)[-1]
-                # Left out of the copy, which counts as damaged. A failing network, or refused
-                # credentials, would be no fault of the checkpoint: they end the start.
+                # A missing file is left out of the copy, which then counts as damaged. Errors of
+                # the network or of credentials are no fault of the checkpoint, so they are raised.
                 with suppress(FileNotFoundError, IsADirectoryError):
                     self._system.get_file(path, str(copy))
-            # Before it is published: with a damaged one in `folder`, no later start would copy.
+            # Verify before publishing: with a damaged one in `folder`, no later start would copy.
             if not (fault := fault_of(folder.temporary(step), contents=True)):
                 folder.publish(step)
                 return step, faults
@@ -96,48 +97,53 @@ class RemoteCheckpoints:
         return f"{self._root}/step_{step}"
 
     def _delete(self, step: int) -> None:
-        self._system.rm(f"{self._at(step)}/{MANIFEST}", recursive=True)  # may be a folder by fault
+        # The manifest first: what is half deleted is not a checkpoint. Recursive, since it may be a
+        # folder by mistake.
+        self._system.rm(f"{self._at(step)}/{MANIFEST}", recursive=True)
         self._system.rm(self._at(step), recursive=True)
 
 
 class Uploads:
-    """Copies published checkpoints to `url`, as many as `keep`, in a thread: no rank waits for it.
+    """Copies published checkpoints to `url` in a thread, and keeps `keep` there; no rank waits.
 
-    Of those that are published during a copy, the newest is next. A failure is logged.
+    Of the checkpoints that are published during a copy, only the newest is copied next. Failures
+    are logged.
     """
 
     def __init__(self, url: str, keep: int) -> None:
         self.fault: str | None = None
-        """The failure of the last copy, in words; None if it succeeded or is still in flight."""
+        """Failure of the last copy; None if it succeeded or is in flight."""
         self._url, self._keep = url, keep
         self._thread: Thread | None = None
         self._current: Path | None = None
         self._next: Path | None = None
 
     def put(self, folder: Path, *, only_missing: bool = False) -> None:
-        """Copy the checkpoint `folder`, after the one that is being copied.
+        """Copy the checkpoint `folder` after the one that is being copied.
 
         `only_missing`: skip it if the store already has it (`RemoteCheckpoints.has`).
         """
+        # One thread for each copy, which first waits for the thread before it.
         self._next = folder
         arguments = (folder, self._thread, only_missing)
         self._thread = Thread(target=self._copy, args=arguments, daemon=True)
         self._thread.start()
 
     def unfinished(self) -> list[Path]:
-        """The checkpoints that are still needed."""
+        """Return the checkpoints that a copy still reads, or will read."""
         if self._thread is None or not self._thread.is_alive():
             return []
         return [folder for folder in (self._current, self._next) if folder is not None]
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait until all are copied."""
+        """Wait until all copies have ended, or for `timeout_seconds`."""
         if self._thread is not None:
             if self._thread.is_alive():
                 logger.info("waiting until %s is copied to %s", self._next, self._url)
             self._thread.join(timeout_seconds)
 
     def _copy(self, folder: Path, before: Thread | None, only_missing: bool) -> None:
+        """Copy `folder` after the thread `before` has ended, unless a newer one waits already."""
         if before is not None:
             before.join()
         if folder != self._next:
@@ -150,7 +156,7 @@ class Uploads:
             remote = RemoteCheckpoints(self._url)
             if not (only_missing and remote.has(folder)):
                 remote.upload(folder, keep=self._keep)
-        except Exception as error:  # of any file system and its network
+        except Exception as error:  # file systems and networks raise exceptions of their own
             why = first_line(error)
             where = f"checkpoint.upload_to={self._url}"
             self.fault = f"{folder} could not be copied to {where} ({why})"

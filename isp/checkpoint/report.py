@@ -1,4 +1,4 @@
-"""Checkpoints as text, for people: what is in them and whether they are whole."""
+"""Descriptions of checkpoints for `isp checkpoint`: contents, and faults."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ class Verification(NamedTuple):
     """Result of `verify`."""
 
     good: bool
-    """Whether there is a checkpoint, and all are as they were written."""
+    """True if all checkpoints are as they were written."""
     text: str
+    """One line for each checkpoint."""
 
 
 def inspect(path: Path | str) -> str:
-    """The contents of a checkpoint, or a line for each in a folder of them.
+    """Return a description of a checkpoint, or one line for each in a folder of them.
 
     `path` is a checkpoint, a folder of checkpoints, or the folder of a run. Compares file sizes but
     reads no tensor. Raises ValueError if there is no checkpoint.
@@ -42,7 +43,7 @@ def inspect(path: Path | str) -> str:
 
 
 def verify(path: Path | str) -> Verification:
-    """Whether every byte of a checkpoint, or of all in a folder, is as it was written.
+    """Check that every byte of a checkpoint, or of all in a folder, is as it was written.
 
     `path` as for `inspect`. Raises ValueError if there is no checkpoint.
     """
@@ -52,6 +53,7 @@ def verify(path: Path | str) -> Verification:
 
 
 def _summary(folder: Path) -> str:
+    """Return one line about a checkpoint: its time, size and layout, or its fault."""
     if fault := fault_of(folder):
         return f"{folder.name}  {fault}"
     manifest = Manifest.read(folder)
@@ -59,6 +61,7 @@ def _summary(folder: Path) -> str:
 
 
 def _details(folder: Path) -> str:
+    """Return the description of one checkpoint, with its parameters, or its fault."""
     if fault := fault_of(folder):
         return f"{folder}\n{fault}"
     manifest = Manifest.read(folder)
@@ -82,7 +85,7 @@ def _details(folder: Path) -> str:
 
 
 def _table(metadata: Metadata) -> str:
-    """A line for each parameter, in columns."""
+    """Return a table with a line for each parameter: its shape, and the dtypes of what is saved."""
     states, weights = state_kinds(metadata.state_dict_metadata), saved_weights(metadata)
     lines = [("parameter", "shape", "weights", "master weights", *states)]
     for name in sorted(weights):
@@ -97,6 +100,7 @@ def _table(metadata: Metadata) -> str:
 
 
 def _dtype(metadata: Metadata, key: str) -> str:
+    """Return the dtype of a saved tensor; "-" if there is none."""
     saved = metadata.state_dict_metadata.get(key)
     if not isinstance(saved, TensorStorageMetadata):
         return "-"

@@ -1,19 +1,24 @@
-"""The state of a run that is saved, its names, and where it goes when loaded."""
+"""The state of a run in a checkpoint: names of entries, their sources on loading, whole tensors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from isp.checkpoint.boxes import Shard
-from isp.checkpoint.choice import CheckpointInfo
+from isp.checkpoint.agreement import CheckpointError, attempt
+from isp.checkpoint.boxes import BoxLoadPlanner, Shard
+from isp.checkpoint.choice import CheckpointInfo, candidates_at, choose
 from isp.checkpoint.manifest import Damaged
-from isp.checkpoint.storage import read_metadata
+from isp.checkpoint.storage import SafeReader, quietly, read_metadata
+from isp.core.comm import Channel
 from isp.core.layers.module import RowsOf
 from isp.core.mesh import Topology
 from isp.core.optim.zero1 import Zero1Optimizer
@@ -23,6 +28,7 @@ __all__ = [
     "Resumed",
     "Targets",
     "TrainState",
+    "WholeWeights",
     "check_shapes",
     "kinds_by_name",
     "local_key",
@@ -39,54 +45,56 @@ MASTER = "master"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The tensors of a run on this rank; a checkpoint reads from them or writes into them."""
+    """The tensors of a run on this rank, which are saved, or loaded into."""
 
     parameters: Sequence[ShardedParameter]
-    """All parameters of this rank, under their names in the whole model."""
+    """All parameters of this rank, with their names in the whole model."""
     optimizer: Zero1Optimizer | None
-    """None to save or load the weights alone."""
+    """None to save or load only the weights."""
     topology: Topology
     earlier_names: Mapping[str, RowsOf] = field(default_factory=dict)
-    """See `isp.models.traced_model.TracedModel`."""
+    """Names of parameters in checkpoints of earlier versions, as of `TracedModel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """The point a run resumes from; tensors are already in the `TrainState`."""
+    """Values of a checkpoint besides its tensors, which are already in the `TrainState`."""
 
     step: int
     """Steps done."""
     tokens: int
     """Tokens consumed."""
     shared: Mapping[str, Any]
-    """The plain values that were saved."""
+    """The plain values of all ranks."""
     local: Mapping[str, Any] | None
     """This rank's plain values; None if the run that saved them had another layout."""
 
 
 class Targets(NamedTuple):
-    """Everything to load: shards by key, the saved rows of each, and what must not be left."""
+    """The shards of this rank to load."""
 
     shards: dict[str, Shard]
+    """Shards to fill, by key."""
     sources: dict[str, RowsOf]
+    """Saved tensor and rows for each of `shards`."""
     required: dict[str, list[str]]
-    """By saved weight, the keys that have to be loaded from it, over all ranks."""
+    """For each saved weight, the keys that must be loaded from it, over all ranks."""
     anew: dict[str, list[Shard]]
-    """By weight, its optimizer states, if the checkpoint has those of another update rule."""
+    """Optimizer states to set to zero, by weight: another update rule has saved the weight."""
 
 
 def model_key(name: str) -> str:
-    """The name of a parameter in a checkpoint."""
+    """Return the key of a parameter in a checkpoint."""
     return MODEL + name
 
 
 def optimizer_key(name: str, kind: str) -> str:
-    """The name of a parameter's master weights or of a state of theirs in a checkpoint."""
+    """Return the key of a parameter's master weights, or of an optimizer state, in a checkpoint."""
     return f"{OPTIMIZER}{name}.{kind}"
 
 
 def saved_weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """The parameters in a checkpoint, by name."""
+    """Return the metadata of the parameters in a checkpoint, by name."""
     return {
         key.removeprefix(MODEL): tensor
         for key, tensor in metadata.state_dict_metadata.items()
@@ -95,13 +103,13 @@ def saved_weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def state_kinds(keys: Iterable[str]) -> list[str]:
-    """The states that an update rule has, by the names of what it saves."""
+    """Return the kinds of optimizer states in these keys, sorted, without master weights."""
     kinds = {key.rpartition(".")[2] for key in keys if key.startswith(OPTIMIZER)}
     return sorted(kinds - {MASTER})
 
 
 def kinds_by_name(metadata: Metadata) -> dict[str, list[str]]:
-    """The optimizer states in a checkpoint of each parameter, by name."""
+    """Return the kinds of optimizer states in a checkpoint for each parameter, by name."""
     found: dict[str, list[str]] = {}
     for key in metadata.state_dict_metadata:
         name, _, kind = key.removeprefix(OPTIMIZER).rpartition(".")
@@ -111,14 +119,14 @@ def kinds_by_name(metadata: Metadata) -> dict[str, list[str]]:
 
 
 def local_key(rank: int) -> str:
-    """The name of a rank's own values in a checkpoint."""
+    """Return the key of a rank's own plain values in a checkpoint."""
     return f"local.{rank}"
 
 
 def saved_shards(state: TrainState) -> dict[str, Shard]:
-    """Parameters and optimizer states on this rank; views, up to date."""
+    """Return the parameters and optimizer states of this rank, as views, by key."""
     if state.optimizer is not None:
-        for item in state.parameters:
+        for item in state.parameters:  # wait until updated rows have come from other ranks
             state.optimizer.published(item.parameter)
     return {shard.key: shard for _, _, shard in _shards(state)}
 
@@ -126,23 +134,27 @@ def saved_shards(state: TrainState) -> dict[str, Shard]:
 def saved_rows(
     names: Iterable[str], saved: Collection[str], earlier: Mapping[str, RowsOf]
 ) -> dict[str, RowsOf]:
-    """What parameters of these names are in a checkpoint of the parameters `saved`."""
+    """Return for each parameter its name and rows in a checkpoint that has the parameters `saved`.
+
+    `earlier` has the names of earlier versions, which are used if the present one is not saved.
+    """
     by_earlier = (n for n in names if n not in saved and n in earlier and earlier[n].name in saved)
     return {name: RowsOf(name) for name in names} | {name: earlier[name] for name in by_earlier}
 
 
 def other_rule(state: TrainState, metadata: Metadata) -> str | None:
-    """In words, if the optimizer states in a checkpoint are not those of the run's update rule."""
+    """Return an error if a checkpoint has optimizer states of another update rule; else None."""
     there = kinds_by_name(metadata)
-    # Rules may differ by weight, and tables of biases were matrices for muon in earlier versions.
+    # Leave out parameters whose rule earlier versions chose otherwise: muon took tables of biases
+    # as matrices.
     biases = {
         item.name
         for item in state.parameters
         if item.layout.matrices is None and len(item.layout.global_shape) > 1
     }
     own = {name for name, _, shard in _shards(state) if shard.key.startswith(OPTIMIZER)}
-    alike = [there[name] for name in own - biases if name in there]
-    found = sorted(set().union(*(alike or there.values())))
+    same = [there[name] for name in own - biases if name in there]
+    found = sorted(set().union(*(same or there.values())))
     needed = state_kinds(shard.key for _, _, shard in _shards(state))
     if state.optimizer is None or found == needed:
         return None
@@ -157,18 +169,19 @@ def other_rule(state: TrainState, metadata: Metadata) -> str | None:
 
 
 def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = False) -> Targets:
-    """Return the source in a checkpoint of each tensor of `state`, or of its weights and masters.
+    """Return what to load into `state`, or with `weights_only` into its weights and master weights.
 
-    Weights whose dtype is not the saved one come from the master weights if there are any, and
-    master weights that were not saved, because they were the parameters, from the parameters.
-    States of a weight that another update rule has saved have no source: they begin anew.
-    Raises ValueError, with the names, if something else is not in the checkpoint.
+    Weights whose dtype is not the saved one come from the saved master weights, if there are any.
+    Master weights that were not saved, because they were the parameters, come from these. States
+    of a weight that another update rule has saved begin at zero.
+    Raises ValueError, with the names, for tensors that the checkpoint lacks.
     """
     saved = metadata.state_dict_metadata
     names = saved_weights(metadata).keys()
     rows = saved_rows([item.name for item in state.parameters], names, state.earlier_names)
     shards, sources = dict[str, Shard](), dict[str, RowsOf]()
     every, kinds = list(_shards(state, weights_only=weights_only)), kinds_by_name(metadata)
+    # Weights with saved states, but not of each kind that the run's rule needs.
     anew: dict[str, list[Shard]] = {}
     for name, kind, _ in every:
         there = kinds.get(rows[name].name, [])
@@ -186,6 +199,8 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
         shards[shard.key], sources[shard.key] = shard, rows[name]._replace(name=source)
     if missing := sorted({found.name for found in sources.values()} - saved.keys()):
         raise ValueError(f"the checkpoint lacks {_shortened(missing)}")
+    # A saved weight without a counterpart in the run means another model, so each has to be loaded
+    # on some rank: under its own name, or those of the parameters whose rows it has.
     required: dict[str, list[str]] = {}
     for name, found in saved_rows(state.earlier_names, names, state.earlier_names).items():
         required.setdefault(model_key(found.name), []).append(model_key(name))
@@ -196,19 +211,22 @@ def targets_for(state: TrainState, metadata: Metadata, *, weights_only: bool = F
 def _shards(
     state: TrainState, *, weights_only: bool = False
 ) -> Iterator[tuple[str, str | None, Shard]]:
-    """Of each parameter, by name, itself (None), master weights and states, by kind."""
+    """Yield (name, kind, shard) of each parameter (kind None), its master weights and states.
+
+    With `weights_only`, without states other than master weights.
+    """
     for item in state.parameters:
         yield item.name, None, Shard.of_rows(model_key(item.name), item.parameter, item.layout)
     if state.optimizer is None:
         return
     own = state.optimizer.state_dict()["parameters"]
     for item in state.parameters:
-        if (name := item.name) not in own:  # frozen
+        if (name := item.name) not in own:  # frozen, so the optimizer does not have it
             continue
         part = own[name]
         start, stop = part["rows"]
         for kind, tensor in part["tensors"].items():
-            # Master weights of the parameter's own dtype are the parameter itself.
+            # Master weights of the parameter's own dtype are the parameter itself: saved already.
             is_kept = tensor.dtype != item.parameter.dtype if kind == MASTER else not weights_only
             if is_kept:
                 key, rows = optimizer_key(name, kind), (start, stop)
@@ -221,12 +239,16 @@ def _dtype(saved: object) -> torch.dtype:
 
 
 def _shortened(names: list[str]) -> str:
+    """Return the first five names, and how many more there are."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def num_elements(metadata: Metadata, key: str, *, most: int) -> int:
-    """Elements of a saved tensor of bytes.  Raises ValueError if it is absent or has too many."""
+    """Return the number of elements of a saved uint8 tensor.
+
+    Raises ValueError if the checkpoint lacks it, or it has more than `most`.
+    """
     saved = metadata.state_dict_metadata.get(key)
     count = -1 if not isinstance(saved, TensorStorageMetadata) else math.prod(saved.size)
     if not 0 <= count <= most:
@@ -239,7 +261,10 @@ def check_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     earlier_names: Mapping[str, RowsOf],
 ) -> None:
-    """Raise ValueError if a checkpoint is not of the model whose parameters have these `shapes`."""
+    """Raise ValueError if the parameters of a checkpoint do not have these names and `shapes`.
+
+    Also if it is damaged. `earlier_names` as for `saved_rows`.
+    """
     try:
         saved = saved_weights(read_metadata(info.path, info.manifest.files))
     except Damaged as fault:
@@ -255,3 +280,51 @@ def check_shapes(
             f"{info.path} belongs to another model, judging by the shapes of its"
             f" parameters:{''.join(lines[:5])}{more}"
         )
+
+
+class WholeWeights:
+    """The weights of a checkpoint in one process, read as one whole tensor after another.
+
+    `path` is a checkpoint, or a folder of them or of a run, of which the newest good one is taken.
+    Every byte is verified first. Raises ValueError if there is none, and CheckpointError if all are
+    damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Not inside of `choose`, which would turn the ValueError for none into a CheckpointError.
+        found = candidates_at(path)
+        info = choose(lambda: found, Channel.solo("checkpoint"))
+        assert info is not None
+        self.info: CheckpointInfo = info
+        try:
+            self._metadata = read_metadata(info.path, info.manifest.files)
+        except Damaged as fault:
+            raise CheckpointError(f"{info.path} is damaged: {fault}") from None
+        self._saved = saved_weights(self._metadata)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter, by name."""
+        return {name: tuple(saved.size) for name, saved in self._saved.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole parameter on CPU, in the dtype in which it was saved.
+
+        Raises CheckpointError if the files do not contain it as the metadata says.
+        """
+        saved, key = self._saved[name], model_key(name)
+        whole = torch.empty(saved.size, dtype=saved.properties.dtype)
+
+        def read() -> None:
+            load(
+                {key: Shard.whole(key, whole)},
+                storage_reader=SafeReader(self.info.path, self._metadata),
+                planner=BoxLoadPlanner({key: RowsOf(key)}),
+                no_dist=True,
+            )
+
+        with quietly():
+            attempt(
+                Channel.solo("checkpoint"), f"{self.info.path} is damaged: reading {name}", read
+            )
+        return whole

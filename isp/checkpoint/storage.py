@@ -1,10 +1,9 @@
-"""Files of a checkpoint: torch's format, checksums taken while writing, and reading it safely.
+"""Files of a checkpoint in torch's format: checksums while writing, and safe reading.
 
-[Note: What is pickled] torch keeps a checkpoint's table of contents in `.metadata`, which is a
-pickle by its design. It is read here by an unpickler that knows only the handful of classes which
-such a table consists of, so that a file from a stranger can run no code. It has to consist of
-tensors in files of the checkpoint's manifest; torch would open any other, wherever it lies. Tensors
-are read by `torch.load(weights_only=True)`, and everything else is JSON.
+[Note: What is pickled] torch keeps a checkpoint's table of contents in `.metadata`, a pickle. It is
+read here by an unpickler that knows only the few classes of such a table, so that a file from an
+unknown source runs no code. The table may name only files in the checkpoint's manifest; torch would
+open any other path. Tensors are read by `torch.load(weights_only=True)`, and all else is JSON.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from isp.checkpoint.manifest import Damaged, FileRecord, open_regular
 __all__ = ["CheckedWriter", "SafeReader", "quietly", "read_metadata"]
 
 METADATA = ".metadata"
+"""Name of torch's table of contents."""
 
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -54,10 +54,11 @@ _ALLOWED = {
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
 }
+"""Names by module that a table of contents may contain, besides dtypes of torch."""
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writes files through to the disk and keeps their sizes and checksums in `records`."""
+    """Writes files through to the disk, and has their sizes and checksums in `records`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync_files=True, overwrite=False)
@@ -70,12 +71,12 @@ class CheckedWriter(FileSystemWriter):
         return self.fs.records
 
     def storage_meta(self) -> StorageMeta:
-        # Without the folder, which has a temporary name while the checkpoint is written.
+        # torch would store the folder's name here, which is temporary while writing.
         return StorageMeta()
 
 
 class SafeReader(FileSystemReader):
-    """Reads a checkpoint as the note [What is pickled] says."""
+    """Reads a checkpoint by metadata that `read_metadata` has checked; [Note: What is pickled]."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -86,10 +87,10 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
-    """The table of contents of the checkpoint in `folder`, whose manifest names `files`.
+    """Return the table of contents of the checkpoint in `folder`, whose manifest names `files`.
 
-    Raises Damaged if it contains what does not belong there, is not readable, or
-    does not hold each tensor once, in these files.
+    Raises Damaged if it cannot be read, contains other classes than `_ALLOWED`, or does not have
+    each tensor once, in these files.
     """
     if METADATA not in files:
         raise Damaged(f"{METADATA} is not among the files of the manifest")
@@ -97,7 +98,7 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
         try:
             found = _MetadataUnpickler(file).load()
             fault = _fault(found, files)
-        except Exception as error:  # pickle says that there is no end of kinds
+        except Exception as error:  # pickle's documentation: any exception may be raised
             fault = f"is not readable: {error}"
     if fault:
         raise Damaged(f"{METADATA} {fault}")
@@ -106,9 +107,9 @@ def read_metadata(folder: Path, files: Mapping[str, FileRecord]) -> Metadata:
 
 
 def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
-    """What is wrong with a table of contents; empty if nothing is.
+    """Return the fault of a table of contents; "" if there is none.
 
-    Raises whatever comes of values that are not of their types.
+    Raises exceptions of many kinds if values are not of their types, as the pickle may contain.
     """
     for info in table.storage_data.values():
         if info.relative_path not in files:
@@ -118,6 +119,7 @@ def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
         if info.offset + info.length > files[info.relative_path].num_bytes:
             return f"reads beyond {info.relative_path}"
     num_bytes = sum(record.num_bytes for record in files.values())
+    # Each stored place has to belong to exactly one chunk of one tensor.
     places = dict.fromkeys(table.storage_data, 0)
     for key, tensor in table.state_dict_metadata.items():
         if not (isinstance(key, str) and isinstance(tensor, TensorStorageMetadata)):
@@ -132,7 +134,10 @@ def _fault(table: Metadata, files: Mapping[str, FileRecord]) -> str:
 
 
 def _has_all(tensor: TensorStorageMetadata) -> bool:
-    """Whether the chunks lie in the tensor, and are as many elements as it."""
+    """Return True if the chunks are in the tensor and have together as many elements as it.
+
+    Corners must differ, but overlaps are not excluded.
+    """
     whole = tuple(tensor.size)
     inside = all(
         len(chunk.offsets) == len(chunk.sizes) == len(whole)
@@ -147,13 +152,15 @@ def _has_all(tensor: TensorStorageMetadata) -> bool:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without torch's warning that one process is one process."""
+    """Context without torch's warning that it saves or loads in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler that refuses all classes and functions except `_ALLOWED` and torch's dtypes."""
+
     def find_class(self, module: str, name: str) -> Any:
         allowed = name in _ALLOWED.get(module, ())
         if not allowed and not (module == "torch" and _is_dtype(name)):
@@ -166,7 +173,7 @@ def _is_dtype(name: str) -> bool:
 
 
 class _CheckedFileSystem(FileSystem):
-    """Files on a disk, whose checksums are known when they have been written."""
+    """Files on a disk that records the size and checksum of each file it writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +181,7 @@ class _CheckedFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        if mode != "wb":
+        if mode != "wb":  # reading: `Manifest.check` compares checksums
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
@@ -183,15 +190,16 @@ class _CheckedFileSystem(FileSystem):
         self.records[Path(path).name] = FileRecord(file.num_bytes, file.digest.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        # torch writes `.metadata` under a temporary name and renames it.
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
 class _CheckedFile(io.IOBase):
-    """A file opened for writing that knows what was written.
+    """A file open for writing that keeps the size and the SHA-256 of what was written.
 
-    torch.save answers a failing write with an error of its own, "unexpected pos". The first error
-    is kept here and raised in its place, because "No space left on device" is what helps.
+    If a write fails, torch.save raises an error of its own, "unexpected pos". The first error of
+    the file is kept and raised in its place, since "No space left on device" tells a user more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,7 +222,7 @@ class _CheckedFile(io.IOBase):
         return self.num_bytes
 
     def fileno(self) -> int:
-        # Asked for by who syncs the file: everything has to be in it by then.
+        # torch calls fsync with it, which writes only what has left Python's buffer.
         self._file.flush()
         return self._file.fileno()
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isp.cli.options import check_planned
 from isp.cli.output import say
 from isp.cli.progress import show_progress
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 if TYPE_CHECKING:
     from isp.config import JobConfig

@@ -75,7 +75,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     from isp.parity.compare import Check
     from isp.parity.layouts import layouts_of, most_stages
     from isp.parity.subjects import Subject, num_blocks, read_folder
-    from isp.utils.hub import download_hint
+    from isp.utils.files import download_hint
 
     torch.set_num_threads(1)  # the ranks share the cores, and the plain model is small
     torch.manual_seed(0)

@@ -102,7 +102,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
     """Prepare, and say what was written."""
     from isp.config.data import Format
     from isp.data.prepare import prepare
-    from isp.utils.counts import counted
+    from isp.utils.text import counted
 
     how = {**_reading(args), "overwrite": args.overwrite}
     done = prepare(args.inputs, args.output, form=Format(args.format), **how)

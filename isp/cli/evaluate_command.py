@@ -86,10 +86,10 @@ def _run(args: argparse.Namespace) -> int:
     from isp.evaluation.passkey import PasskeyPrompts
     from isp.evaluation.source import open_source
     from isp.step.setup import check_device
-    from isp.utils.counts import counted
+    from isp.utils.text import counted
 
     if args.png is not None:
-        from isp.utils.packages import require
+        from isp.utils.environment import require
 
         require("--png", "matplotlib", extra="report")
     ranks, path = world_size(args.nproc), Path(args.path)

@@ -7,9 +7,8 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isp.utils.counts import counted
 from isp.utils.files import written_whole
-from isp.utils.safe_text import shown
+from isp.utils.text import counted, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from isp.cli.output import say
-from isp.utils.launched import launched, rank_and_size
-from isp.utils.safe_text import shown
+from isp.utils.environment import launched, rank_and_size
+from isp.utils.text import shown
 
 __all__ = [
     "ENDED_FILE",

@@ -102,8 +102,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for options that cannot be, before anything is read."""
-    from isp.utils.launched import launched
-    from isp.utils.packages import require
+    from isp.utils.environment import launched, require
 
     if launched():
         raise ValueError(

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from isp.cli.failures import ENDED_FILE, LAUNCHER_REPORTS
 from isp.cli.output import say
 from isp.train.signals import StopRequest, heeded_signals
-from isp.utils.launched import launched, rank_and_size
+from isp.utils.environment import launched, rank_and_size
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -61,7 +61,7 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
     if launched():
         _, ranks = rank_and_size()
         if nproc is not None:
-            from isp.utils.counts import counted
+            from isp.utils.text import counted
 
             raise ValueError(
                 f"--nproc {nproc} inside torchrun: torchrun has set {counted(ranks, 'rank')}"

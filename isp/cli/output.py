@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext, suppress
 
-from isp.utils.safe_text import printable, shown
+from isp.utils.text import printable, shown
 
 __all__ = ["say"]
 

@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> int:
     from isp.train.data import check_data
     from isp.train.folder.run_folder import check_can_create
     from isp.train.profiling.profile_run import ProfileOptions, config_for, profile_ranks
-    from isp.utils.counts import counted
+    from isp.utils.text import counted
 
     modes = []
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):

@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
                 # A word with a space is a value to argparse.
                 if word[:2] != "--" or " " in name or name in known:
                     continue
-                from isp.utils.suggestion import nearest
+                from isp.utils.text import nearest
 
                 if near := nearest(name, known):
                     self.error(f"--{name}: no such option; did you mean --{near[0]}?")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from isp.cli.output import say
-from isp.utils.safe_text import printable
+from isp.utils.text import printable
 
 __all__ = ["show_progress"]
 

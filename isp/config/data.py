@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from isp.core.section import Absent, Count, KeyRole, Positive, Text, section
-from isp.utils.safe_text import redacted
+from isp.utils.text import redacted
 
 __all__ = [
     "BYTE_TOKENIZER",

@@ -40,7 +40,7 @@ from isp.models.huggingface.config_json import (
     folder_sizes,
     with_sizes,
 )
-from isp.utils.safe_text import check_complete, redacted_values
+from isp.utils.text import check_complete, redacted_values
 from model.config import ModelConfig
 from model.presets import with_preset
 

@@ -17,7 +17,7 @@ from typing import Any
 from isp.config.removed import without_removed
 from isp.config.yaml_file import KeyPath, parse_value
 from isp.core.section import KeyRole, absent_values, docs_of, role_of
-from isp.utils.suggestion import suggest
+from isp.utils.text import suggest
 
 __all__ = ["KeyTable", "general"]
 

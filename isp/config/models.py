@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from isp.core.section import KeyRole, defaults_of
-from isp.utils.packages import require
+from isp.utils.environment import require
 from model.config import ModelConfig
 
 if TYPE_CHECKING:  # a configuration is read without torch

@@ -24,7 +24,7 @@ from isp.core.section import (
     Text,
     section,
 )
-from isp.utils.durations import parse_duration
+from isp.utils.text import parse_duration
 
 __all__ = [
     "CHECKPOINT_FOLDER",

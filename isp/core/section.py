@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
-from isp.utils.suggestion import suggest
+from isp.utils.text import suggest
 
 __all__ = [
     "Absent",

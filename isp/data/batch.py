@@ -1,4 +1,7 @@
-"""Reads the micro-batches of each step, one step ahead."""
+"""The micro-batches of each step, read one step ahead.
+
+Shapes: B rows, S tokens of a row (`seq_len`).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +20,7 @@ T = TypeVar("T")
 
 
 def stacked(samples: Sequence[Sample], *, pack: bool) -> MicroBatch:
-    """Stack samples to a micro-batch; with `pack`, into one row with bounds of documents."""
+    """Stack B samples into a micro-batch [B, S], or with `pack` [1, B * S] and document bounds."""
     shape = (1, -1) if pack else (len(samples), -1)
     *rows, padding = zip(*samples, strict=True)
     tokens, labels, positions = (
@@ -29,11 +32,11 @@ def stacked(samples: Sequence[Sample], *, pack: bool) -> MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSampler:
-    """The micro-batches of each step, without any state: to resume is to ask for the next step.
+    """Returns the micro-batches of any step, without state, so that resuming needs only the step.
 
     [Note: Global batch] Step t takes the samples [t * G, (t + 1) * G), with G = micro_num *
     data_size * micro_bsz, ordered by micro-batch, then data rank, then row. So the samples of a
-    step, and their order, depend on G alone, not on how it is divided between the three.
+    step, and their order, depend only on G, not on how it is divided between the three.
     """
 
     dataset: Dataset
@@ -41,12 +44,12 @@ class BatchSampler:
     micro_num: int
 
     def micro_batches(self, step: int, data_rank: int, data_size: int) -> list[MicroBatch]:
-        """The `micro_num` micro-batches of `data_rank` at `step`, both counted from 0."""
+        """Return the `micro_num` micro-batches of `data_rank` at `step`, both counted from 0."""
         assert step >= 0
         assert 0 <= data_rank < data_size
         batches = []
         for micro in range(self.micro_num):
-            index = (step * self.micro_num + micro) * data_size + data_rank  # of the whole run
+            index = (step * self.micro_num + micro) * data_size + data_rank  # in the whole run
             rows = range(index * self.micro_bsz, (index + 1) * self.micro_bsz)
             samples = [self.dataset.sample(row) for row in rows]
             batches.append(stacked(samples, pack=self.dataset.pack))
@@ -61,10 +64,10 @@ def held_out_micro_batches(
     data_size: int,
     max_samples: int,
 ) -> Iterator[MicroBatch]:
-    """The part of `data_rank` in the first `max_samples` held-out samples, always in one order.
+    """Yield the micro-batches of `data_rank` in the first `max_samples` held-out samples.
 
-    Every sample counts exactly once, whatever the number of ranks, and every rank gets the same
-    number of micro-batches: where samples run out, rows without a label fill the place.
+    Every sample counts exactly once for any number of ranks, and every rank gets the same number
+    of micro-batches: after the last sample, rows without labels fill them.
     """
     assert 0 <= data_rank < data_size
     count = min(dataset.samples_per_epoch, max_samples)
@@ -78,10 +81,10 @@ def held_out_micro_batches(
 
 
 class Prefetcher(Generic[T]):
-    """`fetch(step)`, with the next step's result being fetched by one thread meanwhile.
+    """Calls `fetch(step)`, and in a thread already `fetch(step + 1)`.
 
-    Any step may be asked for at any time; only step + 1 comes for free. An error in the thread is
-    raised to whoever asks for its step. `num_steps` ends the reading ahead.
+    Steps may come in any order, but only the next one has been prefetched. An error in the thread
+    is raised by `get` of its step. Steps from `num_steps` on are not prefetched.
     """
 
     def __init__(self, fetch: Callable[[int], T], *, num_steps: int | None = None) -> None:
@@ -91,7 +94,7 @@ class Prefetcher(Generic[T]):
         self._ahead: tuple[int, Future[T]] | None = None
 
     def get(self, step: int) -> T:
-        """The result for `step`; starts on the next one."""
+        """Return the result of `step`, and start to fetch the next one."""
         if self._ahead is None or self._ahead[0] != step:
             self._start(step)
         assert self._ahead is not None
@@ -102,11 +105,11 @@ class Prefetcher(Generic[T]):
         return result
 
     def close(self) -> None:
-        """Wait for the thread to end; what it was fetching is dropped."""
+        """Wait for the thread to end, and drop its result."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, step: int) -> None:
-        """Give `step` to the thread, in place of what it was to do next."""
+        """Fetch `step` in the thread, after canceling what waits there."""
         if self._ahead is not None:
             self._ahead[1].cancel()
         self._ahead = (step, self._pool.submit(self._fetch, step))

@@ -1,9 +1,22 @@
-"""Conversations to tokens by a tokenizer's chat template, and the assistant's tokens among them.
+"""Conversations as tokens, by the tokenizer's chat template, with labels for the assistant's.
 
-Tokens are found by the characters they stand for, since transformers' own mask leaves out all but
-the first of the tokens of a character that ends a block.
+Tokens are assigned by the characters that they encode. transformers' own mask leaves out all but
+the first token of a character at the end of a generation block.
+
+[Note: Assistant's tokens] Templates mark what the assistant writes with `{% generation %}`. In a
+template without these blocks, a turn is the text that the template writes for an assistant's
+message, without the part of the generation prompt that the message begins with. If the prompt
+begins the reasoning, that part belongs to the turn. The last turn also has the token that the
+template writes after all messages (Phi-3's end of text). TRL's training templates (TRL 1.16) mark
+the same, except for `_HEADERS`. Marks show where each message is in the text of the whole
+conversation: [Note: Marks]. So a template may render earlier turns differently, trim them or remove
+their reasoning: the loss is computed on a turn as it is rendered there. A message whose position is
+not known raises ValueError.
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +28,12 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.config.data import BYTE_TOKENIZER, TrainOn
-from isp.data.chat_turns import Conversation, Span, TurnNotFound
 from isp.data.dataset import IGNORE_INDEX
-from isp.data.rendering import Rendered, TemplateFailure, named_in
+from isp.data.rendering import Rendered, TemplateFailure, named_in, render
 from isp.data.tokenizer import Encoding, HFTokenizer, TokenArray, Tokenizer
 from isp.data.turns import Arguments, read_turns, unnamed_keys
+from isp.utils.environment import require
 from isp.utils.files import check_regular_files, read_limited
-from isp.utils.packages import require
 
 __all__ = ["ChatTemplate", "Example"]
 
@@ -36,9 +48,9 @@ Variables = Mapping[str, Any] | None
 
 
 class Example(NamedTuple):
-    """Tokens, and of each its label: itself where it is trained, else -100.
+    """Tokens with their labels, which equal the token where it is trained, and are -100 elsewhere.
 
-    Labels are not shifted, as in the datasets of Hugging Face.
+    Labels are not shifted, as in data sets for transformers.
     """
 
     tokens: TokenArray  # [T]
@@ -46,10 +58,10 @@ class Example(NamedTuple):
 
 
 class ChatTemplate:
-    """The template of a tokenizer's folder, or that of the file `path`.
+    """Renders and tokenizes conversations, by the template of the tokenizer or the file `path`.
 
-    `train_on`: the tokens of a conversation that get labels.
-    Raises ValueError or FileNotFoundError where there is none, or transformers is not installed.
+    `train_on` selects the tokens that get labels.
+    Raises ValueError if there is no template, or transformers is not installed.
     """
 
     def __init__(
@@ -67,22 +79,23 @@ class ChatTemplate:
         self._tokenizer, self._train_on = tokenizer, train_on
         self._fast = _load(tokenizer.file)
         self._given = None if path is None else _read(Path(path).expanduser())
+        # Where a generation prompt may differ from a message: see `_Conversation.names`.
         names = {"<think>", *tokenizer.added_tokens()}
         self._names = re.compile("|".join(map(re.escape, sorted(names))))
-        self._template(None)
+        self._template(None)  # raises now if there is none
 
     def example(
         self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
     ) -> Example:
-        """A conversation of `role` and `content`; `where` names its place in messages.
+        """Return the tokens and labels of a conversation; `where` names its place in errors.
 
-        `tools` and `variables` are what the template sees besides.
-        Raises ValueError for what is not a conversation, or is refused by the template.
+        `messages` have `role` and `content`. `tools` and `variables` are the template's other
+        inputs. Raises ValueError for an invalid conversation, and one that the template refuses.
         """
         with _refused_at(where):
             chat = self._chat(messages, tools, variables)
             if self._train_on is TrainOn.ALL:
-                text, left_out = _without_weights(chat).text, list[Span]()
+                text, left_out = _without_weights(chat).text, list[_Span]()
                 spans = [(0, len(text))]
             else:
                 text, spans, left_out = chat.spans()
@@ -102,7 +115,7 @@ class ChatTemplate:
     ) -> TokenArray:
         """Return the tokens of `num_prompt` messages and an answer, which is trained as a whole.
 
-        Raises ValueError as `example` does, and for a weight that says otherwise.
+        Raises ValueError as `example` does, and for a message whose weight contradicts that.
         """
         with _refused_at(where):
             chat = self._chat(messages, tools, variables)
@@ -120,7 +133,7 @@ class ChatTemplate:
     def unnamed(
         self, messages: Messages, *, tools: Tools = None, variables: Variables = None
     ) -> set[str]:
-        """Return what of a conversation the template does not name, in words."""
+        """Return the keys of a conversation that the template does not name, for the log."""
         named = named_in(self._template(tools))
         found = {f"{key} of messages" for key in unnamed_keys(read_turns(messages, named), named)}
         beside = {"tools": tools, **({} if variables is None else variables)}
@@ -129,9 +142,9 @@ class ChatTemplate:
     def prompt(
         self, messages: Messages, where: str, *, tools: Tools = None, variables: Variables = None
     ) -> str:
-        """A conversation as text, with the generation prompt at its end: the assistant is next.
+        """Return a conversation as text with the generation prompt at its end.
 
-        Raises ValueError as `example` does, and where the assistant has spoken last.
+        Raises ValueError as `example` does, and if the last message is the assistant's.
         """
         with _refused_at(where):
             chat = self._chat(messages, tools, variables)
@@ -142,13 +155,18 @@ class ChatTemplate:
             return chat.render(add_generation_prompt=True).text
 
     def turn_end(self) -> int | None:
-        """The token that ends the assistant's turn; None if none does, or it is not known."""
+        """Return the id of the token that ends the assistant's turn; None if there is none.
+
+        Also None if the template refuses a short conversation, by which this is found.
+        """
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             tokens, labels = self.example(talk, "")
         except ValueError:
             return None
-        found: int | None = None  # the last of the special tokens right behind the message
+        # From the end: of the special tokens that follow each other right after the message, the
+        # last. `begins` is True at the end of such a run of special tokens.
+        found: int | None = None
         begins = True
         special = {self._tokenizer.token_id(name) for name in self._tokenizer.special_tokens()}
         for token in tokens[labels != IGNORE_INDEX].tolist()[::-1]:
@@ -160,7 +178,11 @@ class ChatTemplate:
                 begins = True
         return found
 
-    def _chat(self, messages: Messages, tools: Tools, variables: Variables) -> Conversation:
+    def _chat(self, messages: Messages, tools: Tools, variables: Variables) -> _Conversation:
+        """Return a conversation that the template writes as a whole.
+
+        Raises TemplateFailure or ValueError for messages or inputs that are invalid.
+        """
         if tools is not None and not (
             isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
         ):
@@ -172,7 +194,7 @@ class ChatTemplate:
         if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
             raise TemplateFailure(f"its variables cannot have the name {min(reserved)}")
         named = named_in(template)
-        chat = Conversation(
+        chat = _Conversation(
             self._tokenizer,
             template,
             read_turns(messages, named),
@@ -189,11 +211,12 @@ class ChatTemplate:
         return _written(chat, read_turns(messages, named, parses=False))
 
     def _template(self, tools: Tools) -> str:
+        """Return the template; a tokenizer may have another one for conversations with tools."""
         if self._given is not None:
             return self._given
         try:
             template: str = self._fast.get_chat_template(None, tools)
-        except ValueError:  # Its own message speaks of arguments that nobody here can give.
+        except ValueError:  # its own message is about arguments that ISP has no key for
             raise ValueError(
                 f"data.tokenizer={self._tokenizer.file} has no chat template (chat_template.jinja,"
                 " or chat_template in tokenizer_config.json, beside it), which messages need: name"
@@ -202,11 +225,12 @@ class ChatTemplate:
         return template
 
 
-def _written(chat: Conversation, given: Sequence[Mapping[str, Any]]) -> Conversation:
-    """Return a conversation that the template writes as a whole; ValueError if it does not.
+def _written(chat: _Conversation, given: Sequence[Mapping[str, Any]]) -> _Conversation:
+    """Return `chat`, after a check that the template writes its system messages and tool calls.
 
-    `given`: its messages, with arguments as text where they were given so. Some templates
-    (DeepSeek's) add texts by `+`, which fails with objects.
+    `given` are its messages with arguments of tool calls as text, if they were text. They are used
+    if the template fails otherwise: some (DeepSeek's) concatenate arguments with `+`, which fails
+    for objects. Raises ValueError if the template leaves a system message or a tool call out.
     """
     if not any("tool_calls" in m or m["role"] == "system" for m in chat.messages):
         return chat
@@ -220,8 +244,8 @@ def _written(chat: Conversation, given: Sequence[Mapping[str, Any]]) -> Conversa
             raise failure from None
     lost = _lost(chat, text, _with_name)
     if any("tool call" in what for what in lost):
-        # Some templates (Kimi K2's) write the id in place of the name. A template that refuses
-        # another id or other arguments has not been seen to write the call.
+        # Some templates (Kimi K2's) write the id in place of the name. If the template fails with
+        # other ids and arguments, the result of the first attempt stands.
         with suppress(TemplateFailure):
             found = _lost(chat, text, _with_id_and_arguments)
             lost = [what for what in lost if what in found]
@@ -234,12 +258,13 @@ def _written(chat: Conversation, given: Sequence[Mapping[str, Any]]) -> Conversa
 
 
 def _lost(
-    chat: Conversation, text: str, with_mark: Callable[[dict[str, Any], str], dict[str, Any]]
+    chat: _Conversation, text: str, with_mark: Callable[[dict[str, Any], str], dict[str, Any]]
 ) -> list[str]:
-    """Return which system messages, and tool calls `with_mark`, the template does not write.
+    """Return the system messages and tool calls that the template leaves out, as texts for errors.
 
-    Marks are found nowhere else: a list of tools has the names of their calls, and results have
-    their ids.
+    Each is rendered with a mark in its place: system messages as a whole, calls as `with_mark`
+    does. Names and ids of calls would not do, since they also are in the list of tools and in
+    results.
     """
     marked, marks = list[Mapping[str, Any]](), dict[str, str]()
     for number, message in enumerate(chat.messages, start=1):
@@ -259,12 +284,14 @@ def _lost(
 
 
 def _with_name(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Return a copy of a tool call with the name `mark`."""
     if "function" in call:
         return {**call, "function": {**call["function"], "name": mark}}
     return {**call, "name": mark}
 
 
 def _with_id_and_arguments(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Return a copy of a tool call with `mark` as its id and as an argument, in the same forms."""
     if isinstance(function := call.get("function"), dict):
         call = {**call, "function": _with_id_and_arguments(function, mark)}
     if "id" in call:
@@ -280,8 +307,8 @@ def _with_id_and_arguments(call: dict[str, Any], mark: str) -> dict[str, Any]:
     return {**call, "arguments": text if isinstance(given, str) else Arguments(values, text)}
 
 
-def _without_weights(chat: Conversation) -> Rendered:
-    """The text of a conversation that is trained as a whole; ValueError if it says otherwise."""
+def _without_weights(chat: _Conversation) -> Rendered:
+    """Return the text of a conversation to train as a whole; raise ValueError for a weight of 0."""
     for number, message in enumerate(chat.messages, start=1):
         if message.get("weight") == 0:
             raise ValueError(
@@ -291,9 +318,10 @@ def _without_weights(chat: Conversation) -> Rendered:
     return chat.render()
 
 
-def _covered(encoding: Encoding, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """The tokens [T] that stand for a character of one of `spans`."""
-    # Some tokenizers leave white space out of a token's place: it begins where the last one ended.
+def _covered(encoding: Encoding, spans: Sequence[_Span]) -> npt.NDArray[np.bool_]:
+    """Return a mask [T] of the tokens that encode a character of one of `spans`."""
+    # Some tokenizers leave leading white space out of a token's range, which then begins after the
+    # end of the token before. Extend it to there.
     starts = np.minimum(encoding.starts, np.append(0, encoding.ends[:-1])[: len(encoding.starts)])
     covered = np.zeros(len(starts), dtype=bool)
     for start, end in spans:
@@ -303,34 +331,217 @@ def _covered(encoding: Encoding, spans: Sequence[Span]) -> npt.NDArray[np.bool_]
 
 @contextmanager
 def _refused_at(where: str) -> Iterator[None]:
-    """Begin errors about a conversation with its place."""
+    """Context in which errors about a conversation get its place `where` as their beginning."""
     try:
         yield
     except TemplateFailure as error:
         fault = f"the chat template cannot render the conversation: {error}"
         raise ValueError(f"{where}: {fault}") from None
-    except TurnNotFound as error:
+    except _TurnNotFound as error:
         raise ValueError(f"{where}, {error}: {_WAY_OUT}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _load(file: Path) -> Any:
-    """transformers' tokenizer of a folder; ValueError where the package is missing."""
+    """Return transformers' tokenizer of the folder of `file`, which has its chat templates.
+
+    Raises ValueError if the package is missing or cannot open the folder.
+    """
     require(f"the chat template of data.tokenizer={file}", "transformers")
     from transformers import PreTrainedTokenizerFast
 
     try:
         check_regular_files(file.parent)
         return PreTrainedTokenizerFast.from_pretrained(file.parent, local_files_only=True)
-    except Exception as error:  # It raises whatever the files make it do.
+    except Exception as error:  # faulty files make transformers raise exceptions of many kinds
         raise ValueError(
             f"data.tokenizer={file}: transformers cannot open its folder: {error}"
         ) from None
 
 
 def _read(path: Path) -> str:
+    """Return the text of a template's file; raise ValueError if it cannot be read."""
     try:
         return read_limited(path).decode()
     except (OSError, ValueError) as error:
         raise ValueError(f"data.chat_template={path} cannot be read: {error}") from None
+
+
+def _before_reasoning(prompt: str) -> str:
+    """Return a generation prompt up to the reasoning that it begins."""
+    return prompt.partition("<think>")[0]
+
+
+def _none_of(prompt: str) -> str:
+    """Return "": all of the generation prompt belongs to the turn."""
+    return ""
+
+
+_HEADERS: Mapping[str, Callable[[str], str]] = {
+    "55b2f4a2": str.rstrip,  # Qwen2.5: the line feed at its end belongs to the turn
+    "563b1ce7": _none_of,  # DeepSeek V3
+    "56a1447a": _none_of,  # DeepSeek R1, distilled
+    "6cd0e94d": _none_of,  # Muse Glimmer
+    "a4c9919c": _none_of,  # gpt-oss
+}
+"""Functions that return the part of a generation prompt that does not belong to the turn.
+
+For templates whose training variant in TRL differs from `_before_reasoning`, by the first digits of
+the SHA-256 of the template, which `tools/check_masks_with_trl.py --digests` prints.
+"""
+
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+_Span = tuple[int, int]
+"""Range of characters [start, end) of a rendered conversation."""
+
+
+class _TurnNotFound(Exception):
+    """The tokens of an assistant's message cannot be found."""
+
+
+class _Places(NamedTuple):
+    """Positions of the messages and generation blocks in a rendered conversation."""
+
+    messages: dict[int, list[_Span]]
+    """Spans of each message by its index, without those that are white space."""
+    blocks: list[_Span]
+    """Spans of generation blocks."""
+    tail: str
+    """Text after the last message."""
+
+    @classmethod
+    def of(cls, rendered: Rendered) -> _Places:
+        """Return the positions that [Note: Marks] of a rendering show."""
+        # `owner` is the message that the text from `begin` on belongs to, `loops` has the owners in
+        # the loops around the current one, and `last` is the end of the last message so far.
+        text, messages, blocks = rendered.text, dict[int, list[_Span]](), list[_Span]()
+        loops, owner, begin, last, opened = list[int | None](), None, 0, 0, list[int]()
+        for place, mark in rendered.marks:
+            if mark == "g":
+                opened.append(place)
+                continue
+            if mark == "e":
+                blocks.append((opened.pop(), place))
+                continue
+            if owner is not None and text[begin:place].strip():
+                spans = messages.setdefault(owner, [])
+                if spans and spans[-1][1] == begin:  # joins the span before, without a gap
+                    begin = spans.pop()[0]
+                spans.append((begin, place))
+                last = place
+            if mark == "(":
+                loops.append(owner)
+            else:  # after an inner loop, text belongs to the message of the outer one again
+                owner = loops.pop() if mark == ")" else int(mark)
+            begin = place
+        return cls(messages, blocks, text[last:])
+
+
+class _Conversation(NamedTuple):
+    """One conversation with the template that renders it."""
+
+    tokenizer: HFTokenizer
+    template: str
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any]
+    names: re.Pattern[str]
+    """Pattern of the names of tokens, at which a generation prompt may begin to differ from a
+    message: only the part before such a name has to agree."""
+    last_only: bool = False
+    """True if only the assistant's last message is trained."""
+
+    def spans(self) -> tuple[str, list[_Span], list[_Span]]:
+        """Return the text, the spans that the assistant writes, and spans in these without loss.
+
+        Raises _TurnNotFound if the position of a message is not known.
+        """
+        text, marked = self.render().text, self.render(marks=True)
+        places = _Places.of(marked)
+        if marked.text != text:
+            raise _TurnNotFound("the chat template changes what its loops and blocks write")
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        others = turns[:-1] if self.last_only else []
+        left_out = [i for i in turns if i in others or self.messages[i].get("weight") == 0]
+        is_marked = _GENERATION.search(_COMMENT.sub("", self.template)) is not None
+        # With generation blocks, only the position of turns to leave out has to be known. Without,
+        # that of every message from the first turn on: text of one that is not known would count as
+        # part of a turn. Messages before it, such as a system message, cannot be in a turn's text.
+        expected = left_out if is_marked else range(turns[0] if turns else 0, len(self.messages))
+        for i in expected:
+            parts = places.messages.get(i, [])
+            if not parts or (i in turns and len(parts) > 1):
+                raise _TurnNotFound(
+                    f"message {i + 1} does not appear in one piece in the rendered conversation"
+                )
+        if is_marked:
+            return text, places.blocks, [part for i in left_out for part in places.messages[i]]
+        turns = [i for i in turns if i not in left_out]
+        return text, [self._turn(i, text, places.messages[i][0]) for i in turns], []
+
+    def _turn(self, turn: int, text: str, span: _Span) -> _Span:
+        """Return the span of a turn in `text`, without the generation prompt, with its end token.
+
+        `span` is that of the whole message.
+        """
+        start, end = span
+        prompt = text[start : start + self._length_of_prompt(turn, text[start:end])]
+        digest = hashlib.sha256(self.template.strip().encode()).hexdigest()[:8]
+        start += len(_HEADERS.get(digest, _before_reasoning)(prompt))
+        special = self.tokenizer.special_tokens()
+        after = text[end:].strip()
+        # After the last turn, the end of text that the template writes after all messages.
+        if turn == len(self.messages) - 1 and (not after or after in special):
+            return start, len(text)
+        if text[start:end].rstrip().endswith(special):
+            return start, end
+        # In templates where the token of a role also ends the turn before it (GLM), this token is
+        # in the text of the next message, so extend the turn by a special token that follows it.
+        first = self.variables.get("bos_token")
+        ends = [token for token in special if token != first and text.startswith(token, end)]
+        return start, end + max(map(len, ends), default=0)
+
+    def _length_of_prompt(self, turn: int, written: str) -> int:
+        """Return the number of characters of `written`, a message, that the prompt before it has.
+
+        Raises _TurnNotFound if the message does not begin as the generation prompt does.
+        """
+        first = self.variables.get("bos_token", "")
+        begin = len(written) - len(written.removeprefix(first).lstrip())
+        refused = TemplateFailure("")
+        # The prompt after the messages before this turn. If the template refuses these alone, or
+        # the message begins otherwise, the prompt after all messages.
+        for stop in (turn, len(self.messages)):
+            try:
+                prompt = self._prompt(stop).removeprefix(first).lstrip()
+            except TemplateFailure as error:  # for some, the last message has to be a user's
+                refused = error
+                continue
+            cuts = {len(prompt), *(m.start() for m in self.names.finditer(prompt))} - {0}
+            found = [cut for cut in cuts if written.startswith(prompt[:cut], begin)]
+            if not prompt or found:
+                return begin + max(found) if found else 0
+        reason = str(refused) and f" ({refused})"
+        raise _TurnNotFound(
+            f"message {turn + 1}: the chat template does not begin it as the generation prompt"
+            f" does{reason}"
+        )
+
+    def _prompt(self, stop: int) -> str:
+        """Return the generation prompt after the first `stop` messages."""
+        text = self.render(stop).text
+        asked = self.render(stop, marks=True, add_generation_prompt=True)
+        if asked.text.startswith(text):
+            return asked.text[len(text) :]
+        # A template that renders messages differently before a prompt: what follows the messages.
+        return _Places.of(asked).tail
+
+    def render(
+        self, stop: int | None = None, *, marks: bool = False, add_generation_prompt: bool = False
+    ) -> Rendered:
+        """Return the first `stop` messages as text, or all, with [Note: Marks] if `marks`."""
+        variables = {**self.variables, "add_generation_prompt": add_generation_prompt}
+        messages = [{k: m[k] for k in m if k != "weight"} for m in self.messages[:stop]]
+        return render(self.template, messages, variables=variables, marks=marks)

@@ -1,4 +1,4 @@
-"""Fixed-length samples cut from shuffled documents, by index alone.
+"""Samples of fixed length, cut from a stream of shuffled documents: `PackedDataset`.
 
 Shapes: S sequence (`seq_len`).
 """
@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from isp.data.stores import TokenStore, mixed
+from isp.data.stores import TokenStore, hashed
 from isp.data.tokenizer import TokenArray
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = [
     "IGNORE_INDEX",
@@ -24,68 +24,71 @@ __all__ = [
 ]
 
 IGNORE_INDEX = -100
-"""The label of a token that the loss leaves out; torch's own default."""
+"""Label of a token that the loss leaves out; the default `ignore_index` of torch."""
 
 _SHUFFLE_ROUNDS = 6
+"""Rounds of the Feistel network of `shuffled`."""
 
 _Int64Array = npt.NDArray[np.int64]
 
 
 class Sample(NamedTuple):
-    """`seq_len` tokens of the stream."""
+    """A sequence of `seq_len` tokens with its labels and positions."""
 
     tokens: _Int64Array  # [S]
-    labels: _Int64Array  # [S], the token to predict or IGNORE_INDEX
-    positions: _Int64Array  # [S], from 0 in each document's piece
+    labels: _Int64Array  # [S], shifted: the next token, or IGNORE_INDEX
+    positions: _Int64Array  # [S], counted from 0 in the piece of each document
     padding: int = 0
-    """Tokens at the end that belong to no document."""
+    """Number of padding tokens at the end."""
 
 
 class Dataset(Protocol):
-    """Sample i of an endless sequence, as a pure function of i."""
+    """An endless sequence of samples; sample i is a function of i alone."""
 
     @property
     def pack(self) -> bool:
-        """Whether samples hold several documents, each a world of its own."""
+        """True if attention and positions are separate for each document of a sample."""
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples after which each has come once; 0: not known, of a stream."""
+        """Number of samples in one pass over the data; 0 for a stream, whose length is unknown."""
 
     @property
     def tokens_per_sample(self) -> float:
-        """Tokens in a sample that are not padding, on average."""
+        """Mean number of tokens of a sample that are not padding."""
 
     @property
     def summary(self) -> str:
-        """How much there is, in a line or several for the log."""
+        """Size of the data in one or more lines for the log."""
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
+        """Return sample `index` >= 0; raise ValueError for ids outside the vocabulary."""
 
 
 class _Epoch(NamedTuple):
-    """One pass over the store: `documents` in stream order, and where each ends."""
+    """Order of the documents and of the samples in one pass over the store."""
 
     number: int
-    documents: _Int64Array  # [documents with tokens]
-    ends: _Int64Array  # the same, in tokens of the stream
-    key: int  # of the shuffle of its samples
+    documents: _Int64Array  # [D], documents with tokens, in the order of the stream
+    ends: _Int64Array  # [D], end of each of them in the stream, in tokens
+    key: int  # selects the permutation of the samples
 
 
 class PackedDataset:
-    """Sample i of an endless sequence, as a pure function of the store, `seed` and i.
+    """Samples of concatenated documents; sample i is a function of the store, `seed` and i.
 
-    [Note: Sample order] Each epoch shuffles the documents, joins them into one stream, cuts the
-    stream into pieces of `seq_len`, and shuffles the pieces; what is left at the end of the stream
-    is dropped, another part each epoch. The stream is never built, nor is the order of the pieces:
-    a sample works out its place, finds its documents by bisection and reads only its own tokens. So
-    opening reads no tokens, and an epoch costs one permutation of the documents: in all about 80
-    bytes of memory and half a microsecond a document, whatever their length.
+    [Note: Sample order] Each epoch shuffles the documents, concatenates them into one stream, cuts
+    the stream into samples of `seq_len` tokens, and shuffles the samples. The remainder at the end
+    of the stream is dropped; it is a different one in each epoch. Neither the stream nor the order
+    of the samples is stored: `sample` computes the position in the stream, finds the documents by
+    bisection, and reads only the tokens of the sample. Opening a store therefore reads no tokens,
+    and an epoch costs one permutation of the documents: about 80 bytes of memory and half a
+    microsecond for each document, whatever their length.
 
-    With `pack`, a document is a world of its own: positions restart at each piece, and the last
-    token before another document has no label. Without, the stream is cut as it is.
-    `note` ends the summary. Raises ValueError if the store has fewer tokens than one sample.
+    With `pack`, documents are separate: positions restart at each, and the last token before
+    another document has no label. Without `pack`, the stream is cut as it is.
+    `note` is appended to the summary. Raises ValueError for a store with fewer tokens than one
+    sample needs.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class PackedDataset:
         self._seed = seed
         self._documents = np.flatnonzero(store.lengths)
         self.num_tokens = int(store.lengths.sum())
-        # The plain stream gives every token a label, so the last sample needs one token more.
+        # Without `pack`, the last token of a sample has a label too, which is one token further on.
         self.samples_per_epoch = (self.num_tokens - (0 if pack else 1)) // seq_len
         if self.samples_per_epoch < 1:
             raise ValueError(
@@ -121,7 +124,7 @@ class PackedDataset:
 
     @property
     def summary(self) -> str:
-        """How much there is, in a line for the log."""
+        """Numbers of documents, tokens and samples in one line for the log."""
         return (
             f"{self._store.name}: {counted(len(self._documents), 'document')},"
             f" {counted(self.num_tokens, 'token')},"
@@ -129,23 +132,24 @@ class PackedDataset:
         )
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
+        """Return sample `index` >= 0; raise ValueError for ids outside the vocabulary."""
         number, place = divmod(index, self.samples_per_epoch)
         epoch = self._epoch(number)
         start = shuffled(place, self.samples_per_epoch, epoch.key) * self.seq_len
-        # One token beyond the sample, where there is one, to be the last label.
+        # One token beyond the sample is the label of its last token; with `pack` there may be none.
         pieces = self._read(epoch, start, min(start + self.seq_len + 1, self.num_tokens))
         stream = np.concatenate(pieces, dtype=np.int64)  # [S + 1], or [S] at the very end
         ends = np.cumsum([len(piece) for piece in pieces])
         return cut(stream, ends, self.seq_len, self.pack)
 
     def _read(self, epoch: _Epoch, start: int, stop: int) -> list[TokenArray]:
-        """Tokens [start, stop) of the stream, split between documents."""
+        """Return tokens [start, stop) of the stream, one array for each document."""
         pieces: list[TokenArray] = []
+        # The first document that ends after `start` contains it.
         place = int(np.searchsorted(epoch.ends, start, side="right"))
         while start < stop:
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
-            offset = end - int(self._store.lengths[document])
+            offset = end - int(self._store.lengths[document])  # begin of the document in the stream
             piece = self._store.read(document, start - offset, min(stop, end) - offset)
             check_ids(
                 piece,
@@ -158,7 +162,10 @@ class PackedDataset:
         return pieces
 
     def _epoch(self, number: int) -> _Epoch:
-        """The order of one epoch; the last two are kept, for a batch may lie across an end."""
+        """Return the order of one epoch, from the last two used or computed anew.
+
+        Two are kept because a batch may have samples of both sides of an epoch's end.
+        """
         for epoch in self._recent:
             if epoch.number == number:
                 return epoch
@@ -166,31 +173,39 @@ class PackedDataset:
         documents = generator.permutation(self._documents)
         ends = np.cumsum(self._store.lengths[documents])
         epoch = _Epoch(number, documents, ends, int(generator.integers(1 << 63)))
-        # Replaced at once, never changed: a prefetching thread may look at the same time.
+        # One assignment of a new tuple: a prefetching thread may read it at the same time.
         self._recent = (epoch, *self._recent[:1])
         return epoch
 
 
 def cut(stream: _Int64Array, ends: _Int64Array, seq_len: int, pack: bool) -> Sample:
-    """The sample at the head of `stream` [S + 1], whose documents' pieces end at `ends`."""
+    """Return the sample made of the first S tokens of `stream` [S + 1] or [S].
+
+    `ends`: end of each document's piece in `stream`, in tokens; used only with `pack`.
+    """
     labels = np.full(seq_len, IGNORE_INDEX, dtype=np.int64)
     labels[: len(stream) - 1] = stream[1:]
     ends = ends[ends <= seq_len] if pack else ends[:0]
-    # A piece that goes on behind the sample ends at S + 1: its last token keeps its label.
+    # A document that goes on after the sample ends at S + 1, so it was left out of `ends` above
+    # and the last token of the sample keeps its label.
     labels[ends - 1] = IGNORE_INDEX
     return Sample(stream[:seq_len], labels, positions_of(ends, seq_len))
 
 
 def positions_of(ends: _Int64Array, length: int) -> _Int64Array:
-    """Positions [length] that restart behind each of `ends`."""
+    """Return positions [length] that restart at 0 after each of `ends`."""
     places = np.arange(length)
     starts = np.zeros(length, dtype=np.int64)
     starts[ends[ends < length]] = ends[ends < length]
+    # The running maximum carries the start of each document to all of its tokens.
     return places - np.maximum.accumulate(starts)
 
 
 def check_ids(tokens: TokenArray, *, vocab_size: int, where: str, start: int = 0) -> None:
-    """Refuse ids that no row of the embedding stands for, in the tokens from `start` on."""
+    """Raise ValueError for ids outside of [0, vocab_size), which have no row of the embedding.
+
+    `where` names the document in the error, and `start` is the index of `tokens[0]` in it.
+    """
     if not len(tokens) or (tokens.min() >= 0 and tokens.max() < vocab_size):
         return
     at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
@@ -202,18 +217,19 @@ def check_ids(tokens: TokenArray, *, vocab_size: int, where: str, start: int = 0
 
 
 def shuffled(index: int, size: int, key: int) -> int:
-    """The element at `index` of a permutation of range(size) that `key` chooses, in O(1).
+    """Return element `index` of a permutation of range(size) that `key` selects, in O(1).
 
-    A Feistel network over the next power of 4 mixes the bits; what lands outside is mixed again.
+    A Feistel network permutes the range up to the next power of 4; a result outside of
+    range(size) is permuted again until it is inside (cycle walking).
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
-    half = max(1, -(-(size - 1).bit_length() // 2))
+    half = max(1, -(-(size - 1).bit_length() // 2))  # bits of each of the two halves
     mask = (1 << half) - 1
-    while True:
+    while True:  # ends: a permutation returns to `index`, which is inside
         left, right = index >> half, index & mask
         for turn in range(_SHUFFLE_ROUNDS):
-            mixture = mixed(key + right + (turn << half))
-            left, right = right, left ^ (mixture & mask)
+            bits = hashed(key + right + (turn << half))
+            left, right = right, left ^ (bits & mask)
         index = left << half | right
         if index < size:
             return index

@@ -1,7 +1,7 @@
-"""The files of a source, by their names, and the documents or rows in them.
+"""Files of a source: found, copied if they are remote, and read as documents or rows.
 
-The order depends on the source's paths alone. JSON is read one object at a time, without a schema
-for all of them, which would lose keys of mixed conversations.
+The order of files depends only on their paths. JSON is read one object at a time, without a common
+schema, which would lose keys where conversations differ. Tables are read batch by batch.
 """
 
 import csv
@@ -14,19 +14,23 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
+from socket import gethostname
 from typing import IO, Any, NamedTuple
 
 from isp.config.data import PYTHON_STDLIB
-from isp.data.tables import TABLE_SUFFIXES, read_table, saved_files
-from isp.utils.packages import require
+from isp.utils.environment import require
+from isp.utils.files import read_json
+from isp.utils.text import check_complete, first_line
 
 __all__ = [
     "Document",
     "JsonLine",
     "find_files",
     "has_records",
+    "local_copies",
     "read_documents",
     "read_jsonl",
     "read_records",
@@ -39,53 +43,60 @@ _TEXT_SUFFIXES = frozenset({
     ".lua", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts",
 })
 # fmt: on
+_TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".feather"})
+"""Suffixes of tables that pyarrow reads."""
+_BATCH_ROWS = 1024
 _LINES = (".jsonl", ".ndjson")
 _CSV = {".csv": ",", ".tsv": "\t"}
-"""Suffixes of tables that are text, and what separates their cells."""
-_RECORDS = (*_LINES, ".json", *_CSV, *sorted(TABLE_SUFFIXES))
-_OF_FOLDERS = _TEXT_SUFFIXES | {*_LINES, *TABLE_SUFFIXES}
+"""Separators of cells by suffix of a table in text form."""
+_RECORDS = (*_LINES, ".json", *_CSV, *sorted(_TABLE_SUFFIXES))
+_OF_FOLDERS = _TEXT_SUFFIXES | {*_LINES, *_TABLE_SUFFIXES}
 """Suffixes taken from a folder, in which .json and .csv files often describe other files."""
 _CHUNK = 2**20
-"""Characters of a JSON array that are read at a time."""
+"""Number of characters of a JSON array that are read at a time."""
 _BEGIN = 2**16
-"""Bytes among which an array begins."""
+"""Number of bytes within which the bracket of an array has to come."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MOST_MISSING = 12
-"""Characters before the end of a text that is cut off at which a fault may be, as in \\u00e9."""
+"""Distance from the end, in characters, within which an error may mean that text is only cut off,
+as in the midst of \\u00e9 or -Infinity."""
 
-# Tests hold odd encodings and generated tables; packages are not the library's own.
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_HUB = re.compile(r"hf://(?!datasets/)([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+
+# Tests have files in odd encodings and generated tables; site-packages are not the library's.
 _STDLIB_EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
 
 
 class Document(NamedTuple):
-    """One document, and how many bytes of its file it took (for a progress bar)."""
+    """The text of one document."""
 
     text: str
     num_bytes: int
+    """Its size in the file, for a progress bar."""
 
 
 class JsonLine(NamedTuple):
-    """A line or entry of a JSON file, or a row of a table: its keys, its place, its size.
-
-    Keys that are null are not in it. The size is in bytes of the decompressed file, in characters
-    for entries of an array and rows of a .csv file.
-    """
+    """A line or entry of a JSON file, or a row of a table."""
 
     record: dict[str, Any]
+    """Its values by key, without those that are null."""
     where: str
+    """File and line, entry or row, for messages."""
     num_bytes: int
+    """Size in bytes of the decompressed file; in characters for arrays and .csv files."""
 
 
 def find_files(
     source: str | Sequence[str], *, key: str = "data.source", as_text: bool = False
 ) -> list[Path]:
-    """Return the files of `source`, item by item, sorted inside each folder and glob.
+    """Return the files of `source` in the order of its items, sorted inside each folder and glob.
 
-    `as_text`: also files of unknown suffixes, which are plain text.
-    Raises FileNotFoundError for an item that matches nothing, ValueError for an empty file or one
-    of an unknown suffix.
+    `as_text` also accepts files of unknown suffixes, as plain text. `key` names the source in
+    errors. Raises FileNotFoundError for an item that matches nothing, and ValueError for an empty
+    file or one of an unknown suffix.
     """
     items = [source] if isinstance(source, str) else source
     found = [path for item in items for path in _files_of_item(item, key)]
@@ -94,14 +105,14 @@ def find_files(
             raise ValueError(
                 f"{key}: {path.name} has no suffix that tells how to read it. Known are text"
                 f" ({' '.join(sorted(_TEXT_SUFFIXES))}), JSON (.jsonl .ndjson .json) and .csv .tsv,"
-                f" also with .gz or .zst, tables ({' '.join(sorted(TABLE_SUFFIXES))}) and .bin/.idx"
-                f" pairs. To read it as plain text: data.format=text (--format text)"
+                f" also with .gz or .zst, tables ({' '.join(sorted(_TABLE_SUFFIXES))}) and"
+                f" .bin/.idx pairs. To read it as plain text: data.format=text (--format text)"
             )
     return found
 
 
 def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
-    """Yield the non-empty documents of one file.
+    """Yield the documents of one file that are not empty; a text file is one document.
 
     Raises ValueError naming the file, and the line, entry or row.
     """
@@ -123,13 +134,13 @@ def read_documents(path: Path, *, text_key: str = "text") -> Iterator[Document]:
 
 
 def _files_of_item(item: str, key: str) -> list[Path]:
-    """Return the files of one item of a source."""
+    """Return the files of one item of a source; raises as `find_files` does."""
     path = Path(item).expanduser()
     if item == PYTHON_STDLIB:
         return _stdlib_files()
     if path.is_dir():
         try:
-            saved = saved_files(path)
+            saved = _saved_files(path)
         except ValueError as error:
             raise ValueError(f"{key}={item} {error}") from None
         if saved is not None:
@@ -162,9 +173,9 @@ def _files_of_item(item: str, key: str) -> list[Path]:
 
 
 def _stdlib_files() -> list[Path]:
-    """The .py sources of the running Python's standard library, about 11 MB.
+    """Return the .py sources of the running Python's standard library, about 11 MB.
 
-    They differ between Python versions, so curves compare only between runs of one version.
+    They differ between Python versions, so loss curves compare only within one version.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = _walk(root, frozenset({".py"}), _STDLIB_EXCLUDED_FOLDERS)
@@ -177,19 +188,20 @@ def _stdlib_files() -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that tells how to read a file, in lower case: .jsonl for A.JSONL.gz."""
+    """Return the suffix that selects the format, in lower case: .jsonl for A.JSONL.gz."""
     name = Path(path.name.lower())
     inner = Path(name.stem).suffix if name.suffix in (".gz", ".zst") else ""
     return inner if inner in (*_LINES, ".json", *_CSV) else name.suffix
 
 
 def _walk(root: Path, suffixes: frozenset[str], excluded: frozenset[str]) -> list[Path]:
-    """Return the visible files below `root` with one of `suffixes`, sorted by their path inside it.
+    """Return the visible files below `root` with one of `suffixes`, sorted by relative path.
 
-    Raises ValueError for a file that stands beside an archive of itself.
+    Raises ValueError if a file and a compressed copy of it are both there.
     """
     files = []
     for folder, names, file_names in os.walk(root):
+        # In place: os.walk descends only into the names that stay in this list.
         names[:] = [n for n in names if n not in excluded and not n.startswith(".")]
         paths = (Path(folder, name) for name in file_names if not name.startswith("."))
         files += [path for path in paths if _suffix(path) in suffixes and path.is_file()]
@@ -197,7 +209,7 @@ def _walk(root: Path, suffixes: frozenset[str], excluded: frozenset[str]) -> lis
     for path in files:
         if path.suffix.lower() in (".gz", ".zst") and str(path.with_suffix("")) in whole:
             raise ValueError(f"{path} stands beside {path.stem}, its text: remove one of them")
-    # Parts, not strings: the separator must not take part in the order.
+    # By parts: as strings, "a-b" would sort before "a/b", since "-" is less than "/".
     return sorted(files, key=lambda path: path.relative_to(root).parts)
 
 
@@ -207,7 +219,7 @@ def has_records(path: Path) -> bool:
 
 
 def read_records(path: Path) -> Iterator[JsonLine]:
-    """Yield the objects of a file that `has_records`.
+    """Yield the objects of a file for which `has_records` is true.
 
     Raises ValueError naming the file and the line, entry or row.
     """
@@ -219,12 +231,12 @@ def read_records(path: Path) -> Iterator[JsonLine]:
     elif suffix in _CSV:
         yield from _read_csv(path, _CSV[suffix])
     else:
-        for number, (row, num_bytes) in enumerate(read_table(path), start=1):
+        for number, (row, num_bytes) in enumerate(_read_table(path), start=1):
             yield _json_line(row, f"{path}, row {number}", num_bytes)
 
 
 def read_jsonl(path: Path) -> Iterator[JsonLine]:
-    """Yield the objects of a file of JSON lines; blank lines are left out.
+    """Yield the objects of a file of JSON lines, without blank lines.
 
     Raises ValueError naming the file and the line that is not a JSON object.
     """
@@ -236,7 +248,11 @@ def read_jsonl(path: Path) -> Iterator[JsonLine]:
 
 
 def _read_json(path: Path) -> Iterator[JsonLine]:
-    """Yield the entries of a JSON array; a file that begins with an object is one of JSON lines."""
+    """Yield the entries of a JSON array, or the lines of a .json file that begins with an object.
+
+    The file is decoded piece by piece: `held` is the text read so far from the current entry on,
+    and is extended until the entry and the comma or bracket after it are in it.
+    """
     with _opened(path) as file:
         begin = file.read(_BEGIN).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if begin in (b"{", b""):
@@ -252,18 +268,20 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
         while True:
             where, end, fault = f"{path}, entry {number}", len(held), "it is cut off"
             at = _after_space(held, at)  # raw_decode refuses white space before a value
-            if held[at : at + 1] == "]" and number == 1:  # an empty array
+            # An empty array. After a comma, a bracket is an error.
+            if held[at : at + 1] == "]" and number == 1:
                 at += 1
                 break
             try:
                 record, end = decoder.raw_decode(held, at)
                 end = _after_space(held, end)
-                is_cut_off = end == len(held)  # a comma, or the rest of a number, may follow
+                # At the end of `held`, a comma or the rest of a number may still follow.
+                is_cut_off = end == len(held)
                 fault = fault if is_cut_off else "no comma follows it"
             except RecursionError:
                 raise ValueError(f"{where} is nested too deeply: correct or remove it") from None
             except json.JSONDecodeError as error:
-                # A fault far from the end of what is held is one of the file.
+                # An error far from the end of `held` would still be there with more text.
                 is_cut_off = error.pos > len(held) - _MOST_MISSING or "Unterminated" in error.msg
                 fault = f"{error.msg}, {max(0, error.pos - at)} characters after its beginning"
             if held[end : end + 1] in (",", "]"):
@@ -272,7 +290,7 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
                 if held[end] == "]":
                     break
                 continue
-            # Twice as much each time: a long entry is not decoded a thousand times.
+            # Read twice as much each time, so that a long entry is decoded only a few times.
             if not is_cut_off or not (more := text.read(size)):
                 raise ValueError(f"{where} is not JSON ({fault}): correct or remove it")
             held, at, size = held[at:] + more, 0, 2 * size
@@ -281,8 +299,8 @@ def _read_json(path: Path) -> Iterator[JsonLine]:
 
 
 def _read_csv(path: Path, separator: str) -> Iterator[JsonLine]:
-    """Yield the rows of a .csv or .tsv file, whose first row has the keys; every cell is text."""
-    csv.field_size_limit(sys.maxsize)  # 131,072 characters, else: less than a long document
+    """Yield the rows of a .csv or .tsv file, with the first row as keys; every cell is text."""
+    csv.field_size_limit(sys.maxsize)  # the default of 131,072 characters is less than a document
     with _opened(path) as file:
         text = TextIOWrapper(file, encoding="utf-8-sig", newline="")
         rows = csv.DictReader(text, delimiter=separator, strict=True)
@@ -298,7 +316,7 @@ def _read_csv(path: Path, separator: str) -> Iterator[JsonLine]:
 
 
 def _after_space(text: str, at: int) -> int:
-    """Return the place of the first character from `at` on that is not white space."""
+    """Return the index of the first character from `at` on that is not white space."""
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()
@@ -306,7 +324,7 @@ def _after_space(text: str, at: int) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed as its suffix says.  Raises ValueError if it is damaged."""
+    """Open a file for reading, decompressed by its suffix; raise ValueError if it is damaged."""
     try:
         with _decompressed(path) as file:
             yield file
@@ -314,12 +332,12 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
     except ValueError:
         raise
-    except Exception as error:  # each of the decompressors has its own
+    except Exception as error:  # each decompressor raises exceptions of its own
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def _decompressed(path: Path) -> Any:
-    """Open a file for reading through the decompressor that its suffix names."""
+    """Open a file for reading through the decompressor for its suffix, if it has one."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return gzip.open(path)
@@ -336,11 +354,11 @@ def _decompressed(path: Path) -> Any:
 
 
 def _json_line(record: dict[str, Any], where: str, num_bytes: int) -> JsonLine:
-    """Make a line whose keys that are null count as absent, at every depth.
+    """Return a line without the keys that are null, at every depth.
 
-    A table has every key in every row, and what `datasets` writes as JSON has them, too.
+    A table has every key in every row, and so has the JSON that `datasets` writes.
     """
-    # Messages name them, or would call a key missing that the reader sees in the file.
+    # `where` lists them: else an error would call a key missing that the user sees in the file.
     null = ", ".join(key for key, value in record.items() if value is None)
     where += f" (null: {null})" if null else ""
     try:
@@ -350,14 +368,14 @@ def _json_line(record: dict[str, Any], where: str, num_bytes: int) -> JsonLine:
 
 
 def _without_null(value: Any) -> Any:
-    """Return `value` without the keys that are null."""
+    """Return `value` without keys that are null, in dicts and lists of any depth."""
     if isinstance(value, dict):
         return {key: _without_null(x) for key, x in value.items() if x is not None}
     return [_without_null(x) for x in value] if isinstance(value, list) else value
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    """Return the object in a line.  Raises ValueError if there is none."""
+    """Return the JSON object in a line; raise ValueError if it is anything else."""
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -371,14 +389,14 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _checked(record: Any, where: str) -> dict[str, Any]:
-    """Return `record`.  Raises ValueError unless it is an object."""
+    """Return `record`; raise ValueError if it is not an object."""
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a JSON {type(record).__name__}: it must be an object")
     return record
 
 
 def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
-    """Return the text of one object, or raise ValueError saying where and what is wrong."""
+    """Return the text of one object; raise ValueError naming the place and the key if none."""
     if text_key not in record:
         raise ValueError(
             f"{where} has no key {text_key!r}, only {', '.join(map(repr, record)) or 'none'}: set "
@@ -392,6 +410,166 @@ def _text_of_line(record: dict[str, Any], text_key: str, where: str) -> str:
         )
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair.
+    except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
         raise ValueError(f"{where} holds text that is not Unicode: {error.reason}") from None
     return text
+
+
+def _saved_files(folder: Path) -> list[Path] | None:
+    """Return the Arrow files, in order, of a folder that `datasets` wrote with `save_to_disk`.
+
+    None for any other folder. Raises ValueError for several splits, for a selection of rows that
+    is stored only as indices, and for files outside of the folder.
+    """
+    if (folder / "dataset_dict.json").exists():
+        found = read_json(folder / "dataset_dict.json").get("splits")
+        splits = [str(split) for split in found] if isinstance(found, list) and found else ["?"]
+        raise ValueError(f"holds the splits {', '.join(splits)}: name one, {folder / splits[0]}")
+    if not (folder / "state.json").exists():
+        return None
+    try:
+        state = read_json(folder / "state.json")
+    except ValueError as error:
+        if any(folder.glob("*.arrow")):
+            raise ValueError(f"cannot be read: {error}") from None
+        return None
+    if not isinstance(entries := state.get("_data_files"), list):
+        return None  # the state.json of another program
+    if state.get("_indices_data_files"):
+        raise ValueError("holds a selection of its rows: save it after flatten_indices()")
+    files = []
+    for entry in entries:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        # A path could lead out of the folder, to any file of this machine.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(
+                f"is not read: its state.json names the file {json.dumps(name)}, which is not in"
+                f" the folder: save the dataset again with save_to_disk"
+            )
+        if not (folder / name).is_file():
+            raise ValueError(f"lacks {name}, or it is no regular file: copy the folder again")
+        files.append(folder / name)
+    return files
+
+
+def _read_table(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each row of a file, with the mean size in memory, in bytes, of the rows of its batch.
+
+    Raises ValueError if the file is damaged, has a value that Python cannot represent, or if
+    pyarrow is not installed.
+    """
+    require(f"data.source={path}", "pyarrow", extra="data")
+    column = ""
+    try:
+        for batch in _batches(path):
+            num_bytes = batch.nbytes // max(1, batch.num_rows)
+            names, columns = batch.schema.names, []
+            for name, values in zip(names, batch.columns, strict=True):
+                column = f", column {name!r},"  # for the error below
+                columns.append(values.to_pylist())
+            column = ""
+            for row in zip(*columns, strict=True):
+                yield dict(zip(names, row, strict=True)), num_bytes
+    except Exception as error:  # also for values that Python lacks, such as dates after year 9999
+        raise ValueError(f"{path}{column} cannot be read: {error}") from error
+
+
+def _batches(path: Path) -> Iterator[Any]:
+    """Yield the record batches of a file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix.lower() == ".parquet":
+        with pq.ParquetFile(path) as file:
+            yield from file.iter_batches(_BATCH_ROWS)
+        return
+    with pa.memory_map(str(path)) as source:
+        try:
+            reader = pa.ipc.open_file(source)
+        except pa.ArrowInvalid:  # not the file format, so the stream format, as `datasets` writes
+            source.seek(0)
+            yield from pa.ipc.open_stream(source)
+        else:
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def local_copies(items: Sequence[str], key: str) -> list[str]:
+    """Return `items` with remote ones (`s3://`, `hf://`) replaced by the paths of local copies.
+
+    Copies are kept in `$ISP_CACHE` (default: `~/.cache/isp`), and made again when the remote file
+    has changed. Raises ValueError, with `key`, if an item cannot be reached, or the package for it
+    is not installed.
+    """
+    return [path for item in items for path in _local(item, key)]
+
+
+def _local(item: str, key: str) -> list[str]:
+    """Return the local paths of one item, after copying it if it is remote."""
+    if not _REMOTE.match(item):
+        return [item]
+    check_complete(key, item)
+    hub = _HUB.fullmatch(item)
+    require(f"{key}={item}", "datasets" if hub else "fsspec", extra="data")
+    try:
+        return _of_hub(hub[1], hub[2] or "train") if hub else _copied(item)
+    except Exception as error:  # file systems and networks raise exceptions of their own
+        why = first_line(error)
+        fault = f"{key}={item} cannot be read ({why})"
+        # A ValueError is a wrong scheme or split, which `why` explains.
+        if not isinstance(error, ValueError):
+            fault += ": without a network, copy it to this machine and name the copy"
+        raise ValueError(fault) from error
+
+
+def _of_hub(name: str, split: str) -> list[str]:
+    """Return the Arrow files of a split in the cache of `datasets`, which downloads them once."""
+    from datasets import load_dataset
+
+    return [file["filename"] for file in load_dataset(name, split=split).cache_files]
+
+
+def _copied(url: str) -> list[str]:
+    """Copy the files of `url` and return the paths of the copies.
+
+    A glob gives all its files, a folder the copied folder, and a .bin or .idx the .bin of the
+    pair, whose index, labels and tokenizer record are copied with it.
+    """
+    from filelock import FileLock  # comes with torch
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    stem, suffix = os.path.splitext(path)
+    is_pair, is_folder = suffix in (".bin", ".idx"), system.isdir(path)
+    if is_pair:
+        more = [f"{stem}.labels.idx", f"{stem}.labels.bin", f"{stem}.tokenizer.json"]
+        found = [*filter(system.exists, more), f"{stem}.idx", f"{stem}.bin"]  # .bin last: see below
+    elif is_folder:
+        found = sorted(system.find(path))
+    elif "://" in path:  # http, which has no folders
+        found = system.glob(path)
+    else:
+        matches = system.glob(path, detail=True)
+        found = sorted(file for file in matches if matches[file]["type"] != "directory")
+    if not found:
+        raise FileNotFoundError("it matches no file")
+    # Without the query of a URL, so that the copy ends with the suffix that selects the format.
+    names = [file.partition("?")[0] if "://" in file else file for file in found]
+    above = path if is_folder else os.path.commonpath([os.path.dirname(name) for name in names])
+    root = Path(os.environ.get("ISP_CACHE", "~/.cache/isp")).expanduser()
+    # `ukey` is fsspec's hash of a file's properties, so a changed file gets another folder. Of http
+    # it is a hash of the URL, so files there count as unchanging.
+    named = root / sha256("".join(map(system.ukey, found)).encode()).hexdigest()[:16]
+    copies = [str(named / os.path.relpath(name, above)) for name in names]
+    named.mkdir(parents=True, exist_ok=True)
+    with FileLock(named.with_suffix(".lock")):  # one rank copies, the others wait
+        for file, copy in zip(found, map(Path, copies), strict=True):
+            if not copy.exists():
+                part = copy.with_name(f".{copy.name}.{gethostname()}.{os.getpid()}")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(file, str(part))
+                # Renamed when complete: a copy that was cut off is made again. The name has host
+                # and process, since on some file systems locks hold on one machine only.
+                part.replace(copy)
+    if is_folder:
+        return [str(named)]
+    return copies[-1:] if is_pair else copies

@@ -1,11 +1,13 @@
-"""Examples to fine-tune on: the lines of a .jsonl file, or a `.bin/.idx` pair with one of labels.
+"""Reading a source as text or as examples for fine-tuning: `SourceReader`.
 
-[Note: Labels on disk] `PREFIX.bin/.idx` holds the tokens of an example as one document, and
-`PREFIX.labels.bin/.idx` its labels, in the same order. Without the second pair all are trained.
+[Note: Labels on disk] `PREFIX.bin/.idx` has the tokens of each example as one document, and
+`PREFIX.labels.bin/.idx` their labels, in the same order. Without the second pair, all tokens are
+trained.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +17,24 @@ import numpy.typing as npt
 from isp.config.data import Format, TrainOn
 from isp.data.chat import ChatTemplate, Example
 from isp.data.dataset import IGNORE_INDEX, check_ids
-from isp.data.documents import JsonLine, find_files, has_records, read_documents, read_records
-from isp.data.indexed import IndexedDataset, check_pair, indexed_prefix, token_dtype
-from isp.data.preferences import is_text, read_answers
-from isp.data.prepared import check_tokenizer
-from isp.data.remote import localised
+from isp.data.documents import (
+    JsonLine,
+    find_files,
+    has_records,
+    local_copies,
+    read_documents,
+    read_records,
+)
+from isp.data.indexed import (
+    IndexedDataset,
+    check_pair,
+    check_pair_tokenizer,
+    indexed_prefix,
+    token_dtype,
+)
 from isp.data.stores import ConcatStore, EndedStore, MemoryStore, TokenStore
-from isp.data.tokenizer import TokenArray, Tokenizer, begun
-from isp.data.turns import read_talk
+from isp.data.tokenizer import TokenArray, Tokenizer, with_bos
+from isp.data.turns import read_beside, read_talk, with_system
 
 __all__ = [
     "LABEL_DTYPE",
@@ -37,29 +49,32 @@ __all__ = [
 ]
 
 LABEL_DTYPE = np.dtype(np.int32)
+"""Type of labels on disk and in memory, which holds `IGNORE_INDEX` and any id."""
 _BESIDE = {"system", "tools", "chat_template_kwargs"}
+"""Keys of a row that go to the chat template with its messages."""
 _USED = {
     Format.MESSAGES: {"messages", "conversations"} | _BESIDE,
     Format.PREFERENCES: {"prompt", "chosen", "rejected"} | _BESIDE,
     Format.COMPLETIONS: {"prompt", "completion"} | _BESIDE,
     Format.TOKENS: {"input_ids", "labels", "attention_mask", "position_ids"},
 }
-"""Keys of a row; the others are listed in the log."""
+"""Keys of a row that are read, by format; the log lists the others."""
 _ANSWERS = {Format.PREFERENCES: ("chosen", "rejected"), Format.COMPLETIONS: ("completion",)}
+"""Keys of the answers to a prompt, by format."""
 
 
 class ExampleStore(NamedTuple):
-    """Tokens and labels of the same examples; document d of one belongs to d of the other."""
+    """Tokens and labels of examples; document d of `labels` belongs to document d of `tokens`."""
 
     tokens: TokenStore
     labels: TokenStore
 
 
 def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> Format:
-    """What the items of a source hold, of which nothing but first lines is read.
+    """Return the format of the items of a source, for which only first lines are read.
 
-    TEXT, or one of the others if there is none of text; MESSAGES if any file has these.
-    Raises ValueError for a mixture.
+    If several formats of examples are mixed, MESSAGES comes first, so that the caller opens a chat
+    template. Raises ValueError for text mixed with examples, or pairs of preferences with others.
     """
     found: dict[Format, str] = {}
     for item in items:
@@ -80,7 +95,10 @@ def find_format(items: list[str], asked: Format, *, text_key: str, key: str) -> 
 
 
 def file_format(path: Path, asked: Format, text_key: str) -> Format:
-    """What the lines of a file hold: as asked, else as the keys of its first line say."""
+    """Return the format of the lines of a file: `asked`, or if AUTO by the keys of its first line.
+
+    Raises ValueError for a file without keys if a format other than text is asked for.
+    """
     if asked is not Format.AUTO:
         if not has_records(path) and asked is not Format.TEXT:
             raise ValueError(f"data.format={asked}: {path} is neither JSON nor a table")
@@ -100,6 +118,10 @@ def file_format(path: Path, asked: Format, text_key: str) -> Format:
 
 
 def _pair_format(prefix: Path, asked: Format) -> Format:
+    """Return TOKENS for a pair with labels, or if asked for; else TEXT.
+
+    Raises ValueError if messages are asked for and the pair has no labels.
+    """
     if asked is not Format.TEXT and _has_labels(prefix):
         return Format.TOKENS
     if asked is Format.MESSAGES:
@@ -111,10 +133,11 @@ def _pair_format(prefix: Path, asked: Format) -> Format:
 
 
 class SourceReader:
-    """Reads the files and pairs of a source, as text or as examples; `key` names it in messages.
+    """Reads the files and pairs of a source, as text or as examples.
 
-    Making one reads first lines at most. Raises FileNotFoundError or ValueError for a source, or a
-    chat template (`template`, else the tokenizer's), that cannot be read.
+    `key` names the source in messages; `template` is a file with a chat template, which replaces
+    the tokenizer's. Creating a reader reads at most the first line of each file. Raises
+    FileNotFoundError or ValueError for a source, or a chat template, that cannot be read.
     """
 
     def __init__(
@@ -129,11 +152,11 @@ class SourceReader:
         train_on: TrainOn = TrainOn.ASSISTANT,
         add_bos: bool = True,
     ) -> None:
-        self.items = localised([source] if isinstance(source, str) else source, key)
+        self.items = local_copies([source] if isinstance(source, str) else source, key)
         self._tokenizer, self._asked, self._text_key, self._key = tokenizer, asked, text_key, key
         for item in self.items:
             if (prefix := indexed_prefix(item)) is not None:
-                check_tokenizer(prefix, tokenizer, key)
+                check_pair_tokenizer(prefix, tokenizer, key)
         form = find_format(self.items, asked, text_key=text_key, key=key)
         self._unused = Counter[str]()
         self.is_text = form is Format.TEXT
@@ -146,13 +169,13 @@ class SourceReader:
             )
         self._template = ChatTemplate(tokenizer, template, train_on=train_on) if has_turns else None
         self.has_chats = has_turns
-        """True if it has conversations that the chat template renders."""
+        """True if the source has conversations that the chat template renders."""
         self.takes_bos = has_texts and bool(tokenizer.bos)
-        """Whether it has texts that the tokenizer begins with a token."""
+        """True if the source has texts before which the tokenizer puts a token."""
         self._bos = tokenizer.bos if add_bos else ()
 
     def check(self) -> None:
-        """Raise what `open` would for pairs that are not there and the first lines of files."""
+        """Raise the errors of `open` that missing pairs and the first lines of files cause."""
         for item in self.items:
             if (prefix := indexed_prefix(item)) is not None:
                 check_pair(prefix)
@@ -161,7 +184,7 @@ class SourceReader:
 
     @property
     def files(self) -> list[Path]:
-        """All files but those of pairs."""
+        """All files of the source except those of pairs."""
         items = [item for item in self.items if indexed_prefix(item) is None]
         return self._find(items)
 
@@ -169,9 +192,10 @@ class SourceReader:
         return find_files(items, key=self._key, as_text=self._asked is Format.TEXT)
 
     def read(self, path: Path) -> Iterator[tuple[list[Example], int]]:
-        """The examples of each line, or of a text, and how many bytes it took of the file.
+        """Yield the examples of each line or text document, and its size in the file in bytes.
 
-        All of a text is trained; it is without eos. Raises ValueError naming the file and the line.
+        A document is one example, trained as a whole and without eos. Counts the keys that are not
+        used. Raises ValueError naming the file and the line.
         """
         form = file_format(path, self._asked, self._text_key)
         if form is Format.TEXT:
@@ -187,37 +211,38 @@ class SourceReader:
                 self._unused.update(self._template.unnamed(turns, **beside._asdict()))
             elif form in _ANSWERS:
                 keys = _ANSWERS[form]
-                examples = read_answers(line, keys, self._tokenizer, self._template, self._bos)
+                examples = _read_answers(line, keys, self._tokenizer, self._template, self._bos)
             else:
                 examples = _documents(line, vocab_size=self._tokenizer.vocab_size)
             self._unused.update(line.record.keys() - _USED[form])
             yield examples, line.num_bytes
 
     def _kinds(self, form: Format) -> tuple[bool, bool]:
-        """Tell whether there are messages, and whether there are texts, by first examples.
+        """Return whether the source has messages, and whether it has texts, by its first lines.
 
-        Pairs of `form` are token ids already and have neither.
+        A pair has neither, since it has token ids.
         """
         if form is Format.TEXT:
             return False, not all(map(indexed_prefix, self.items))
         has_turns = has_texts = False
         for path in filter(has_records, self.files):
             form = file_format(path, self._asked, self._text_key)
+            # Answers to a prompt may be texts or messages; only the line itself shows which.
             first = next(read_records(path), None) if form in _ANSWERS else None
-            if first is not None and is_text(first.record):
+            if first is not None and _is_text(first.record):
                 has_texts = True
             elif first is not None or form is Format.MESSAGES:
                 has_turns = True
         return has_turns, has_texts
 
     def encode(self, text: str) -> TokenArray:
-        """Return the tokens of a document, without its end; one without tokens has no beginning."""
+        """Return the tokens of a document with BOS, without eos; nothing for an empty document."""
         tokens = self._tokenizer.encode(text)
-        return begun(tokens, self._bos) if len(tokens) else tokens
+        return with_bos(tokens, self._bos) if len(tokens) else tokens
 
     @property
     def begin(self) -> str:
-        """Say with which token texts begin; "" if the tokenizer adds none."""
+        """Sentence on the BOS of texts for the log; "" if the tokenizer adds none."""
         if not self.takes_bos:
             return ""
         token = self._tokenizer.decode(np.array(self._tokenizer.bos), special=True)
@@ -225,19 +250,20 @@ class SourceReader:
 
     @property
     def unused(self) -> str:
-        """Say which keys of the rows that were read are not used, and in how many; "" if none."""
+        """Keys that were not used, with the number of rows that have them, for the log; or ""."""
         listed = ", ".join(f"{key} ({count:,})" for key, count in sorted(self._unused.items()))
         return listed and f"not used, by rows: {listed}"
 
     @property
     def note(self) -> str:
-        """Return the end of the summary of the source."""
+        """`begin` and `unused` as the end of the summary of the source."""
         return "".join(f"; {words}" for words in (self.begin, self.unused) if words)
 
     def open(self) -> ExampleStore:
-        """All documents: files are tokenised into memory, pairs are mapped; text ends with eos.
+        """Return all examples: files are tokenized into memory, and pairs are mapped.
 
-        Raises ValueError for what cannot be read, or if nothing of an item is trained.
+        Documents of text end with eos. Raises ValueError for a file that cannot be read, and for
+        an item without a trained token.
         """
         stores = list(map(self._open, self.items))
         if len(stores) == 1:
@@ -245,6 +271,7 @@ class SourceReader:
         return ExampleStore(*(ConcatStore(column) for column in zip(*stores, strict=True)))
 
     def _open(self, item: str) -> ExampleStore:
+        """Return the examples of one item; see `open`."""
         prefix, name = indexed_prefix(item), f"{self._key}={item}"
         if prefix is not None and not self.is_text:
             return _open_pairs(prefix)
@@ -263,7 +290,7 @@ class SourceReader:
                 store = MemoryStore(name, (tokens for tokens, _ in examples), dtype=dtype)
             check_any(len(store.lengths), name)
             store = EndedStore(store, self._tokenizer.eos_id)
-            return ExampleStore(store, store)
+            return ExampleStore(store, store)  # every token of a text is its own label
         of_files = list(examples)
         check_trained(any(count_trained(labels) for _, labels in of_files), name)
         tokens, labels = zip(*of_files, strict=True)
@@ -273,13 +300,13 @@ class SourceReader:
 
 
 def check_any(num_documents: int, name: str) -> None:
-    """Refuse text without documents."""
+    """Raise ValueError if `name`, a source of text, has no documents."""
     if not num_documents:
         raise ValueError(f"{name} holds no documents: every file of it is empty")
 
 
 def check_trained(trained: bool, name: str) -> None:
-    """Refuse a source of which nothing is trained."""
+    """Raise ValueError for the source `name` unless a token of it is `trained`."""
     if not trained:
         raise ValueError(
             f"{name} has no token to train on: no message with the role 'assistant', or no label"
@@ -288,21 +315,23 @@ def check_trained(trained: bool, name: str) -> None:
 
 
 def count_trained(labels: TokenArray) -> int:
-    """The tokens of an example that have a label; nothing predicts its first."""
+    """Return the number of trained tokens of an example; the first has none to predict it."""
     return int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
 
 
 def labels_prefix(prefix: Path) -> Path:
-    """The pair with the labels of a pair: [Note: Labels on disk]."""
+    """Return the prefix of the labels of the pair `prefix`; see [Note: Labels on disk]."""
     return prefix.with_name(prefix.name + ".labels")
 
 
 def _has_labels(prefix: Path) -> bool:
+    """Return True if the pair `prefix` has a pair of labels."""
     labels = labels_prefix(prefix)
     return labels.with_name(labels.name + ".idx").exists()
 
 
 def _open_pairs(prefix: Path) -> ExampleStore:
+    """Return the examples of the pair `prefix`; raise ValueError if its labels do not match."""
     tokens = IndexedDataset(prefix)
     if not _has_labels(prefix):
         return ExampleStore(tokens, tokens)
@@ -322,11 +351,14 @@ _REFUSED = {
     **dict.fromkeys(("assistant_masks", "completion_mask", "loss_mask", "prompt_mask"), _LABELS),
     "seq_lengths": "write 'position_ids' that restart at 0 at each document",
 }
-"""Names under which other programs write what `labels` and `position_ids` say."""
+"""Keys by which other programs give labels and positions, with the key to use here."""
 
 
 def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
-    """`input_ids` and `labels`, cut where `position_ids` restart."""
+    """Return the examples of a line with `input_ids`: one for each restart of `position_ids`.
+
+    Raises ValueError, with the place and the key, for values that are not aligned or in range.
+    """
     record, where = line.record, line.where
     tokens = _ids(record, "input_ids", where)
     check_ids(tokens, vocab_size=vocab_size, where=where)
@@ -342,9 +374,11 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
         if name in record:
             raise ValueError(f"{where} has {name!r}, which is not read: {instead}")
     positions = _aligned(record, "position_ids", where, np.arange(len(tokens)))
+    # Each position 0 begins a document, in which positions have to count up by one.
     begins = np.flatnonzero(positions == 0)
     expected = np.arange(len(tokens))
     if len(begins) and begins[0] == 0:
+        # Subtract from each token's index that of the first token of its document.
         expected -= np.repeat(begins, np.diff(begins, append=len(tokens)))
     if (differ := np.flatnonzero(positions != expected)).size:
         raise ValueError(
@@ -357,7 +391,10 @@ def _documents(line: JsonLine, *, vocab_size: int) -> list[Example]:
 def _aligned(
     record: dict[str, Any], name: str, where: str, default: npt.NDArray[np.integer[Any]]
 ) -> TokenArray:
-    """The numbers under `name`, one for each token; `default` where there are none."""
+    """Return the integers under `name`, or `default` if there are none.
+
+    Raises ValueError if there are not as many as `default` has.
+    """
     if record.get(name) is None:
         return default
     found = _ids(record, name, where)
@@ -371,6 +408,7 @@ def _aligned(
 
 
 def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:
+    """Return the list of integers under `name`; raise ValueError for anything else."""
     ids = record.get(name)
     if not isinstance(ids, list) or not ids or {*map(type, ids)} != {int}:
         raise ValueError(f"{where} has no {name!r} that is a list of whole numbers")
@@ -378,3 +416,89 @@ def _ids(record: dict[str, Any], name: str, where: str) -> TokenArray:
         return np.array(ids, dtype=np.int64)
     except OverflowError:
         raise ValueError(f"{where}: {name!r} holds a number beyond 64 bits") from None
+
+
+def _is_text(record: dict[str, Any]) -> bool:
+    """Return True if the answers of a line are text, False if they are messages."""
+    return isinstance(record.get("chosen", record.get("completion")), str)
+
+
+def _read_answers(
+    line: JsonLine,
+    keys: tuple[str, ...],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    bos: tuple[int, ...] = (),
+) -> list[Example]:
+    """Return an example for the answer under each of `keys`, of which only the answer is trained.
+
+    Prompt and answers are texts, which begin with `bos` and end with eos, or lists of messages.
+    Two answers without a `prompt` have as prompt what both begin with. Raises ValueError naming
+    the line.
+    Source: the prompt-completion and preference formats of TRL.
+    """
+    record, where = line.record, line.where
+    answers: list[Any] = [record.get(key) for key in keys]
+    kind = str if _is_text(record) else list
+    asked = record.get("prompt", kind())
+    for key, value in zip((*keys, "prompt"), (*answers, asked), strict=True):
+        if not isinstance(value, kind) or not (value or key == "prompt"):
+            names = " and ".join(map(repr, ("prompt", *keys)))
+            raise ValueError(
+                f"{where}: {key!r} must be text that is not empty, or a list of messages; {names}"
+                f" must be of the same kind"
+            )
+    if len(keys) == 1 and not asked:
+        raise ValueError(f"{where}: 'prompt' must not be empty beside 'completion'")
+    if len(keys) == 1 and isinstance(record.get("label"), bool):
+        raise ValueError(
+            f"{where} has 'label', which is not read: leave out what is labeled false, and the key"
+        )
+    beside = read_beside(line)
+    if kind is str:
+        of_messages = ("system", "tools", "chat_template_kwargs")  # no template renders a text
+        if found := [key for key in of_messages if record.get(key)]:
+            raise ValueError(
+                f"{where} has {found[0]!r}, which is for messages: write 'prompt' and answers as"
+                " lists of messages, or what it says into 'prompt'"
+            )
+    elif asked:
+        asked = with_system(asked, line)
+    else:
+        answers = [with_system(answer, line) for answer in answers]
+    prompt = asked or _common(answers)
+    # Prompt and answer are tokenized together, as a model sees them: tokens may cross the bound.
+    whole: list[Any] = [asked + answer for answer in answers]
+    if kind is str:
+        before, *of_whole = (with_bos(tokenizer.encode(text), bos) for text in (prompt, *whole))
+        texts = [np.append(tokens, tokenizer.eos_id) for tokens in of_whole]
+    else:
+        if template is None:
+            raise ValueError(f"{where} has messages, but the first line of the file has text")
+        more = beside._asdict()
+        before = tokenizer.encode(template.prompt(prompt, where, **more))
+        texts = [template.tokens(turns, where, num_prompt=len(prompt), **more) for turns in whole]
+    return [_after(before, tokens, where) for tokens in texts]
+
+
+def _common(answers: list[Any]) -> Any:
+    """Return the common beginning of two answers: of texts in characters, else in messages."""
+    chosen, rejected = answers
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    return chosen[: sum(1 for _ in same)]
+
+
+def _after(prompt: Any, tokens: Any, where: str) -> Example:
+    """Return the example `tokens`, trained from where it differs from the tokens of the prompt.
+
+    Raises ValueError if the prompt has all of its tokens.
+    """
+    same = min(len(prompt), len(tokens))
+    # Where a token crosses the bound, the tokens differ before the prompt's end.
+    differ = np.flatnonzero(prompt[:same] != tokens[:same])
+    first = max(1, int(differ[0]) if differ.size else same)
+    if first >= len(tokens):
+        raise ValueError(f"{where}: an answer adds no tokens to the prompt")
+    labels = np.asarray(tokens).astype(np.int32)
+    labels[:first] = IGNORE_INDEX
+    return Example(tokens, labels)

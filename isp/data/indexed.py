@@ -1,5 +1,8 @@
 """Token ids on disk: the `.bin`/`.idx` pair of Megatron-LM, memory-mapped, read and written.
 
+Beside a pair, `PREFIX.tokenizer.json` records which tokenizer made it; Megatron-LM's format has no
+place for that, and pairs without this file are accepted as they are.
+
 [Note: Indexed format]
     .bin   the ids of all sequences, one after the other, in one integer type
     .idx   little-endian, without padding:
@@ -15,33 +18,42 @@
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (the format, not the code).
 """
 
+import json
 import os
 import struct
 from array import array
 from collections.abc import Iterator
+from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from isp.data.tokenizer import TokenArray
-from isp.utils.counts import counted
+from isp.config.data import BYTE_TOKENIZER
+from isp.data.tokenizer import HFTokenizer, TokenArray, Tokenizer
+from isp.utils.files import read_json
+from isp.utils.text import counted
 
 __all__ = [
     "IndexedDataset",
     "IndexedDatasetWriter",
     "check_pair",
-    "existing",
+    "check_pair_tokenizer",
+    "existing_file",
     "indexed_prefix",
+    "record_path",
     "remove_pair",
     "token_dtype",
+    "tokenizer_name",
+    "write_record",
 ]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-# Without those of real numbers, which are no token ids.
+# Without Megatron's codes of floating-point types, which are not used for token ids.
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -54,14 +66,15 @@ _WAY_OUT = "write the pair again (`isp data prepare`), or copy both files again 
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type in which ids below `vocab_size` are stored, by Megatron-LM's rule."""
+    """Return the dtype in which Megatron-LM stores ids below `vocab_size`."""
     return _DTYPES[8] if vocab_size < 65500 else _DTYPES[4]
 
 
 def indexed_prefix(item: str) -> Path | None:
-    """The common prefix, if `item` is a .bin, an .idx, or the prefix of either; else None.
+    """Return the prefix of a pair if `item` is its .bin, its .idx or the prefix; else None.
 
-    A file or folder of exactly that name goes first: then give the name with .bin.
+    If a file or folder has exactly the name `item`, that is meant, not the pair: to read the pair,
+    give its name with .bin.
     """
     path = Path(item).expanduser()
     if path.suffix in (".bin", ".idx"):
@@ -72,8 +85,10 @@ def indexed_prefix(item: str) -> Path | None:
 
 
 def check_pair(prefix: Path) -> None:
-    """Raise FileNotFoundError if one of the two files of a pair is missing, ValueError if it is
-    none that can be mapped."""
+    """Check that both files of a pair are there and can be mapped.
+
+    Raises FileNotFoundError if one is missing, and ValueError if it is not a regular file.
+    """
     pair = _with(prefix, ".idx"), _with(prefix, ".bin")
     for path, other in (pair, pair[::-1]):
         if not path.exists():
@@ -83,22 +98,22 @@ def check_pair(prefix: Path) -> None:
             raise ValueError(f"{path} must be a regular file: {_WAY_OUT}")
 
 
-def existing(prefix: Path) -> Path | None:
-    """Return a file of the pair that exists, if any does."""
+def existing_file(prefix: Path) -> Path | None:
+    """Return a file of the pair that exists; None if neither does."""
     return next((p for end in (".bin", ".idx") if (p := _with(prefix, end)).exists()), None)
 
 
 def remove_pair(prefix: Path) -> None:
-    """Delete the two files of a pair, as far as they are there."""
+    """Delete the files of a pair that exist."""
     for suffix in (".idx", ".bin"):
         _with(prefix, suffix).unlink(missing_ok=True)
 
 
 class IndexedDataset:
-    """The documents of a `.bin`/`.idx` pair; opening reads the index, never the tokens.
+    """The documents of a `.bin`/`.idx` pair; opening reads the index but no tokens.
 
     `prefix` is the path without the suffixes. Raises FileNotFoundError for a missing file, and
-    ValueError naming the file, the damage and the way out.
+    ValueError naming the file and the damage.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -108,40 +123,40 @@ class IndexedDataset:
         self.dtype, self.offsets = _read_index(self.idx_path)
         self.lengths = np.diff(self.offsets)  # [documents], in tokens
         self._check_bin_size()
-        # A plain view: slicing a memmap object costs several times as much.
+        # A plain array: slicing a memmap object takes several times as long.
         self._tokens = np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
 
     @property
     def name(self) -> str:
-        """This store's name in messages."""
+        """Name of the store in messages: the path without the suffixes."""
         return str(self.bin_path.with_suffix(""))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens of all documents."""
         return int(self.offsets[-1])
 
     def __len__(self) -> int:
-        """The number of documents."""
+        """Return the number of documents."""
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document, as a read-only view of the file."""
+        """Return tokens [start, stop) of a document, as a read-only view of the file."""
         offset = int(self.offsets[document])
         assert 0 <= start <= stop <= int(self.lengths[document])
         return self._tokens[offset + start : offset + stop]
 
     def where(self, document: int) -> str:
-        """The file and the place in it of a document."""
+        """Return the file of a document and its index there, for messages."""
         return f"{self.bin_path}, document {document}"
 
     def __iter__(self) -> Iterator[TokenArray]:
-        """The tokens of each document, in the order of the file."""
+        """Yield the tokens of each document, in the order of the file."""
         for document, length in enumerate(self.lengths):
             yield self.read(document, 0, int(length))
 
     def _check_bin_size(self) -> None:
-        """Refuse a .bin that is not as long as the index says."""
+        """Raise ValueError for a .bin whose size does not match the index, or for no tokens."""
         expected = self.num_tokens * self.dtype.itemsize
         actual = self.bin_path.stat().st_size
         if expected == 0:
@@ -156,11 +171,11 @@ class IndexedDataset:
 
 
 class IndexedDatasetWriter:
-    """Writes a pair document by document; used as a context, which ends in both files or neither.
+    """Context manager that writes a pair document by document, and leaves both files or neither.
 
-    Nothing appears under the final names before the end, so a killed writer leaves at most
-    `.partial` files, which the next one replaces. Memory: 4 bytes a sequence, 8 a document.
-    Entering raises ValueError where files cannot be made.
+    The final names appear only at the end, so a killed writer leaves at most `.partial` files,
+    which the next writer replaces. Memory: 4 bytes for each sequence and 8 for each document.
+    Entering raises ValueError if the files cannot be created.
     """
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype[Any]) -> None:
@@ -183,9 +198,9 @@ class IndexedDatasetWriter:
         return self
 
     def add_document(self, *sequences: TokenArray) -> None:
-        """Append one document: its tokens, in one sequence or in several.
+        """Append one document, whose tokens are in one sequence or in several.
 
-        Raises ValueError for ids that the file's type cannot hold.
+        Raises ValueError for ids outside of the range of the file's dtype.
         """
         limits = np.iinfo(self.dtype)
         for tokens in sequences:
@@ -201,7 +216,7 @@ class IndexedDatasetWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            with self._bin:  # Closing flushes, so on a full disk it raises too.
+            with self._bin:  # closing flushes, so it too may raise when the disk is full
                 if kind is None:
                     self._publish()
         finally:
@@ -209,20 +224,21 @@ class IndexedDatasetWriter:
                 self._partial(suffix).unlink(missing_ok=True)
 
     def _publish(self) -> None:
-        """Finish both files, then give them their names."""
+        """Complete both files, then rename them to their final names."""
         if self.num_tokens == 0:
             raise ValueError(f"no tokens to write to {_with(self._prefix, '.bin')}")
         _flush(self._bin)
         with self._partial(".idx").open("wb") as index:
             self._write_index(index)
             _flush(index)
-        # An old index must never stand beside a new .bin, even if we are killed right here.
+        # Remove the old index first: if the process is killed between the two renames, a new .bin
+        # with an old index would be read as other documents.
         _with(self._prefix, ".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             self._partial(suffix).replace(_with(self._prefix, suffix))
 
     def _write_index(self, index: IO[bytes]) -> None:
-        """Write what [Note: Indexed format] says."""
+        """Write the header and tables of [Note: Indexed format]."""
         code = next(code for code, dtype in _DTYPES.items() if dtype == self.dtype)
         lengths = np.frombuffer(self._sequence_lengths, dtype=np.int32)
         pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
@@ -233,18 +249,18 @@ class IndexedDatasetWriter:
         index.write(np.frombuffer(self._document_indices, dtype=np.int64).astype("<i8").tobytes())
 
     def _partial(self, suffix: str) -> Path:
-        """The name of an unfinished file."""
+        """Return the path of an unfinished file."""
         return _with(self._prefix, suffix + ".partial")
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
-    """The type of the ids, and the documents' bounds in tokens.
+    """Return the dtype of the ids, and the bounds of the documents [documents + 1] in tokens.
 
-    Raises ValueError for an .idx that is not one, or is damaged.
+    Raises ValueError for a file that is not an index, or is damaged.
     """
     with path.open("rb") as file:
         header = file.read(_HEADER.size)
-    padded = header.ljust(_HEADER.size, b"\0")
+    padded = header.ljust(_HEADER.size, b"\0")  # a shorter file fails the checks below
     magic, version, code, num_sequences, num_indices = _HEADER.unpack(padded)
     if magic != _MAGIC:
         raise ValueError(
@@ -259,7 +275,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
         )
     sizes = (4 * num_sequences, 8 * num_sequences, 8 * num_indices)
     expected, actual = _HEADER.size + sum(sizes), path.stat().st_size
-    # Multimodal sets have one more byte a sequence.
+    # Multimodal data sets have one more byte for each sequence.
     if actual not in (expected, expected + num_sequences):
         state = "cut short" if actual < expected else "too long"
         raise ValueError(
@@ -275,6 +291,7 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
         part.view(dtype) for part, dtype in zip(parts, ("<i4", "<i8", "<i8"), strict=False)
     )
     starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))  # [sequences + 1]
+    # Reading relies on sequences and documents that follow each other without gaps.
     if (
         (lengths < 0).any()
         or (pointers != starts[:-1] * _DTYPES[code].itemsize).any()
@@ -288,11 +305,67 @@ def _read_index(path: Path) -> tuple[np.dtype[Any], npt.NDArray[np.int64]]:
 
 
 def _with(prefix: Path, suffix: str) -> Path:
-    """`prefix` and `suffix` joined; a dot inside the prefix is no suffix."""
+    """Return `prefix` with `suffix` appended, also if the prefix has a dot in its name."""
     return prefix.with_name(prefix.name + suffix)
 
 
 def _flush(file: IO[bytes]) -> None:
-    """Bring what was written to the disk: a rename must not overtake the contents."""
+    """Write buffered contents to the disk, so that a rename does not reach it before them."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def record_path(prefix: Path) -> Path:
+    """Return the path of the record of the tokenizer that made the pair of `prefix`."""
+    return prefix.with_name(prefix.name + ".tokenizer.json")
+
+
+def tokenizer_name(tokenizer: Tokenizer) -> str:
+    """Return the value of `data.tokenizer` that names `tokenizer`."""
+    return str(tokenizer.file) if isinstance(tokenizer, HFTokenizer) else BYTE_TOKENIZER
+
+
+def write_record(prefix: Path, tokenizer: Tokenizer) -> None:
+    """Write the record of the tokenizer that made the pair of `prefix`."""
+    size = tokenizer.vocab_size
+    found = {
+        "tokenizer": tokenizer_name(tokenizer),
+        "vocab_size": size,
+        "sha256": _digest(tokenizer, size),
+    }
+    path = record_path(prefix)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def check_pair_tokenizer(prefix: Path, tokenizer: Tokenizer, key: str) -> None:
+    """Raise ValueError if the record of a pair names a tokenizer with other ids.
+
+    Ids are compared, not files: a tokenizer that was saved again, or that got more tokens after
+    its last id, has the same. `key` names the source in the error.
+    """
+    path = record_path(prefix)
+    if not path.exists():
+        return
+    found = read_json(path)
+    size = found.get("vocab_size")
+    if type(size) is int and found.get("sha256") == _digest(tokenizer, size):
+        return
+    raise ValueError(
+        f"{key}={prefix} was prepared with the tokenizer {found.get('tokenizer')} ({size} entries),"
+        f" and data.tokenizer={tokenizer_name(tokenizer)} has other ids: use that tokenizer, or"
+        f" prepare the text again with this one (if the ids are the same after all, delete {path})"
+    )
+
+
+def _digest(tokenizer: Tokenizer, size: int) -> str:
+    """Return a digest of the tokens with ids below `size`."""
+    return _ids_digest(tokenizer, size) if isinstance(tokenizer, HFTokenizer) else BYTE_TOKENIZER
+
+
+@lru_cache(maxsize=8)  # sorting a large vocabulary takes a fraction of a second for each pair
+def _ids_digest(tokenizer: HFTokenizer, size: int) -> str:
+    """Return the SHA-256 of the ids below `size` and their tokens."""
+    entries = sorted((i, token) for token, i in tokenizer.vocabulary().items() if i < size)
+    return sha256(json.dumps(entries).encode()).hexdigest()

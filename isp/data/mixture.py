@@ -1,11 +1,13 @@
-"""Samples of several sources, each with its share of the tokens.
+"""A mixture of several sources, each with its share of the tokens: `data.source` with weights.
 
-[Note: Mixtures] Draw i belongs to the source in whose interval (i * step + offset) mod 2^32 lies:
-intervals are as long as the shares, and with a step near the golden section every stretch of draws
-has them, to within a few samples. How many of the draws before i went to a source is a sum of
-floors, found in O(log i) steps of Euclid's algorithm. So the source of a sample and its number
-there are a function of (seed, i): resuming needs no state, and ranks change nothing. Where a source
-has come `epochs` times, a new stage begins, in which the others share its place.
+[Note: Mixtures] The range [0, 2^32) is divided into one interval for each source, as long as its
+share of the samples. Sample i comes from the source in whose interval
+(i * step + offset) mod 2^32 lies. With a step near the golden section, any run of consecutive
+samples has these shares to within a few samples. The number of samples before i that came from a
+source is a sum of floors, computed in O(log i) steps of Euclid's algorithm. So the source of a
+sample, and its index there, are a function of (seed, i): resuming needs no state, and the number of
+ranks changes nothing. When a source has come `epochs` times, a new stage begins without it, and the
+other sources take over its share.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,79 +15,84 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isp.data.dataset import Dataset, Sample
-from isp.data.stores import mixed
+from isp.data.stores import hashed
 from isp.data.stream import StreamDataset
 
 __all__ = ["MixedDataset", "MixedPart"]
 
-_TURN = 1 << 32
+_RANGE = 1 << 32
 _STEP = 0x9E3779B1
-"""The golden section of a turn; odd, so that every number of a turn comes once."""
+"""The golden section of `_RANGE`; odd, so that its multiples reach every number of the range."""
 
 
 class MixedPart(NamedTuple):
-    """A source of a mixture; `weight` is in proportion to its share of the tokens."""
+    """A source of a mixture; its share of the tokens is proportional to `weight`."""
 
     name: str
     dataset: Dataset
     weight: float
     epochs: float | None = None
+    """Passes over the source after which it is left out; None: no limit."""
 
     @property
     def limit(self) -> int | None:
-        """The samples that are drawn at most."""
+        """Largest number of samples to draw from it; None: no limit."""
         if self.epochs is None:
             return None
         return max(1, round(self.epochs * self.dataset.samples_per_epoch))
 
 
 class _Stage(NamedTuple):
-    """Draws from `start` on, among the sources whose intervals, up to `ends`, are not empty."""
+    """A stretch of samples drawn with the same intervals."""
 
     start: int
+    """Index of its first sample."""
     before: tuple[int, ...]
-    """Samples of each source drawn by earlier stages."""
+    """Number of samples that earlier stages drew from each source."""
     ends: tuple[int, ...]
+    """End of each source's interval, which begins at the one before; empty if it has its limit."""
 
 
 class MixedDataset:
-    """Sample i of the mixture of `parts`, as a pure function of them, `seed` and i.
+    """Samples of the mixture of `parts`; sample i is a function of these, `seed` and i.
 
-    At least one part has no limit. Raises ValueError for a weight that is too small to be met.
+    At least one part has no limit. Raises ValueError for a weight so small that no sample would
+    come from its source.
     """
 
     def __init__(self, parts: Sequence[MixedPart], *, seed: int) -> None:
         assert any(part.limit is None for part in parts)
         self.parts = parts
-        self._offset = mixed(seed) % _TURN
+        self._offset = hashed(seed) % _RANGE
         self.pack = parts[0].dataset.pack
         self.samples_per_epoch = sum(part.dataset.samples_per_epoch for part in parts)
-        self.tokens_per_sample = 0.0  # of no use: mixtures are not mixed
+        self.tokens_per_sample = 0.0  # used only for parts, and a mixture is not part of another
         self._stages = [_Stage(0, (0,) * len(parts), self._intervals([0] * len(parts)))]
+        # One more stage for each source with a limit, so this ends.
         while (after := self._next(self._stages[-1])) is not None:
             self._stages.append(after)
 
     @property
     def summary(self) -> str:
-        """A line for each source, below one another in the log."""
+        """One line for each source, indented for the log."""
         total = sum(part.weight for part in self.parts)
         return f"\n{'':12}".join(
             f"wanted {p.weight / total:.1%}, {p.dataset.summary}" for p in self.parts
         )
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0."""
+        """Return sample `index` >= 0."""
         source, number = self.place(index)
         return self.parts[source].dataset.sample(number)
 
     def place(self, index: int) -> tuple[int, int]:
-        """The source of sample `index`, and which of its samples it is."""
+        """Return the source of sample `index`, and the index of the sample in that source."""
         stage = self._stage(index)
-        source = bisect_right(stage.ends, (index * _STEP + self._offset) % _TURN)
+        source = bisect_right(stage.ends, (index * _STEP + self._offset) % _RANGE)
         return source, stage.before[source] + self._drawn(stage, source, index - stage.start)
 
     def shares(self, num_samples: int) -> str:
-        """What the first `num_samples` have of each source, in words."""
+        """Describe the share of each source in the tokens of the first `num_samples`."""
         pairs = list(zip(self.parts, self._counts(num_samples), strict=True))
         total = sum(count * part.dataset.tokens_per_sample for part, count in pairs)
         return ", ".join(
@@ -95,12 +102,12 @@ class MixedDataset:
         )
 
     def tell(self, index: int) -> list[list[int]]:
-        """The places in the streams that it consists of at which sample `index` begins."""
+        """Return the position of each streamed source at which sample `index` begins."""
         pairs = zip(self._streams, self._counts(index), strict=True)
         return [stream.tell(count) for stream, count in pairs]
 
     def seek(self, index: int, places: Sequence[Sequence[int]]) -> None:
-        """Let sample `index` begin at `places`, which `tell` gave."""
+        """Move the streamed sources to `places`, which `tell(index)` returned."""
         triples = zip(self._streams, self._counts(index), places, strict=True)
         for stream, count, place in triples:
             stream.seek(count, place)
@@ -110,7 +117,7 @@ class MixedDataset:
         return [part.dataset for part in self.parts if isinstance(part.dataset, StreamDataset)]
 
     def _counts(self, index: int) -> list[int]:
-        """Of the samples before `index`, those of each source."""
+        """Return how many of the samples before `index` came from each source."""
         stage = self._stage(index)
         return [
             before + self._drawn(stage, source, index - stage.start)
@@ -121,13 +128,17 @@ class MixedDataset:
         return self._stages[bisect_right([s.start for s in self._stages], index) - 1]
 
     def _intervals(self, before: Sequence[int]) -> tuple[int, ...]:
-        """The ends of the intervals of the sources that are not at their limit."""
+        """Return the end of each source's interval, given the samples drawn from each `before`.
+
+        Sources at their limit get an empty interval.
+        """
+        # Intervals are in samples: a source with less padding needs fewer samples for its tokens.
         rates = [
             0.0 if part.limit is not None and drawn >= part.limit else part.weight / size
             for part, drawn in zip(self.parts, before, strict=True)
             for size in [part.dataset.tokens_per_sample]
         ]
-        ends = [round(_TURN * (sum(rates[: i + 1]) / sum(rates))) for i in range(len(rates))]
+        ends = [round(_RANGE * (sum(rates[: i + 1]) / sum(rates))) for i in range(len(rates))]
         for part, rate, end, begin in zip(self.parts, rates, ends, [0, *ends], strict=False):
             if rate and end == begin:
                 raise ValueError(
@@ -137,7 +148,7 @@ class MixedDataset:
         return tuple(ends)
 
     def _next(self, stage: _Stage) -> _Stage | None:
-        """The stage that begins where a source reaches its limit; None: none will."""
+        """Return the stage after `stage`, where the next source reaches its limit, or None."""
         ends = [
             self._reached(stage, source, part.limit - stage.before[source])
             for source, part in enumerate(self.parts)
@@ -150,30 +161,32 @@ class MixedDataset:
         return _Stage(stage.start + length, before, self._intervals(before))
 
     def _reached(self, stage: _Stage, source: int, count: int) -> int:
-        """The least number of draws of a stage of which `count` go to `source`."""
-        draws = range(2**62)
+        """Return the least number of samples of a stage of which `count` come from `source`."""
+        draws = range(2**62)  # searched by bisection, never stored
         return bisect_left(draws, count, key=lambda num: self._drawn(stage, source, num))
 
     def _drawn(self, stage: _Stage, source: int, count: int) -> int:
-        """Of the first `count` draws of a stage, those that go to `source`."""
-        first = (stage.start * _STEP + self._offset) % _TURN
+        """Return how many of the first `count` samples of a stage come from `source`."""
+        first = (stage.start * _STEP + self._offset) % _RANGE
         begin = stage.ends[source - 1] if source else 0
-        # x lies below `end` where floor(x / turn) and floor((x - end) / turn) differ.
-        return _floor_sum(count, first - begin + _TURN) - _floor_sum(
-            count, first - stage.ends[source] + _TURN
+        # floor((x - begin) / range) - floor((x - end) / range) is 1 where x mod range lies in
+        # [begin, end), and 0 elsewhere. Adding `_RANGE` to both offsets keeps them positive.
+        return _floor_sum(count, first - begin + _RANGE) - _floor_sum(
+            count, first - stage.ends[source] + _RANGE
         )
 
 
 def _floor_sum(n: int, offset: int) -> int:
-    """The sum of floor((i * step + offset) / turn) over i in range(n), for offset >= 0.
+    """Return the sum of floor((i * _STEP + offset) / _RANGE) over i in range(n), for offset >= 0.
 
-    Source: the floor sum of the AtCoder library, by Euclid's algorithm.
+    Source: `floor_sum` of the AtCoder library, by Euclid's algorithm.
     """
-    total, a, b, m = 0, _STEP, offset, _TURN
+    total, a, b, m = 0, _STEP, offset, _RANGE
     while True:
-        total += n * (n - 1) // 2 * (a // m) + n * (b // m)
+        total += n * (n - 1) // 2 * (a // m) + n * (b // m)  # whole multiples of m
         a, b = a % m, b % m
-        if (top := a * n + b) < m:
+        if (top := a * n + b) < m:  # all remaining terms are 0
             return total
+        # Count the lattice points below the line by columns instead of rows: swap a and m.
         n, b = divmod(top, m)
         m, a = a, m

@@ -1,4 +1,4 @@
-"""Samples of whole examples: as many as fit into a sequence, which is padded at its end.
+"""Samples of whole examples for fine-tuning: as many as fit, then padding: `ExampleDataset`.
 
 Shapes: S sequence (`seq_len`).
 """
@@ -13,30 +13,31 @@ from isp.config.data import ExcessLength
 from isp.data.dataset import IGNORE_INDEX, Sample, check_ids, positions_of, shuffled
 from isp.data.examples import ExampleStore, check_trained, count_trained
 from isp.data.tokenizer import Tokenizer
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = ["ExampleDataset", "best_fit"]
 
 _Int64Array = npt.NDArray[np.int64]
 _SHOWN_CHARACTERS = 200
-"""Of a part of an example that is shown."""
+"""Length to which `ExampleDataset.shown` cuts each part of an example."""
 
 
 class ExampleDataset:
-    """Sample i of an endless sequence, as a pure function of the store, `seed` and i.
+    """Samples of packed examples; sample i is a function of the store, `seed` and i.
 
-    [Note: Packed sequences] Examples are packed once into sequences of `seq_len`, the longest
-    first, each into the sequence with the least space that holds it; `seed` decides among those of
-    one length. Each epoch shuffles the sequences. So an example is never cut to fill a sequence,
-    every one comes once an epoch, and the order needs no state, as in [Note: Sample order]. The
-    rest of a sequence is padding, which has no labels and is a document of its own.
+    [Note: Packed sequences] Examples are packed once into sequences of `seq_len` tokens, the
+    longest first, each into the sequence with the least free space that holds it; `seed` decides
+    the order of examples of one length. Each epoch shuffles the sequences. So no example is cut to
+    fill a sequence, each comes once per epoch, and the order needs no state, as in
+    [Note: Sample order]. The rest of a sequence is padding without labels, separate from the
+    examples like another document.
 
-    With `pack`, positions and attention are those of each example. Without, a sequence has one.
-    Opening reads all labels. `excess_length` says what becomes of examples longer than `seq_len`;
-    those without a trained token, after truncation, are dropped. Both are counted in the log.
-    `group` examples that follow each other are of one sequence, as a pair of preferences is: each
-    may have seq_len / group tokens, and without one of them the others are dropped, too.
-    `note` ends the summary. Raises ValueError if no example is left.
+    With `pack`, positions and attention are separate for each example; without, each sequence has
+    one example. Opening reads all labels. `excess_length`: how to treat examples longer than
+    `seq_len`. Examples without a trained token (after truncation) are dropped. The summary counts
+    both. Each `group` consecutive examples (2 for preference pairs) stay in one sequence: each may
+    have seq_len / group tokens, and if one is dropped, so are the others.
+    `note` is appended to the summary. Raises ValueError if no example is left.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class ExampleDataset:
         self._limit = f"{'half of ' * (group > 1)}data.seq_len={seq_len}"
         self._lengths = np.minimum(store.tokens.lengths, self._longest)
         usable, counts = self._usable(excess_length, group)
+        # `chosen` are the first examples of the groups; a group is packed as one item.
         chosen = np.random.default_rng(seed).permutation(usable[::group])
         lengths = sum(self._lengths[chosen + i] for i in range(group))
+        # A stable sort keeps the random order among examples of one length.
         longest_first = np.argsort(-lengths, kind="stable")
         sequences = (
             best_fit(chosen[longest_first].tolist(), lengths[longest_first].tolist(), seq_len)
@@ -81,7 +84,7 @@ class ExampleDataset:
         )
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0.  Raises ValueError for ids outside the tokenizer's vocabulary."""
+        """Return sample `index` >= 0; raise ValueError for ids outside the vocabulary."""
         epoch, place = divmod(index, self.samples_per_epoch)
         key = int(np.random.default_rng([self._seed, epoch]).integers(1 << 63))
         documents = self._sequences[shuffled(place, self.samples_per_epoch, key)]
@@ -91,6 +94,8 @@ class ExampleDataset:
         for document in documents:
             end = start + int(self._lengths[document])
             tokens[start:end] = self._read(document, labels=False)
+            # Shifted by one here: the store has labels aligned with their tokens. The last token
+            # of an example predicts nothing.
             labels[start : end - 1] = self._read(document, labels=True)[1:]
             start = end
         ends = np.cumsum(self._lengths[documents])
@@ -98,12 +103,13 @@ class ExampleDataset:
         return Sample(tokens, labels, positions, padding=self.seq_len - start)
 
     def shown(self, tokenizer: Tokenizer) -> str:
-        """An example as text: what is trained of it is in [[ ]], and its share before it."""
+        """Return the first example as text, with the share of trained tokens and these in [[ ]]."""
         document = self._sequences[0][0]
         tokens, labels = (self._read(document, labels=of) for of in (False, True))
         trained = labels != IGNORE_INDEX
-        trained[0] = False  # nothing predicts it
+        trained[0] = False  # no token predicts the first
         text = ""
+        # Split where trained and other tokens meet.
         for part in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(trained)) + 1):
             piece = repr(tokenizer.decode(tokens[part], special=True))[1:-1]
             if len(piece) > _SHOWN_CHARACTERS:
@@ -115,15 +121,16 @@ class ExampleDataset:
         return f"{trained.mean():.0%} of {number} trained, those in [[ ]]: {text}"
 
     def _read(self, document: int, *, labels: bool) -> _Int64Array:
-        """An example's tokens, or its labels, as far as they are used."""
+        """Return the tokens, or the labels, of an example up to its truncated length."""
         store = self._store.labels if labels else self._store.tokens
         ids = store.read(document, 0, int(self._lengths[document])).astype(np.int64)
+        # IGNORE_INDEX is not an id; any valid id in its place lets the others be checked.
         trained = np.where(ids == IGNORE_INDEX, 0, ids) if labels else ids
         check_ids(trained, vocab_size=self._vocab_size, where=store.where(document))
         return ids
 
     def _usable(self, excess_length: ExcessLength, group: int) -> tuple[_Int64Array, str]:
-        """The examples that are trained on, and how many are and are not, in words."""
+        """Return the indices of the examples to train on, and the summary of all numbers."""
         tokens = self._store.tokens
         excess = tokens.lengths > self._longest
         if excess_length is ExcessLength.RAISE and excess.any():
@@ -137,7 +144,7 @@ class ExampleDataset:
         ends = enumerate(self._lengths.tolist())
         labels = (self._store.labels.read(document, 0, end) for document, end in ends)
         trained = np.array([count_trained(of_one) for of_one in labels], dtype=np.int64)
-        used = (~dropped & (trained > 0)).reshape(-1, group).all(axis=1)
+        used = (~dropped & (trained > 0)).reshape(-1, group).all(axis=1)  # of each group
         usable = np.flatnonzero(np.repeat(used, group))
         check_trained(len(usable) > 0, f"{tokens.name}, in examples of {self.seq_len} tokens,")
         done = "dropped" if excess_length is ExcessLength.DROP else "truncated"
@@ -151,18 +158,19 @@ class ExampleDataset:
 
 
 def best_fit(items: Iterable[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Sequences of `items`, each put in turn into the one with the least space that holds it.
+    """Pack `items` into sequences, each into the one with the least free space that holds it.
 
-    No size is above `capacity`. O(log capacity) an item, and a move in a list of at most as many.
+    `sizes` are in tokens, none above `capacity`. Each item costs O(log capacity), and an insertion
+    into a list of at most `capacity` numbers.
     Source: best fit decreasing, as in Ding et al. 2024, "Fewer Truncations Improve Language
-    Modeling"; the sizes have to come in decreasing order for its bound.
+    Modeling"; its bound holds for sizes in decreasing order.
     """
     sequences: list[list[int]] = []
-    by_space: dict[int, list[int]] = {}
-    spaces: list[int] = []  # keys of it, sorted
+    by_space: dict[int, list[int]] = {}  # sequences with a free space of so many tokens
+    spaces: list[int] = []  # the keys of `by_space`, sorted
     for item, size in zip(items, sizes, strict=True):
-        at = bisect_left(spaces, size)
-        if at == len(spaces):
+        at = bisect_left(spaces, size)  # the least space that is enough
+        if at == len(spaces):  # none: begin a new sequence
             sequence, space = len(sequences), capacity
             sequences.append([])
         else:

@@ -1,4 +1,4 @@
-"""Text, or examples, to a `.bin`/`.idx` pair, once, so that runs open it without tokenising."""
+"""`isp data prepare`: tokenize text or examples once, into a `.bin`/`.idx` pair that runs map."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -20,34 +20,38 @@ from isp.data.examples import (
 )
 from isp.data.indexed import (
     IndexedDatasetWriter,
-    existing,
+    existing_file,
     indexed_prefix,
+    record_path,
     remove_pair,
     token_dtype,
+    tokenizer_name,
+    write_record,
 )
-from isp.data.prepared import record_path, tokenizer_name, write_record
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["PrepareSummary", "prepare"]
 
 
 class PrepareSummary(NamedTuple):
-    """Summary of `prepare`: `prefix` is what `data.source` takes, `num_bytes` the text read."""
+    """Result of `prepare`."""
 
     prefix: Path
+    """Path of the pair without suffix, as `data.source` takes it."""
     num_documents: int
     num_tokens: int
     num_bytes: int
+    """Size of the text that was read."""
     num_trained: int | None = None
-    """Tokens with a label; None for text, where all are trained."""
+    """Number of tokens with a label; None for text, where all have one."""
     num_dropped: int = 0
-    """Examples left out because no token of them has one."""
+    """Number of examples left out because none of their tokens has a label."""
     note: str = ""
-    """Words on the token that begins texts, and on keys of rows without effect."""
+    """Sentences on the token that begins texts, and on keys of rows that were not used."""
     tokenizer: str = BYTE_TOKENIZER
     """Name of the tokenizer, as `data.tokenizer` takes it."""
     vocab_size: int = 0
-    """Its entries."""
+    """Size of the tokenizer's vocabulary."""
 
 
 def prepare(
@@ -63,14 +67,14 @@ def prepare(
     add_bos: bool = True,
     overwrite: bool = False,
 ) -> PrepareSummary:
-    """Tokenise `inputs` into `output_prefix`.bin and .idx, with eos at the end of each document.
+    """Tokenize `inputs` into `output_prefix`.bin and .idx, with eos at the end of each document.
 
-    Texts begin with the tokenizer's BOS unless `add_bos` is false, as those that a run reads.
-    Examples stay as they are, without another eos, and get a second pair: [Note: Labels on disk].
-    Documents are streamed, so memory holds one of them. The files appear when all are complete,
-    with `output_prefix`.tokenizer.json, which says which tokenizer made them. `overwrite` replaces
-    older ones. A bar shows the progress in a terminal.
-    Raises FileNotFoundError or ValueError naming the input and the way out.
+    Texts begin with the tokenizer's BOS unless `add_bos` is false, as in a run that reads them.
+    Examples get no eos, and a second pair for their labels: [Note: Labels on disk]. One document
+    is in memory at a time. The files appear when all are complete, with
+    `output_prefix`.tokenizer.json, which records the tokenizer. `overwrite` replaces older files.
+    In a terminal, a bar shows the progress.
+    Raises FileNotFoundError or ValueError naming the input and what to do instead.
     """
     prefix = Path(output_prefix).expanduser()
     if prefix.suffix in (".bin", ".idx"):
@@ -78,8 +82,10 @@ def prepare(
     items = [inputs] if isinstance(inputs, str) else list(inputs)
     for item in items:
         if indexed_prefix(item) is not None:
-            raise ValueError(f"input={item} is already tokenised: use it directly as data.source")
-    older = [p for whole in (prefix, labels_prefix(prefix)) if (p := existing(whole)) is not None]
+            raise ValueError(f"input={item} is already tokenized: use it directly as data.source")
+    older = [
+        p for whole in (prefix, labels_prefix(prefix)) if (p := existing_file(whole)) is not None
+    ]
     if older and not overwrite:
         raise ValueError(
             f"output={prefix}: {older[0]} exists already: name another --output, or replace it with"
@@ -111,7 +117,7 @@ def prepare(
         total=sum(file.stat().st_size for file in files),
         unit="B",
         unit_scale=True,
-        disable=None,  # only where somebody can see it
+        disable=None,  # no bar if stderr is not a terminal
     ) as bar:
         done = _write(
             prefix,
@@ -133,12 +139,16 @@ def _write(
     name: str,
     progress: Callable[[float], object],
 ) -> PrepareSummary:
-    """Write the tokens, and the labels if they are `labelled`; `name` is the source in messages."""
+    """Write the tokens, and the labels if `labelled`, of the examples in `documents`.
+
+    `name` is the source in messages; `progress` is called with the size of each item in bytes.
+    """
     num_documents = num_bytes = num_trained = num_dropped = 0
     with ExitStack() as stack:
         dtype = token_dtype(tokenizer.vocab_size)
         writer = stack.enter_context(IndexedDatasetWriter(prefix, dtype=dtype))
-        # Entered last, so published first: tokens never stand without the labels they have.
+        # Entered last, so it is left first: labels are complete before their tokens appear. Tokens
+        # without labels would be read as trained everywhere.
         of_labels = IndexedDatasetWriter(labels_prefix(prefix), dtype=LABEL_DTYPE)
         if labelled:
             stack.enter_context(of_labels)
@@ -160,9 +170,10 @@ def _write(
             check_trained(num_trained > 0, name)
         else:
             check_any(num_documents, name)
-        record_path(prefix).unlink(missing_ok=True)  # never that of an older pair beside this one
+        # The record of an older pair must not describe this one if the process is killed here.
+        record_path(prefix).unlink(missing_ok=True)
     if not labelled:
-        remove_pair(labels_prefix(prefix))  # Those of older examples.
+        remove_pair(labels_prefix(prefix))  # labels of older examples under the same name
     write_record(prefix, tokenizer)
     trained_tokens = num_trained if labelled else None
     return PrepareSummary(

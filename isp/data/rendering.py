@@ -1,8 +1,9 @@
-"""Chat templates, rendered as transformers does, and the places of messages in the text.
+"""Rendering chat templates as transformers does, with the positions of messages in the text.
 
-[Note: Marks] Which message a part of the text belongs to, and what stands in `{% generation %}`
-blocks, is found by marks in the text, which are taken out of it: where a loop over messages begins
-(`(`) and ends (`)`), where it takes up a message (its index), and around blocks (`g`, `e`).
+[Note: Marks] To find which message a part of the text belongs to, and what is in
+`{% generation %}` blocks, marks are written into the text during rendering and removed after it.
+The marks are `(` and `)` where a loop over messages begins and ends, the index of a message where
+the loop begins with it, and `g` and `e` where a generation block begins and ends.
 """
 
 import json
@@ -24,47 +25,56 @@ from isp.utils.limits import limited
 __all__ = ["REASONING", "Named", "Rendered", "TemplateFailure", "named_in", "render"]
 
 _NO_CHARACTER = re.compile(r"[\ud800-\udfff\ufdd0\ufdd1]")
-"""Half of a surrogate pair, which JSON can escape, and what [Note: Marks] uses."""
+"""Halves of surrogate pairs, which JSON can escape, and the delimiters of [Note: Marks]."""
 _SHOWN_CHARACTERS = 300
-"""Of a template's error."""
+"""Length to which an error of a template is cut."""
 
 _MOST_SECONDS = 20.0
-"""Limit of one rendering: a conversation of a million tokens takes less than one."""
+"""Time limit of one rendering; a conversation of a million tokens takes less than a second."""
 _MOST_BYTES = 2**30
-"""Limit of the memory that one rendering takes."""
+"""Memory limit of one rendering."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Around a mark; Unicode keeps them for such internal use."""
+"""Delimiters of a mark: noncharacters, which Unicode reserves for such internal use."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names that reasoning goes by; templates read the first, gpt-oss the second."""
+"""Keys of a message's reasoning in data sets; templates read the first, gpt-oss's the second."""
 
 
 class _Marks(Extension):
-    """Generation blocks, and [Note: Marks] where `messages` are set."""
+    """Jinja extension that adds `{% generation %}`, and writes [Note: Marks] if `messages` is set.
+
+    It has state, since jinja shares an extension between renderings: `begin` resets it for each.
+    """
 
     tags = {"generation"}  # noqa: RUF012
     messages: Sequence[Any] | None = None
 
     def parse(self, parser: Parser) -> nodes.Node:
+        """Return a call of `_block` with the body of a generation block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_block"), [], [], body).set_lineno(line)
 
     def begin(self, messages: Sequence[Any] | None) -> None:
-        """Begin a rendering of these messages, or one without marks."""
+        """Begin a rendering with marks for these messages, or one without marks if None."""
         self.messages = messages
+        # For each open loop, innermost last: True if it has taken a message.
         self._loops: list[bool] = []
 
     def _block(self, caller: Macro) -> str:
+        """Return the text of a generation block, between its marks."""
         text = caller()
         return text if self.messages is None else f"{_mark('g')}{text}{_mark('e')}"
 
     def _enter(self) -> str:
+        """Begin a loop, of which it is not known yet if it is over messages."""
         self._loops.append(False)
         return ""
 
     def _take(self, item: object) -> str:
+        """Return the marks for an item of a loop; nothing if it is not a message."""
+        # By identity: two messages may be equal.
         found = (i for i, message in enumerate(self.messages or ()) if message is item)
         if (index := next(found, None)) is None:
             return ""
@@ -72,17 +82,18 @@ class _Marks(Extension):
         return begin + _mark(str(index))
 
     def _leave(self) -> str:
+        """End a loop; return its mark if it was over messages."""
         return _mark(")") if self._loops.pop() else ""
 
 
 class _MarkLoops(NodeTransformer):
-    """Calls `_Marks` at the bounds of each loop, and for each item."""
+    """Transforms a template so that each loop calls `_Marks` before, after, and for each item."""
 
     def __init__(self, marks: _Marks) -> None:
         self._marks = marks
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
-        self.generic_visit(node)
+        self.generic_visit(node)  # loops in this one
         if isinstance(node.target, nodes.Name):
             item = nodes.Name(node.target.name, "load")
             node.body.insert(0, self._output("_take", item))
@@ -97,21 +108,22 @@ def _mark(what: str) -> str:
 
 
 def _raise_exception(message: object) -> None:
+    """Raise TemplateError; templates call it to refuse a conversation."""
     raise TemplateError(str(message))
 
 
 class Named(NamedTuple):
-    """Names in a template."""
+    """The names in a template, which show what it reads."""
 
     roles: frozenset[str]
-    """Texts that it compares a role with."""
+    """Strings with which it compares a role."""
     words: frozenset[str]
-    """Variables, attributes, and texts in expressions."""
+    """Variables, attributes, and strings in expressions."""
 
 
 @lru_cache
 def named_in(template: str) -> Named:
-    """Return the names in a template; none in one that cannot be parsed, which `render` refuses."""
+    """Return the names in a template; none if it cannot be parsed, which `render` reports."""
     try:
         tree = _environment().parse(template)
     except (TemplateSyntaxError, RecursionError):
@@ -128,13 +140,13 @@ def named_in(template: str) -> Named:
 
 
 def _texts(node: nodes.Node) -> set[str]:
-    """Return the texts in an expression, or the one that it is."""
+    """Return the strings in an expression, which may be a string itself."""
     found = (node, *node.find_all(nodes.Const))
     return {x.value for x in found if isinstance(x, nodes.Const) and isinstance(x.value, str)}
 
 
 def _is_role(node: nodes.Expr) -> bool:
-    """Tell whether an expression is `role`, `message.role` or `message['role']`."""
+    """Return True if an expression is `role`, `message.role` or `message['role']`."""
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == "role"
     if isinstance(node, nodes.Getattr):
@@ -143,7 +155,7 @@ def _is_role(node: nodes.Expr) -> bool:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return transformers' environment. Source: its utils/chat_template_utils.py."""
+    """Return a Jinja environment as in transformers, utils/chat_template_utils.py, with marks."""
     return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols]
     )
@@ -151,7 +163,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache
 def _compiled(text: str) -> tuple[Template, _Marks]:
-    """Return a template that can be rendered, and its marks."""
+    """Return the compiled template, and the extension that marks its renderings."""
     environment = _environment()
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals |= {
@@ -166,15 +178,15 @@ def _compiled(text: str) -> tuple[Template, _Marks]:
 
 
 class TemplateFailure(ValueError):
-    """What is wrong with a template, or why it refuses a conversation: a printable line."""
+    """A template is invalid, or refuses a conversation; the text is one printable line."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """A conversation as text, without the marks."""
 
     text: str
     marks: list[tuple[int, str]]
-    """Places in it, and what stands there: [Note: Marks]."""
+    """Indices into the text, with the mark that was there: [Note: Marks]."""
 
 
 def render(
@@ -184,9 +196,10 @@ def render(
     variables: Mapping[str, Any],
     marks: bool = False,
 ) -> Rendered:
-    """The text of a conversation, with [Note: Marks] if `marks`.
+    """Return the text of a conversation, with [Note: Marks] if `marks`.
 
-    Raises TemplateFailure. Jinja's sandbox keeps a template from files and from Python.
+    Jinja's sandbox keeps a template from files and from Python's attributes, and time and memory
+    are limited. Raises TemplateFailure.
     """
     seen = [_with_reasoning(message) for message in messages]
     try:
@@ -196,6 +209,7 @@ def render(
         raise
     except ValueError as error:
         raise _failure(str(error)) from None
+    # Take the marks out; `end` is the length of the text so far without them.
     first, *rest = rendered.split(_OPEN) if marks else [rendered]
     text, found, end = [first], [], len(first)
     for piece in rest:
@@ -211,7 +225,7 @@ def render(
 def _rendered(
     template: str, messages: Sequence[Any], variables: Mapping[str, Any], *, marks: bool
 ) -> str:
-    """The text of `render` with its marks.  Raises TemplateFailure, or MemoryError."""
+    """Return the text of `render` with the marks in it; raise TemplateFailure or MemoryError."""
     try:
         compiled, marking = _compiled(template)
         marking.begin(messages if marks else None)
@@ -224,12 +238,12 @@ def _rendered(
         raise _failure(error.message or type(error).__name__) from None
     except RecursionError:
         raise _failure("it recurses too deeply") from None
-    except Exception as error:  # A template can make Python raise whatever it likes.
+    except Exception as error:  # expressions in a template can raise any of Python's exceptions
         raise _failure(f"{type(error).__name__}: {error}") from None
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates know it: with its reasoning under all of its names."""
+    """Return a copy of a message with its reasoning under the keys that templates read."""
     found = next((message[name] for name in REASONING if name in message), None)
     if found is None:
         return dict(message)
@@ -237,7 +251,7 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _failure(text: str) -> TemplateFailure:
-    """One line without what a terminal would obey."""
+    """Return the failure with `text` as one short line, without control characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     cut = line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
     return TemplateFailure(cut)

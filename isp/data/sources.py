@@ -1,4 +1,4 @@
-"""The datasets of a run, opened as its configuration says."""
+"""The datasets of a run, opened as the `data` section of its configuration says."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,33 +11,34 @@ from isp.data.examples import ExampleStore, SourceReader
 from isp.data.indexed import indexed_prefix
 from isp.data.mixture import MixedDataset, MixedPart
 from isp.data.packing import ExampleDataset
-from isp.data.stores import PartStore, TokenStore, held_out, mixed
+from isp.data.stores import PartStore, TokenStore, hashed, held_out
 from isp.data.stream import StreamDataset
 from isp.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Datasets", "check_sources", "describe_source", "open_datasets", "takes_bos"]
 
-_HELD_OUT_SEED = 0  # evaluation must not change with the training seed: curves are compared on it
-
+_HELD_OUT_SEED = 0
+"""Seed of the order of held-out samples, fixed so that runs with other seeds are comparable."""
 
 _Opened = tuple[ExampleStore | None, SourceReader]
-"""A source, with its documents unless they are streamed."""
+"""A source with its reader; None in place of its documents if they are streamed."""
 
 
 class Datasets(NamedTuple):
-    """The run's datasets: `valid` is None where nothing is held out."""
+    """The tokenizer and the datasets of a run."""
 
     tokenizer: Tokenizer
     train: Dataset
     valid: Dataset | None
+    """Held-out samples; None if nothing is held out."""
     has_chats: bool
     """True if `train` has conversations that a chat template renders."""
 
 
 def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
-    """The tokenizer and the datasets that `config` names; text is tokenised here, in memory.
+    """Return the tokenizer and the datasets of `config`; text files are tokenized into memory.
 
-    Raises FileNotFoundError or ValueError naming the key, the path and the way out.
+    Raises FileNotFoundError or ValueError naming the key and the path.
     """
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     readers = _readers(config, tokenizer)
@@ -59,7 +60,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
 
 
 def describe_source(config: DataConfig) -> str:
-    """What a run would see of `source`: how much, its lengths as a picture, and an example.
+    """Return a description of `source` for a terminal: sizes, a histogram of lengths, an example.
 
     Raises what `open_datasets` raises.
     """
@@ -68,6 +69,7 @@ def describe_source(config: DataConfig) -> str:
     store = reader.open()
     dataset = _dataset(store, reader, 0, config, tokenizer)
     lengths = store.tokens.lengths
+    # Bin p counts the documents of more than 2^(p - 1) and up to 2^p tokens.
     bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
     first = int(np.flatnonzero(bins)[0])
     bars = [
@@ -92,9 +94,10 @@ def describe_source(config: DataConfig) -> str:
 
 
 def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = "sft") -> None:
-    """Raise FileNotFoundError or ValueError for a source, or a template, that cannot be read.
+    """Check the sources and the chat template of `config`, for which only first lines are read.
 
-    Or has nothing for `training.objective`. Of the files no more is read than the first lines.
+    Raises FileNotFoundError or ValueError for one that cannot be read, or that has no examples for
+    `training.objective`.
     """
     for reader in _readers(config, tokenizer):
         reader.check()
@@ -107,13 +110,16 @@ def check_sources(config: DataConfig, tokenizer: Tokenizer, *, objective: str = 
 
 
 def takes_bos(config: DataConfig) -> bool:
-    """Tell whether `data.add_bos` changes the tokens of a run; reads first lines at most."""
+    """Return True if `data.add_bos` changes the tokens of a run; reads at most first lines."""
     tokenizer = load_tokenizer(config.tokenizer, eos_token=config.eos_token)
     return bool(tokenizer.bos) and any(r.takes_bos for r in _readers(config, tokenizer))
 
 
 def _readers(config: DataConfig, tokenizer: Tokenizer) -> list[SourceReader]:
-    """Those of the parts of `source` and, if it is given, of `valid_source`."""
+    """Return readers of the parts of `source`, followed by those of `valid_source`, if given.
+
+    Raises ValueError for a source that cannot be streamed if `data.streaming` is set.
+    """
     given = [("data.source", part.path) for part in config.parts]
     if config.valid_source is not None:
         given += [("data.valid_source", part.path) for part in config.valid_parts]
@@ -147,19 +153,20 @@ def _mixture(
     config: DataConfig,
     tokenizer: Tokenizer,
 ) -> Dataset:
-    """The dataset of one source, or of all `parts`, each in an order of its own.
+    """Return the dataset of a single source, or the mixture of all `parts`.
 
-    Without `seed` it is held out, and each source is as it would be alone.
+    `seed` is None for held-out data: each of its sources has the order that it has alone.
     """
     own = _HELD_OUT_SEED if seed is None else seed
     if len(opened) == 1:
         return _dataset(*opened[0], own, config, tokenizer)
 
-    def of_part(place: int) -> int:
-        return own if seed is None else mixed(mixed(seed) + place) >> 1
+    def part_seed(index: int) -> int:
+        # Hashed, so that the parts of neighboring seeds have no order in common.
+        return own if seed is None else hashed(hashed(seed) + index) >> 1
 
     datasets = [
-        _dataset(*found, of_part(place), config, tokenizer) for place, found in enumerate(opened)
+        _dataset(*found, part_seed(index), config, tokenizer) for index, found in enumerate(opened)
     ]
     return MixedDataset(
         [
@@ -177,6 +184,7 @@ def _dataset(
     config: DataConfig,
     tokenizer: Tokenizer,
 ) -> Dataset:
+    """Return the dataset of one source: streamed, cut from text, or packed from examples."""
     cut: Any = {"seq_len": config.seq_len, "pack": config.pack, "seed": seed, "note": reader.note}
     if store is None:
         name = f"data.source={', '.join(reader.items)}"
@@ -195,9 +203,10 @@ def _dataset(
 
 
 def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[ExampleStore]:
-    """The documents to train on and those held out; ValueError if either would be empty.
+    """Return the documents to train on and the held-out ones, about `fraction` of all.
 
-    Of a single text, the end is held out; a pair stays together.
+    Of a single text, the end is held out. A pair of preferences stays together. Raises ValueError
+    if either side would be empty.
     """
     tokens = store.tokens
     held = f"held out of {tokens.name} (data.valid_fraction={fraction})"
@@ -211,7 +220,7 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
             PartStore(f"end {held}", tokens, texts, range(cut, length)),
         ]
         return [ExampleStore(part, part) for part in parts]
-    group = 2 if reader.is_pairs else 1
+    group = 2 if reader.is_pairs else 1  # chosen and rejected follow each other
     chosen = np.repeat(held_out(len(tokens.lengths) // group, fraction), group)
     _check_split(int(chosen.sum()), len(chosen), "documents", fraction, tokens.name)
     return [
@@ -224,6 +233,7 @@ def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[E
 
 
 def _check_split(count: int, total: int, units: str, fraction: float, name: str) -> None:
+    """Raise ValueError if `count` of `total` `units` to hold out are none or all."""
     if count in (0, total):
         raise ValueError(
             f"data.valid_fraction={fraction} holds out {count} of the {total} {units} of {name}:"

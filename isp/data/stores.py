@@ -1,4 +1,4 @@
-"""Stores of tokenised documents: in memory, joined, ended by eos, or a part of another one."""
+"""Stores of tokenized documents: in memory, several in one, with eos added, or a subset."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -15,37 +15,37 @@ __all__ = [
     "MemoryStore",
     "PartStore",
     "TokenStore",
+    "hashed",
     "held_out",
-    "mixed",
 ]
 
 logger = logging.getLogger(__name__)
 
 _UINT64 = (1 << 64) - 1
 EOS_PROBES = 256
-"""Documents looked at to learn whether a store ends its documents with eos by itself."""
+"""Number of documents whose last token is read to find out if a store already has eos."""
 
 
 class TokenStore(Protocol):
-    """Documents as token ids, with random access; `IndexedDataset` is one on disk."""
+    """Documents of token ids with random access, such as `IndexedDataset` on disk."""
 
     @property
     def name(self) -> str:
-        """This store's name in messages."""
+        """Name of the store in messages."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document; zero is allowed."""
+        """Number of tokens of each document; may be zero."""
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
-        """Tokens [start, stop) of a document."""
+        """Return tokens [start, stop) of a document."""
 
     def where(self, document: int) -> str:
-        """The source and the place in it, counted from 0, of a document."""
+        """Return the source of a document and its index there, from 0, for messages."""
 
 
 class MemoryStore:
-    """Documents held in memory, one after the other in one array of `dtype`."""
+    """Documents in memory, concatenated in one array of `dtype`."""
 
     def __init__(self, name: str, documents: Iterable[TokenArray], *, dtype: np.dtype[Any]) -> None:
         self.name = name
@@ -64,11 +64,11 @@ class MemoryStore:
 
 
 class EndedStore:
-    """The documents of another store, each but the empty ones with eos at its end.
+    """The documents of another store, each with eos at its end unless it is empty.
 
-    Whether eos is there already is a habit of the program that wrote the store, and reading the
-    last token of every document would read most of a large file. So `EOS_PROBES` of them are looked
-    at, and the others are taken to be like the most of these.
+    A program that writes stores adds eos to all documents or to none, and reading the last token
+    of every document would read most of a large file. So about `EOS_PROBES` documents are read,
+    and eos is added to the others if most of these lack it.
     """
 
     def __init__(self, store: TokenStore, eos_id: int) -> None:
@@ -76,7 +76,7 @@ class EndedStore:
         self._store = store
         self._eos_id = eos_id
         documents = np.flatnonzero(store.lengths)
-        probes = documents[:: -(-len(documents) // EOS_PROBES) or 1]
+        probes = documents[:: -(-len(documents) // EOS_PROBES) or 1]  # spread over the whole store
         ends = zip(probes.tolist(), store.lengths[probes].tolist(), strict=True)
         last = [store.read(document, end - 1, end)[0] for document, end in ends]
         lacking = np.array(last, dtype=np.int64) != eos_id
@@ -86,9 +86,10 @@ class EndedStore:
                 " document: the others are taken to be like the most of them",
                 *(self.name, int((~lacking).sum()), len(probes), eos_id),
             )
+        # A document one token longer than in `store` gets eos from `read`.
         self.lengths = store.lengths.copy()
         self.lengths[documents] += bool(2 * lacking.sum() > len(lacking))
-        self.lengths[probes] = store.lengths[probes] + lacking
+        self.lengths[probes] = store.lengths[probes] + lacking  # known exactly for these
 
     def read(self, document: int, start: int, stop: int) -> TokenArray:
         stored = int(self._store.lengths[document])
@@ -100,7 +101,7 @@ class EndedStore:
 
 
 class ConcatStore:
-    """The documents of several stores, in their order."""
+    """The documents of several stores, one store after another."""
 
     def __init__(self, stores: Sequence[TokenStore]) -> None:
         self.name = ", ".join(store.name for store in stores)
@@ -117,14 +118,14 @@ class ConcatStore:
         return store.where(own)
 
     def _find(self, document: int) -> tuple[TokenStore, int]:
-        """The store of a document, and its place there."""
+        """Return the store of a document, and its index there."""
         place = int(np.searchsorted(self._ends, document, side="right"))
         store = self._stores[place]
         return store, document - int(self._ends[place]) + len(store.lengths)
 
 
 class PartStore:
-    """Some documents of another store; with `part`, these tokens of the only one."""
+    """A subset of another store: `documents`, or with `part` those tokens of a single document."""
 
     def __init__(
         self,
@@ -143,24 +144,24 @@ class PartStore:
 
     def where(self, document: int) -> str:
         place = self._store.where(int(self._documents[document]))
-        return f"{place}, behind token {self._first}" if self._first else place
+        return f"{place}, after token {self._first}" if self._first else place
 
 
 def held_out(num_documents: int, fraction: float) -> npt.NDArray[np.bool_]:
-    """The held-out documents: true [num_documents], for about `fraction` of them.
+    """Return a mask [num_documents] that is true for about `fraction` of the documents.
 
-    A hash of the document's index decides, so neither the seed nor documents added behind change
-    what is held out.
+    A hash of the index decides, so the seed and documents appended later do not change which
+    documents are held out.
     """
-    x: npt.NDArray[np.uint64] = mixed(np.arange(1, num_documents + 1, dtype=np.uint64))
-    # The upper 53 bits are exactly the fractions a float64 can tell apart.
+    x: npt.NDArray[np.uint64] = hashed(np.arange(1, num_documents + 1, dtype=np.uint64))
+    # float64 represents 53 bits exactly, so the upper 53 become a fraction in [0, 1).
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53 < fraction
 
 
-def mixed(x: Any) -> Any:
-    """The bits of a number, or of an array of uint64, mixed: 64 that look random.
+def hashed(x: Any) -> Any:
+    """Return a 64-bit hash of an int, or of each element of an array of uint64.
 
-    Source: the finaliser of SplitMix64 (Steele et al. 2014).
+    Source: the finalizer of SplitMix64 (Steele et al. 2014).
     """
     x = x * 0x9E3779B97F4A7C15 & _UINT64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64

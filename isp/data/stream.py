@@ -1,10 +1,10 @@
-"""Text that is read in order and never indexed: `data.streaming`.
+"""Text that is read in order, without an index and without a copy in memory: `data.streaming`.
 
-[Note: Streams] Each epoch shuffles the files, and each block of `BLOCK` documents of a file. So a
-place in the stream is five whole numbers, and what follows it depends on them, the files and the
-seed alone. Every rank that reads tokenises the whole stream and keeps its own samples: ranks change
-nothing, and a run resumes on any number of them from the place that its checkpoint has, of whose
-file alone the beginning is read again.
+[Note: Streams] Each epoch shuffles the files, and the documents in each block of `BLOCK` of a file.
+A position in the stream is five integers, and the tokens after it depend only on these, the files
+and the seed. Every rank that reads data tokenizes the whole stream and keeps its own samples, so
+the number of ranks changes nothing, and a run resumes on any number of them. Resuming starts at the
+position in the checkpoint: of its file, the documents before that position are read again.
 """
 
 from collections import deque
@@ -20,29 +20,32 @@ from isp.data.dataset import Sample, cut
 from isp.data.documents import read_documents
 from isp.data.examples import check_any
 from isp.data.tokenizer import TokenArray
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = ["StreamDataset", "is_place"]
 
 BLOCK = 1024
+"""Number of documents that are in memory at a time, and shuffled."""
 
 _Tokens = npt.NDArray[np.int64]
 
 
 class _Place(NamedTuple):
+    """A position in the stream."""
+
     epoch: int = 0
     file: int = 0
-    """In the order of the epoch."""
+    """Index of the file in the order of the epoch."""
     before: int = 0
-    """Documents of the file that come before the block."""
+    """Number of documents of the file before the block."""
     document: int = 0
-    """In the order of the block."""
+    """Index of the document in the order of the block."""
     token: int = 0
-    """Of the document."""
+    """Index of the token in the document."""
 
 
 def is_place(value: object) -> bool:
-    """Return whether `value` has the form of what `StreamDataset.tell` returns."""
+    """Return True if `value` is a list as `StreamDataset.tell` returns it."""
     return (
         isinstance(value, list)
         and len(value) == len(_Place._fields)
@@ -51,12 +54,13 @@ def is_place(value: object) -> bool:
 
 
 class StreamDataset:
-    """Sample i of an endless stream; `sample` and `tell` are asked for increasing numbers.
+    """Samples of an endless stream, for calls of `sample` and `tell` with increasing indices.
 
-    An earlier number is found by reading again from where `seek` has begun.
+    A smaller index than in the call before reads again from the position of the last `seek`.
+    `encode` returns the tokens of a document; eos is added where it does not end with it.
     """
 
-    samples_per_epoch = 0  # not known
+    samples_per_epoch = 0  # unknown without reading all of it
 
     def __init__(
         self,
@@ -81,34 +85,34 @@ class StreamDataset:
         self.seek(0, _Place())
 
     def seek(self, index: int, place: Sequence[int]) -> None:
-        """Let sample `index` begin at `place`, which `tell` gave."""
+        """Move to `place`, which `tell(index)` returned, where sample `index` begins."""
         self._begin = index, _Place(*place)
         self._next = index
         self._documents = self._read(self._begin[1])
         self._held: deque[tuple[_Place, _Tokens]] = deque()
 
     def tell(self, index: int) -> list[int]:
-        """The place at which sample `index` begins."""
+        """Return the position at which sample `index` begins."""
         self._move(index)
         return list(self._held[0][0])
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0.  Raises ValueError for a source without text."""
+        """Return sample `index` >= 0; raise ValueError for a source without text."""
         self._move(index)
         pieces = [tokens for _, tokens in self._held]
         ends = np.cumsum([len(piece) for piece in pieces])
         return cut(np.concatenate(pieces)[: self.seq_len + 1], ends, self.seq_len, self.pack)
 
     def _move(self, index: int) -> None:
-        """Hold the tokens of sample `index`, and the one behind it."""
-        if index < self._next:
+        """Read on until `_held` begins with the tokens of sample `index` and one more."""
+        if index < self._next:  # the stream cannot be read backward
             self.seek(*self._begin)
         self._fill()
         while self._next < index:
-            left = self.seq_len
+            left = self.seq_len  # tokens of this sample that have to be dropped
             while left:
                 place, tokens = self._held.popleft()
-                if len(tokens) > left:
+                if len(tokens) > left:  # the rest of the document begins the next sample
                     at = place._replace(token=place.token + left)
                     self._held.appendleft((at, tokens[left:]))
                 left -= min(left, len(tokens))
@@ -116,21 +120,23 @@ class StreamDataset:
             self._fill()
 
     def _fill(self) -> None:
+        """Read documents until `_held` has more than `seq_len` tokens."""
         held = sum(len(tokens) for _, tokens in self._held)
         while held <= self.seq_len:
             self._held.append(next(self._documents))
             held += len(self._held[-1][1])
 
     def _read(self, place: _Place) -> Iterator[tuple[_Place, _Tokens]]:
-        """The documents from `place` on, each with its own."""
+        """Yield the documents from `place` on, each with its position, epoch after epoch."""
         while True:
             order = np.random.default_rng([self._seed, place.epoch]).permutation(len(self._files))
+            # Only an epoch read from its beginning can show that there is no text at all.
             is_empty = place == _Place(place.epoch)
             for number in range(place.file, len(order)):
                 file = int(order[number])
                 place = place._replace(file=number)
                 texts = read_documents(self._files[file], text_key=self._text_key)
-                left = islice(texts, place.before, None)
+                left = islice(texts, place.before, None)  # reads and drops earlier blocks
                 while block := [document.text for document in islice(left, BLOCK)]:
                     is_empty = False
                     key = [self._seed, place.epoch, file, place.before]
@@ -139,10 +145,11 @@ class StreamDataset:
                         yield place, self._document(block[choice])[place.token :]
                         place = place._replace(document=place.document + 1, token=0)
                     place = place._replace(before=place.before + len(block), document=0)
-                place = _Place(place.epoch)
+                place = _Place(place.epoch)  # the next file begins at its first document
             check_any(not is_empty, self._name)
             place = _Place(place.epoch + 1)
 
     def _document(self, text: str) -> _Tokens:
+        """Return the tokens of `text` with eos at the end."""
         tokens, eos = self._encode(text).astype(np.int64), self._eos_id
         return tokens if len(tokens) and tokens[-1] == eos else np.append(tokens, eos)

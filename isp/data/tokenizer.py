@@ -1,5 +1,8 @@
-"""Text to token ids and back: bytes by default, or any Hugging Face tokenizer.json."""
+"""Tokenizers: the bytes of UTF-8 by default, or a tokenizer.json of Hugging Face, tried first."""
 
+import json
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -7,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from isp.config.data import BYTE_TOKENIZER
-from isp.data.tokenizer_check import check_tokenizer
-from isp.utils.hub import download_hint
-from isp.utils.json_file import read_json
-from isp.utils.packages import require
+from isp.utils.environment import require
+from isp.utils.files import LARGE_FILE_BYTES, download_hint, read_json, read_limited
+from isp.utils.limits import check_in_child
 
 __all__ = [
     "ByteTokenizer",
@@ -18,13 +20,13 @@ __all__ = [
     "HFTokenizer",
     "TokenArray",
     "Tokenizer",
-    "begun",
     "load_tokenizer",
+    "with_bos",
 ]
 
 TokenArray = npt.NDArray[np.integer[Any]]
 
-# Tried in this order when neither `data.eos_token` nor tokenizer_config.json names the token.
+# Tried in this order if neither `data.eos_token` nor tokenizer_config.json names the token.
 _COMMON_EOS_TOKENS = (
     "</s>",
     "<|endoftext|>",
@@ -37,9 +39,20 @@ _COMMON_EOS_TOKENS = (
     "[EOS]",
 )
 
+_MOST_SECONDS = 120.0
+"""Time limit for reading and trying a tokenizer.json; a file of 40 MB takes about 3 s."""
+_MOST_BYTES = 2**32
+"""Memory limit for reading and trying a tokenizer.json."""
+_MOST_TOKENS = 100
+"""Limit of tokens for a character, whose longest decomposition in Unicode has 72 bytes."""
+_PASSED: set[bytes] = set()
+"""SHA-256 digests of the files that this process has tried; a cache, no state of a run."""
+_RUN = 2000
+"""Length of the texts that repeat a character, on which patterns backtrack and normalizers grow."""
+
 
 class Encoding(NamedTuple):
-    """Tokens of a text, and the characters [start, end) of it that each stands for."""
+    """Tokens of a text, each with the range of characters [start, end) that it encodes."""
 
     tokens: TokenArray  # [T]
     starts: npt.NDArray[np.int64]  # [T]
@@ -47,29 +60,29 @@ class Encoding(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """The tokenizer as the data path needs it: every id is below `vocab_size`."""
+    """The interface of a tokenizer in this package; every id is below `vocab_size`."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id; padding it for sharding is the model's choice."""
+        """One more than the largest id; a model may pad it to divide over ranks."""
 
     @property
     def eos_id(self) -> int:
-        """The token that ends every document."""
+        """Id of the token that ends every document."""
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """The tokens that the tokenizer itself puts before a text; often one, or none."""
+        """Ids that the tokenizer itself puts before a text: usually one, or none."""
 
     def encode(self, text: str) -> TokenArray:
-        """The ids of `text`, without any special token added."""
+        """Return the ids of `text`, without special tokens around it."""
 
     def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
-        """The text of `tokens`, without special tokens unless `special`."""
+        """Return the text of `tokens`, without special tokens unless `special`."""
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 as tokens 0..255, and 256 as the end of a document."""
+    """A tokenizer whose ids 0..255 are the bytes of UTF-8, and 256 is the end of a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -79,23 +92,23 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
 
     def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
-        """The text of `tokens`; bytes that a cut left incomplete show as U+FFFD."""
+        """Return the text of `tokens`, with U+FFFD for bytes that are not whole characters."""
         ids = np.asarray(tokens)
         data: bytes = ids[ids < self.eos_id].astype(np.uint8).tobytes()
         return data.decode("utf-8", "replace")
 
 
 class HFTokenizer:
-    """A tokenizer.json of Hugging Face's `tokenizers` package, which the `[hf]` extra installs.
+    """A tokenizer.json, run by Hugging Face's `tokenizers` package.
 
-    `path` is the file, or the folder that holds it. Raises FileNotFoundError or ValueError naming
-    `data.tokenizer`, also where the package is missing.
+    `path` is the file, or a folder with it. Raises FileNotFoundError or ValueError naming
+    `data.tokenizer`, also if the package is missing.
     """
 
     def __init__(self, path: str | Path, *, eos_token: str | None = None) -> None:
         self.file = file = _tokenizer_file(Path(path).expanduser())
         self._tokenizer = _read_tokenizer(file)
-        # Files saved by a fine-tuning script often carry both, and would cut documents silently.
+        # Files that a fine-tuning script saved often set both, which would cut documents silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Ids may have gaps, so the size is not the number of entries.
@@ -109,55 +122,56 @@ class HFTokenizer:
         self.bos = self._find_bos()
 
     def encode(self, text: str) -> TokenArray:
-        """Return the ids of `text`, without any special token added.
+        """Return the ids of `text`, without special tokens around it.
 
-        Raises ValueError where the tokenizer has no token for a part of `text`.
+        Raises ValueError if the tokenizer has no token for a part of `text`.
         """
         return np.array(self._encoded(text).ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of `text`, with what the tokenizer itself puts around a text."""
+        """Return the ids of `text`, with the special tokens that the tokenizer adds to a text."""
         ids: list[int] = self._encoded(text, add_special_tokens=True).ids
         return ids
 
     def encode_with_offsets(self, text: str) -> Encoding:
-        """As `encode`, with the place of each token in `text`."""
+        """Return the ids of `text` as `encode` does, with the characters of each token."""
         encoding = self._encoded(text)
         tokens = np.array(encoding.ids, dtype=np.int32)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         return Encoding(tokens, starts, ends)
 
     def special_tokens(self) -> tuple[str, ...]:
-        """The texts of the tokens that stand for no text."""
+        """Return the texts of all special tokens."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
     def token_id(self, name: str) -> int | None:
-        """The id of a token by its text."""
+        """Return the id of the token with the text `name`; None if there is none."""
         found: int | None = self._tokenizer.token_to_id(name)
         return found
 
     def vocabulary(self) -> dict[str, int]:
-        """Return the ids of all tokens."""
+        """Return the ids of all tokens by their texts."""
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return ids
 
     def added_tokens(self) -> tuple[str, ...]:
-        """The texts of all tokens that are found as a whole, special or not."""
+        """Return the texts of all added tokens, which are matched whole, special or not."""
         return tuple(t.content for t in self._tokenizer.get_added_tokens_decoder().values())
 
     def decode(self, tokens: TokenArray, *, special: bool = False) -> str:
         ids = np.asarray(tokens).tolist()
         try:
             text: str = self._tokenizer.decode(ids, skip_special_tokens=not special)
-        except Exception as error:  # as of `encode`
+        except Exception as error:  # the package raises bare Exception, as in `_encoded`
             raise ValueError(f"data.tokenizer={self.file} cannot decode tokens: {error}") from None
         return text
 
     def _encoded(self, text: str, *, add_special_tokens: bool = False) -> Any:
+        """Return the package's encoding of `text`; raises as `encode` does."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # The package raises bare Exception, as for an unknown word.
+        except Exception as error:  # the package raises bare Exception, as for an unknown word
             start = repr(text[:60]) + "..." * (len(text) > 60)
             raise ValueError(
                 f"data.tokenizer={self.file} cannot encode the text that begins with {start}:"
@@ -167,17 +181,21 @@ class HFTokenizer:
     def _find_bos(self) -> tuple[int, ...]:
         """Return the ids that the post-processor puts before a text.
 
-        As in transformers 5, which leaves `add_bos_token` of tokenizer_config.json alone beside a
+        Like transformers 5, this ignores `add_bos_token` of tokenizer_config.json if there is a
         tokenizer.json.
         """
-        # Its name is a text of one token in any vocabulary; others may have no token of "a".
+        # Encode eos, a text for which every vocabulary has a token; "a" may have none.
         name = self._tokenizer.id_to_token(self.eos_id)
         found = self._encoded(name, add_special_tokens=True)
+        # Sequence 0 is the text; added tokens before it belong to no sequence.
         of_text = 0 if 0 not in found.sequence_ids else found.sequence_ids.index(0)
         return tuple(found.ids[:of_text])
 
     def _find_eos(self, file: Path, eos_token: str | None) -> int:
-        """The id of the asked-for token, else of the configured one, else of a common one."""
+        """Return the id of `eos_token`, else of tokenizer_config.json's, else of a common one.
+
+        Raises ValueError if the named token, or each common one, is not in the vocabulary.
+        """
         declared = eos_token or _declared_eos(file.with_name("tokenizer_config.json"))
         for name in _COMMON_EOS_TOKENS if declared is None else (declared,):
             eos_id = self._tokenizer.token_to_id(name)
@@ -196,22 +214,25 @@ class HFTokenizer:
         )
 
 
-def begun(tokens: TokenArray, bos: tuple[int, ...]) -> TokenArray:
-    """Return the tokens of a text after `bos`, unless the text begins with it."""
+def with_bos(tokens: TokenArray, bos: tuple[int, ...]) -> TokenArray:
+    """Return `tokens` with `bos` before them, unless they begin with it already."""
     if tuple(tokens[: len(bos)].tolist()) == bos:
         return tokens
     return np.concatenate([np.array(bos, dtype=np.int32), tokens])
 
 
 def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` and `data.eos_token` name."""
+    """Return the tokenizer that `data.tokenizer` and `data.eos_token` name."""
     if name == BYTE_TOKENIZER:
         return ByteTokenizer()
     return HFTokenizer(name, eos_token=eos_token)
 
 
 def _tokenizer_file(path: Path) -> Path:
-    """The tokenizer.json at `path` or inside it."""
+    """Return the path of the tokenizer.json at `path` or in it.
+
+    Raises FileNotFoundError if there is none, and ValueError if it is no regular file.
+    """
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         raise FileNotFoundError(
             f"data.tokenizer={path} is a folder without a tokenizer.json: a tokenizer in another "
@@ -228,27 +249,102 @@ def _tokenizer_file(path: Path) -> Path:
 
 
 def _read_tokenizer(file: Path) -> Any:
-    """The parsed tokenizer."""
+    """Return the tokenizer of the package `tokenizers`, after a trial in a child process."""
     require(f"data.tokenizer={file}", "tokenizers")
     from tokenizers import Tokenizer as FastTokenizer
 
-    check_tokenizer(file)
+    _check_file(file)
     try:
         return FastTokenizer.from_file(str(file))
-    except Exception as error:  # The package raises bare Exception for every fault of the file.
+    except Exception as error:  # the package raises bare Exception for every fault of the file
         raise ValueError(f"data.tokenizer={file} is not a usable tokenizer.json: {error}") from None
 
 
 def _declared_eos(file: Path) -> str | None:
-    """The `eos_token` of a tokenizer_config.json, or None where there is no such file or key."""
+    """Return the `eos_token` of a tokenizer_config.json; None if there is no such file or key."""
     if not file.exists():
         return None
     try:
         declared = read_json(file).get("eos_token")
     except ValueError as error:
         raise ValueError(f"{error} (next to data.tokenizer)") from None
-    if isinstance(declared, dict):  # An added token is written out with its stripping rules.
+    if isinstance(declared, dict):  # an added token, written with its stripping rules
         declared = declared.get("content")
     if declared is not None and not isinstance(declared, str):
         raise ValueError(f"{file}: eos_token={declared!r} is not a token: set data.eos_token")
     return declared
+
+
+def _check_file(file: Path) -> None:
+    """Raise ValueError for a tokenizer.json that is invalid or takes too much time or memory.
+
+    A child process reads it and encodes some texts: the package `tokenizers` is written in Rust,
+    so Python cannot interrupt it, and it aborts the process when memory runs out. A process tries
+    files with the same contents once.
+    """
+    try:
+        data = read_limited(file, LARGE_FILE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer={error}") from None
+    except OSError as error:
+        raise ValueError(f"data.tokenizer={file} cannot be read: {error.strerror}") from None
+    digest = sha256(data).digest()
+    if digest not in _PASSED:
+        check_in_child(
+            f"data.tokenizer={file}",
+            lambda: _try(data),
+            seconds=_MOST_SECONDS,
+            most_bytes=_MOST_BYTES,
+        )
+        _PASSED.add(digest)
+
+
+def _try(data: bytes) -> None:
+    """Load a tokenizer.json and encode and decode the texts of `_texts`.
+
+    Runs in a child process. Raises ValueError for an invalid file, and for too many tokens.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except Exception as error:  # the package raises bare Exception for every fault of the file
+        raise ValueError(f"not a usable tokenizer.json: {error}") from None
+    tokenizer.no_truncation()
+    for text in _texts(json.loads(data)):
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            tokenizer.decode(ids)
+        except MemoryError:
+            raise
+        except Exception:  # no token for a character, and no unknown token: refused when it occurs
+            continue
+        if len(ids) > _MOST_TOKENS * (len(text) + 10):
+            raise ValueError(
+                f"it makes {len(ids):,} tokens of a text of {len(text):,} characters, and the limit"
+                f" is {_MOST_TOKENS} a character: its normalizer grows without bound"
+            )
+
+
+def _texts(described: Any) -> Iterator[str]:
+    """Yield texts to try: all of Unicode's first plane, repeated characters, the rules' patterns.
+
+    `described` is the parsed tokenizer.json.
+    """
+    yield "".join(map(chr, (*range(1, 0xD800), *range(0xE000, 0xFFFE))))
+    for character in "aA0 \n\t-.'é漢\u0301\U0001f600":
+        yield character * _RUN
+        yield character * _RUN + "!"
+        yield f"{character}b" * (_RUN // 2) + "\0"
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        for text in _strings(described.get(part)):
+            yield text[:_RUN] * max(1, _RUN // max(1, len(text)))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for below in value.values() if isinstance(value, dict) else value:
+            yield from _strings(below)

@@ -1,11 +1,12 @@
-"""The keys of a conversation's row and of its turns, in the dialects that data sets are written in.
+"""Reading the rows of conversations in the formats that data sets use, as messages for a template.
 
-[Note: Keys of conversations] Nothing that could change the text or the loss is dropped silently.
-Every key of a turn goes to the chat template, as in transformers; those that the template does not
-name are counted in the log, and so are keys of a row that are not used (`id`, `source`, `score`).
-Refused by name are keys that other programs read and ISP does not, and roles that neither a dialect
-nor the template knows. Sources: the formats of OpenAI's fine-tuning, TRL 1.16 (`data_utils.py`),
-LLaMA-Factory 0.9.5 (`data/converter.py` and its v1) and axolotl 0.19 (`chat_template.py`).
+[Note: Keys of conversations] No key that could change the text or the loss is dropped silently.
+Every key of a message goes to the chat template, as in transformers. The log counts keys of
+messages that the template does not name, and keys of a row that are not used (`id`, `source`,
+`score`). Errors name keys that other programs read and ISP does not, and roles that neither a
+format nor the template knows. Sources: the formats of OpenAI's fine-tuning, TRL 1.16
+(`data_utils.py`), LLaMA-Factory 0.9.5 (`data/converter.py` and its v1) and axolotl 0.19
+(`chat_template.py`).
 """
 
 import json
@@ -29,25 +30,27 @@ __all__ = [
 _ROLES = ("system", "user", "assistant", "tool")
 _ASSISTANT = ("gpt", "chatgpt", "bing", "bard", "model")
 _TOOL = ("observation", "function_response", "tool_response", "function", "ipython")
-_OF_DIALECTS = {
+_ALIASES = {
     "human": "user",
-    "developer": "system",  # as OpenAI names it now
+    "developer": "system",  # OpenAI's present name
     **dict.fromkeys(_ASSISTANT, "assistant"),
     **dict.fromkeys(_TOOL, "tool"),
 }
-"""Other names of roles; a template that compares a role with such a name gets it as it is.
+"""Other names of roles, with the one of `_ROLES` that replaces them.
 
-Not an assistant's, if the template knows `assistant`: Gemma's compares with `model`, which it has
-named so itself.
+A template that compares the role with such a name gets it unchanged. The exception are names of the
+assistant in a template that also knows `assistant`: Gemma's compares with `model`, but only after
+it has replaced `assistant` itself.
 """
 
 _RENAMED = {"from": "role", "value": "content"}
-"""ShareGPT's names of keys."""
+"""ShareGPT's names of keys, and the names to use."""
 
 _WEIGHTS = ("train", "training", "train_detail", "training_detail", "loss_weight")
-"""Keys by which other programs say what of a turn, or of a part of its content, is trained."""
+"""Keys by which other programs select the messages, or parts of their content, to train."""
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Keys of rows with content other than text."""
 
 _REFUSED = {
     **dict.fromkeys(_MEDIA, "only text is trained"),
@@ -58,16 +61,16 @@ _REFUSED = {
     "functions": "write 'tools'",
     "weight": "rows have no weight: give one to messages, or to sources",
 }
-"""Keys of rows that other programs read, and what to do instead."""
+"""Keys of rows that other programs read and ISP does not, with what to do instead."""
 
 _SYSTEM = ("system_prompt", "system_message")
-"""Other names of `system`."""
+"""Other names of a row's `system`, refused with the name to use."""
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a tool call as an object, which is printed as the JSON text that it was.
+    """The arguments of a tool call as a dict that prints as the JSON text that it was read from.
 
-    A template may take its items, or write it as it is: both as with the form that it expects.
+    So templates work that read its items, and those that write it as if it were text.
     """
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
@@ -77,22 +80,22 @@ class Arguments(dict[str, Any]):
     def __str__(self) -> str:
         return self._text
 
-    def __repr__(self) -> str:  # in a call that is printed as a whole
+    def __repr__(self) -> str:  # for a template that prints the whole call
         return repr(self._text)
 
 
 class Beside(NamedTuple):
-    """Variables of a chat template besides the messages."""
+    """The inputs of a chat template from a row, besides the messages; None if the row has none."""
 
     tools: Any
     variables: Any
 
 
 def read_talk(line: JsonLine) -> tuple[Any, Beside]:
-    """Return the turns of a row of `messages` or `conversations`, and what is beside them.
+    """Return the messages of a row with `messages` or `conversations`, and its other inputs.
 
-    Raises ValueError, with the row and the key, for a row without turns and for keys that say
-    what is not known.
+    Raises ValueError, with the row and the key, for a row without messages, and for keys that
+    `read_beside` or `with_system` refuse.
     """
     record, where = line.record, line.where
     found = [key for key in ("messages", "conversations") if key in record]
@@ -105,7 +108,7 @@ def read_talk(line: JsonLine) -> tuple[Any, Beside]:
 
 
 def read_beside(line: JsonLine) -> Beside:
-    """Return what the template sees besides messages; `tools` may be JSON text, as in tables.
+    """Return `tools` and `chat_template_kwargs` of a row; `tools` may be JSON text, as in tables.
 
     Raises ValueError, with the row and the key, for keys that other programs read and ISP does not.
     """
@@ -117,9 +120,9 @@ def read_beside(line: JsonLine) -> Beside:
 
 
 def _filled(value: Any) -> Any:
-    """Return what a row has, parsed if it is JSON text; None for what is empty.
+    """Return a value of a row, parsed if it is JSON text; None if it is empty.
 
-    Rows without tools, functions or images have "", [], "[]" or [null] there.
+    In data sets, rows without tools, functions or images have "", [], "[]" or [null] there.
     """
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
@@ -129,10 +132,11 @@ def _filled(value: Any) -> Any:
 
 
 def with_system(messages: Any, line: JsonLine) -> Any:
-    """Return `messages` after the `system` of their row, if it has one, and they do not begin so.
+    """Return `messages` with the `system` of their row, if it has one, as the first message.
 
-    An empty system message at their beginning is replaced.
-    Raises ValueError for another system message, and for a name of it that is not read.
+    An empty system message at the beginning is replaced, and an equal one is kept.
+    Raises ValueError if messages begin with a different system message, and for a `system` that is
+    not text or has another name.
     """
     first = messages[0] if isinstance(messages, list) and messages else None
     first = first if isinstance(first, dict) else {}
@@ -140,7 +144,7 @@ def with_system(messages: Any, line: JsonLine) -> Any:
     own = first.get("content", first.get("value")) if is_system else None
     for key in ("system", *_SYSTEM):
         text = line.record.get(key, "")
-        if text in ("", own):
+        if text in ("", own):  # none, or the messages have it already
             continue
         if not isinstance(text, str):
             raise ValueError(f"{line.where} has a {key!r} that is not text")
@@ -151,17 +155,18 @@ def with_system(messages: Any, line: JsonLine) -> Any:
                 f"{line.where} has a 'system', and its messages begin with another system message:"
                 " leave one of them out"
             )
-        if isinstance(messages, list):
+        if isinstance(messages, list):  # `read_turns` refuses anything else
             rest = messages[1:] if is_system else messages
             messages, own = [{"role": "system", "content": text}, *rest], text
     return messages
 
 
 def read_turns(messages: Any, named: Named, *, parses: bool = True) -> list[dict[str, Any]]:
-    """Return messages with `role` and `content`, by roles and keys that the template has.
+    """Return messages with `role` and `content`, in roles and keys that the template knows.
 
-    `parses`: arguments of tool calls that are JSON text become the objects that they describe, as
-    templates expect. Raises ValueError, with the message and the key, for what is not known.
+    `named`: the names in the template. `parses`: turn arguments of tool calls that are JSON text
+    into `Arguments`, which most templates expect. Raises ValueError, with the message and the key,
+    for roles, keys and values that are not read.
     """
     if not isinstance(messages, list) or not messages:
         raise ValueError("'messages' must be a list of at least one message")
@@ -172,14 +177,16 @@ def read_turns(messages: Any, named: Named, *, parses: bool = True) -> list[dict
 
 
 def unnamed_keys(turns: Sequence[Mapping[str, Any]], named: Named) -> set[str]:
-    """Return the keys of turns that the template does not name."""
+    """Return the keys of messages that the template does not name."""
     keys = {key for turn in turns for key in turn} - {"role", "content", "weight", "tool_calls"}
-    if not named.words.isdisjoint(REASONING):  # each stands for the others
+    # `render` gives reasoning under all of its names, so one in the template is enough.
+    if not named.words.isdisjoint(REASONING):
         keys -= {*REASONING}
     return keys - named.words
 
 
 def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, Any]:
+    """Return one message of `read_turns`; `where` is its number, for messages."""
     if not isinstance(given, dict):
         raise ValueError(
             f"{where} is a JSON {type(given).__name__}, not an object with 'role' and 'content'"
@@ -194,12 +201,13 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
         raise ValueError(f"{where} has no 'role' that is text")
     where = f"{where} ({role})"
     _check_calls(turn, where, named)
+    # LLaMA-Factory's role of a tool call, whose content is one call or a list of them.
     if role == "function_call" and role not in named.roles:
         called = _from_json(turn.get("content"), where, "content")
         calls = called if isinstance(called, list) else [called]
         turn |= {"role": "assistant", "content": "", "tool_calls": [*map(_as_call, calls)]}
     elif role not in named.roles or (role in _ASSISTANT and "assistant" in named.roles):
-        turn["role"] = _OF_DIALECTS.get(role, role)
+        turn["role"] = _ALIASES.get(role, role)
         if turn["role"] not in _ROLES:
             raise ValueError(
                 f"{where} has a role that is not known: use {', '.join(_ROLES[:-1])} or"
@@ -211,7 +219,7 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
         turn |= {} if _filled(called) is None else {"tool_calls": [_as_call(called)]}
     if "tool_calls" in turn:
         turn["tool_calls"] = _read_calls(turn["tool_calls"], where, parses)
-        if not turn["tool_calls"]:  # templates ask whether there is the key
+        if not turn["tool_calls"]:  # many templates test only if the key is there
             del turn["tool_calls"]
     _check_weight(turn, where)
     content = turn.get("content")
@@ -223,9 +231,9 @@ def _read_turn(given: Any, where: str, named: Named, parses: bool) -> dict[str, 
 
 
 def _check_calls(turn: dict[str, Any], where: str, named: Named) -> None:
-    """Check that tool calls stand in one place, which becomes `tool_calls`."""
+    """Raise ValueError if a message has tool calls under two keys, or in a key and its content."""
     keys = [key for key in ("tool_calls", "function_call") if _filled(turn.get(key)) is not None]
-    if "function_call" in named.words:  # the template reads both
+    if "function_call" in named.words:  # the template reads this key itself
         keys = [key for key in keys if key != "function_call"]
     if turn["role"] == "function_call" and "function_call" not in named.roles:
         keys.append("content")
@@ -236,7 +244,10 @@ def _check_calls(turn: dict[str, Any], where: str, named: Named) -> None:
 
 
 def _check_weight(turn: dict[str, Any], where: str) -> None:
-    """Check what a turn says of its loss; a weight of a table may be 0.0 or 1.0."""
+    """Raise ValueError unless a message's weight is 0, or 1 for the assistant, or absent.
+
+    Other programs' keys for weights are refused. In tables a weight may be 0.0 or 1.0.
+    """
     if key := next((key for key in _WEIGHTS if key in turn), None):
         raise ValueError(
             f"{where} has {key!r}, which is not read: write 'weight', 0 or 1, in messages of the"
@@ -258,6 +269,7 @@ def _check_weight(turn: dict[str, Any], where: str) -> None:
 
 
 def _check_part(part: Any, where: str) -> None:
+    """Raise ValueError for a part of a message's content that is not text or has a weight."""
     if not isinstance(part, dict):
         return
     if key := next((key for key in ("weight", *_WEIGHTS) if key in part), None):
@@ -273,7 +285,10 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def _read_calls(calls: Any, where: str, parses: bool) -> list[dict[str, Any]]:
-    """Return tool calls, whose `arguments` are objects if `parses`."""
+    """Return tool calls, with `arguments` turned into `Arguments` if `parses`.
+
+    Raises ValueError, with the message, for calls that are not a list of objects.
+    """
     calls = _from_json(calls, where, "tool_calls") if isinstance(calls, str) else calls
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"{where} has 'tool_calls' that are not a list of objects")
@@ -281,12 +296,16 @@ def _read_calls(calls: Any, where: str, parses: bool) -> list[dict[str, Any]]:
 
 
 def _as_call(function: Any) -> Any:
-    """Return a tool call in OpenAI's present form, which templates have."""
+    """Return a function call in OpenAI's present form, `{"type": "function", "function": ..}`."""
     is_call = not isinstance(function, dict) or "function" in function
     return function if is_call else {"type": "function", "function": function}
 
 
 def _read_call(call: dict[str, Any], where: str, parses: bool) -> dict[str, Any]:
+    """Return a tool call, with `arguments` that are JSON text turned into `Arguments` if `parses`.
+
+    Raises ValueError, with the message, for arguments that are not a JSON object.
+    """
     if isinstance(called := call.get("function"), dict):
         return {**call, "function": _read_call(called, where, parses)}
     text = call.get("arguments")
@@ -301,6 +320,7 @@ def _read_call(call: dict[str, Any], where: str, parses: bool) -> dict[str, Any]
 
 
 def _from_json(text: Any, where: str, key: str) -> Any:
+    """Return the value of JSON `text`; raise ValueError with the message and `key` if invalid."""
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:

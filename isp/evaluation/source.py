@@ -15,15 +15,14 @@ from torch import nn
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.choice import CheckpointInfo, newest_at
-from isp.checkpoint.state import check_shapes
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights, check_shapes
 from isp.config.models import language_model
 from isp.config.sections import DTYPES, CheckpointConfig
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis, ParallelConfig
 from isp.core.section import KeyRole, defaults_of
 from isp.data.chat import ChatTemplate
-from isp.data.tokenizer import HFTokenizer, Tokenizer, begun, load_tokenizer
+from isp.data.tokenizer import HFTokenizer, Tokenizer, load_tokenizer, with_bos
 from isp.evaluation.engine import Engine
 from isp.models.build import build_model, parameter_shapes
 from isp.models.huggingface.adapter_config import ADAPTER_FILE, with_adapter
@@ -34,9 +33,8 @@ from isp.models.loading import meta_model, plain_model
 from isp.models.traced_model import TracedModel, position_rows
 from isp.train.state.export import as_saved, plain_decoder, saved_model
 from isp.train.state.resume import saved_config
-from isp.utils.hub import download_hint
-from isp.utils.json_file import read_json
-from isp.utils.packages import require
+from isp.utils.environment import require
+from isp.utils.files import download_hint, read_json
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE
 
@@ -124,7 +122,7 @@ class Source:
             return self._checked(self.tokenizer.encode_prompt(text))
         tokens = self.tokenizer.encode(text)
         if self.data["add_bos"]:
-            tokens = begun(tokens, self.tokenizer.bos)
+            tokens = with_bos(tokens, self.tokenizer.bos)
         return self._checked(tokens.tolist())
 
     def _checked(self, found: list[int]) -> list[int]:

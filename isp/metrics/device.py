@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = [
     "MemoryMeter",

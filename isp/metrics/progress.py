@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from isp.utils.durations import format_duration
+from isp.utils.text import format_duration
 
 __all__ = ["ProgressBar", "watched_stream"]
 

@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from isp.utils.durations import format_duration
-from isp.utils.result_file import first_fault
+from isp.utils.files import first_fault
+from isp.utils.text import format_duration
 
 __all__ = ["StepRecord"]
 

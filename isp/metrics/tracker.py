@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from isp.utils.packages import require
+from isp.utils.environment import require
 
 __all__ = ["TrackedRun", "Tracker", "check_tracker", "mlflow_name", "tracker_of"]
 

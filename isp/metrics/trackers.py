@@ -12,7 +12,7 @@ from pathlib import Path
 
 from isp.metrics.tracker import TrackedRun, Tracker, tracker_of
 from isp.utils.files import read_limited, write_whole
-from isp.utils.safe_text import first_line
+from isp.utils.text import first_line
 
 __all__ = ["Trackers"]
 

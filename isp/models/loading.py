@@ -32,7 +32,7 @@ from isp.models.huggingface.tiny import kept_in_float64
 from isp.models.known_code import check_code
 from isp.models.meta import parameters_on_meta
 from isp.models.traced_model import TracedModel
-from isp.utils.safe_text import first_line
+from isp.utils.text import first_line
 
 __all__ = [
     "begun_by_the_model",

@@ -18,7 +18,7 @@ from isp.models.huggingface.overrides import OverrideError, check_overrides, ove
 from isp.models.huggingface.tiny import fewer_heads, kept_in_float64, tiny_model
 from isp.models.huggingface.weight_files import read_json
 from isp.models.traced_model import TracedModel
-from isp.utils.packages import require
+from isp.utils.environment import require
 from model.config import ModelConfig
 from model.decoder import Decoder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isp.parity.compare import TOLERANCE, Check, Differences, Verdict
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = ["HEAD", "heading", "line", "summary"]
 

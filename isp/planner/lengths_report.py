@@ -15,7 +15,7 @@ from isp.planner.lengths import Budget, Growth, Longest, Planned
 from isp.planner.memory import Memory
 from isp.planner.report import largest, model_of
 from isp.profile.table import aligned
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = ["MemoryPlan", "lengths_as_json", "lengths_as_text"]
 

@@ -13,7 +13,7 @@ from isp.profile.schema import Cause, ModeProfile, Profile, RankProfile
 from isp.profile.table import Table
 from isp.profile.timeline import LANES, PATTERNS, draw_timeline, lanes_of, legend, ms
 from isp.utils.files import write_whole
-from isp.utils.safe_text import redacted
+from isp.utils.text import redacted
 
 __all__ = ["facts", "listing", "page", "profile_page", "section", "table", "write_page"]
 

@@ -1,1 +1,1 @@
-"""Files, text, limits and packages: helpers that import nothing of ISP and not torch."""
+"""Helpers for text, files, limits and the environment, without torch or other packages of ISP."""

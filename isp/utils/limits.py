@@ -1,9 +1,9 @@
-"""Limits of time and memory for what foreign files make this program compute.
+"""Limits of time and memory for computations that files of unknown origin cause.
 
-[Note: Foreign code] A chat template, a pattern of names, a normalizer and the sizes in config.json
-are programs of a kind: a short one may never end, or take all memory. Python code among them runs
-within `limited`; libraries in other languages, which Python cannot interrupt and which end the
-process when memory runs out, are tried in a child process by `check_in_child` first.
+[Note: Foreign code] A chat template, a regular expression, a normalizer and the sizes in
+config.json act like programs: a short one may never end, or take all memory. Those that Python
+executes run within `limited`. Libraries in other languages cannot be interrupted by Python, and
+abort the process when memory runs out, so `check_in_child` first tries them in a child process.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from types import FrameType
 __all__ = ["check_in_child", "limited"]
 
 _TICK_SECONDS = 0.05
-"""Time between looks at the clock and at memory."""
+"""Interval at which time and memory are checked."""
 _CLEANUP_SECONDS = 1.0
-"""Time that code has to leave its own contexts before it is interrupted once more."""
+"""Time for interrupted code to leave its contexts before it is interrupted again."""
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = resource.getpagesize()
 
 
 class _Exceeded(BaseException):
-    """A limit was exceeded; no `except Exception` of a library takes it for a fault of its own."""
+    """A limit was exceeded; not an Exception, so that handlers in libraries do not catch it."""
 
 
 @contextmanager
 def limited(
     what: str, *, seconds: float, most_bytes: int, address_bytes: int | None = None
 ) -> Iterator[None]:
-    """Limit the time and the memory of the code in this context, which may be nested.
+    """Context that limits the time and the memory of its code; may be nested.
 
-    Raises ValueError, with `what` (the file or the key) and the limit, when the code takes more
-    than `seconds`, or than `most_bytes` more memory. The time and the memory of many small objects
-    are looked at by a timer. For one large object the address space is limited, by which the
-    allocation itself fails: by `address_bytes` (None: `most_bytes`), for code that allocates more
-    than it uses. In a thread other than the main one nothing is limited: Python serves timers in
-    the main thread alone, and the limit of memory would hit what the main thread computes.
+    Raises ValueError, with `what` (the file or the key) and the limit, if the code takes more than
+    `seconds`, or more than `most_bytes` of additional memory. A timer checks the time, and the
+    memory, to which many small objects may add up. The allocation of one large object fails by a
+    limit of the address space: `address_bytes`, or `most_bytes` if None; it is larger for code that
+    allocates more than it uses. In another thread than the main one nothing is limited: Python
+    handles timers only in the main thread, whose own allocations the limit would affect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -58,7 +58,7 @@ def limited(
     def look(frame: FrameType | None) -> None:
         nonlocal quiet_until
         now = time.monotonic()
-        # Not in the midst of leaving this context, which would leave the timer running.
+        # Do not raise while this context is being left, which would leave the timer running.
         leaves = frame is None or frame.f_globals.get("__name__") in (__name__, "contextlib")
         if ended or leaves or now < quiet_until:
             return
@@ -76,7 +76,7 @@ def limited(
             try:
                 yield
             finally:
-                ended = True  # a signal that is still on its way is no fault
+                ended = True  # a signal that arrives later must not raise
     except _Exceeded as fault:
         raise ValueError(str(fault)) from None
     except MemoryError:
@@ -86,14 +86,15 @@ def limited(
 def check_in_child(
     what: str, check: Callable[[], object], *, seconds: float, most_bytes: int
 ) -> None:
-    """Run `check` in a child process, and raise ValueError unless it ends within the limits.
+    """Run `check` in a child process; raise ValueError if it raises or exceeds the limits.
 
-    The error has `what` (the file), and the limit, or the first line of what `check` raised. The
-    child has this process's modules and memory, and nothing that it changes is seen here.
+    The error has `what` (the file) and the limit, or the first line of the error of `check`. The
+    child is a fork: it has this process's modules and memory, and its changes are not seen here.
     """
     read, write = os.pipe()
     with _quiet_collector(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child has one
+        # Python warns of a fork in a process with threads, of which the child has only this one.
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         _run_as_child(check, write, seconds, most_bytes)
@@ -102,12 +103,13 @@ def check_in_child(
     try:
         fault = _read_until_end(read, seconds)
     finally:
-        if fault is None:  # out of time, or interrupted
+        if fault is None:  # out of time, or this process was interrupted
             os.kill(child, signal.SIGKILL)
         os.close(read)
         _, status = os.waitpid(child, 0)
     if fault:
         raise ValueError(f"{what}: {fault}")
+    # At the limit of CPU time the kernel sends SIGXCPU or SIGKILL; SIGKILL is also sent above.
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
         raise ValueError(_time_fault(what, seconds))
     if status != 0:  # MemoryError, or a library that aborts when an allocation fails
@@ -123,17 +125,17 @@ def _memory_fault(what: str, most_bytes: int) -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """The bytes of this process's address space, and of those in memory; 0 where not known."""
+    """Return the bytes of this process's address space and resident memory; 0 if unknown."""
     try:
         size, resident, *_ = _STATM.read_bytes().split()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return 0, 0
     return int(size) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
 
 
 @contextmanager
 def _address_space(most_bytes: int) -> Iterator[None]:
-    """Let allocations fail that go beyond `most_bytes` more than now."""
+    """Context in which allocations of more than `most_bytes` above the present size fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = _memory()[0]
     if size:
@@ -148,7 +150,11 @@ def _address_space(most_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
-    """Call `look` again and again, and the handler of a timer that was set before at its time."""
+    """Context in which a timer calls `look`, with the current frame, every `_TICK_SECONDS`.
+
+    A timer that was set before keeps working: its handler is called when it is due, and it is set
+    again at the end.
+    """
     due, begin = signal.getitimer(signal.ITIMER_REAL)[0], time.monotonic()
     before = signal.getsignal(signal.SIGALRM)
 
@@ -163,7 +169,7 @@ def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if before is not None:  # None: a handler that is not Python's
+        if before is not None:  # None is a handler that Python did not install: it cannot be set
             signal.signal(signal.SIGALRM, before)
         if due:
             left = max(1e-3, due - (time.monotonic() - begin))
@@ -172,7 +178,7 @@ def _ticks(look: Callable[[FrameType | None], None]) -> Iterator[None]:
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Without garbage collection: a child must not run destructors of this process's objects."""
+    """Context without garbage collection: in a child, it would run destructors of this process."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -183,12 +189,15 @@ def _quiet_collector() -> Iterator[None]:
 
 
 def _run_as_child(check: Callable[[], object], write: int, seconds: float, most_bytes: int) -> None:
-    """Run `check` and end this process; a fault goes to the pipe `write`."""
+    """Run `check` and end this process, which is the child; write an error to the pipe `write`.
+
+    Exits with 0 unless memory ran out; a limit of CPU time ends it with SIGXCPU.
+    """
     code = 1
     try:
         faulthandler.disable()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says as it aborts
-        # Each may raise in a process that has lower limits already, which then hold.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the message of a library that aborts
+        # A call raises if the process already has a lower limit, which then holds.
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1,) * 2)
@@ -198,16 +207,16 @@ def _run_as_child(check: Callable[[], object], write: int, seconds: float, most_
         code = 0
     except MemoryError:
         code = 2
-    except BaseException as error:  # also what libraries of other languages raise
+    except BaseException as error:  # a panic in a Rust library is not an Exception
         lines = str(error).strip().splitlines() or [type(error).__name__]
         os.write(write, lines[0][:2000].encode(errors="replace"))
         code = 0
     finally:
-        os._exit(code)  # without this process's own handlers, which are the parent's
+        os._exit(code)  # without exit handlers, which belong to the parent
 
 
 def _read_until_end(pipe: int, seconds: float) -> str | None:
-    """Return the output of the child; None if it takes more than `seconds`."""
+    """Return the text that the child wrote until it ended; None if it takes more than `seconds`."""
     found, end = b"", time.monotonic() + seconds
     while True:
         ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Small runs in any layout, whose every weight and moment is a known function of its place."""
+"""Small runs in any layout, with weights and moments that are a known function of their index."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ADAMW, LION = OptimizerConfig(), OptimizerConfig(name="lion")
 
 
 _FROZEN = {"rows": (0, 0), "tensors": {}}
-"""In place of the states of a parameter that has none."""
+"""Placeholder for the states of a parameter without any."""
 
 
 class Run(NamedTuple):
-    """What a trainer has on a rank."""
+    """The objects of a trainer on one rank."""
 
     world: Channel
     state: TrainState
@@ -37,11 +37,11 @@ class Run(NamedTuple):
 
 
 _APART = {"q": 8, "k": 4, "v": 4}
-"""Rows of what is fused."""
+"""Number of rows of each part of the fused parameter."""
 
 
 def _earlier_names() -> dict[str, RowsOf]:
-    """Of parameters apart."""
+    """Return the place of each separate parameter in a checkpoint with the fused one."""
     first, whole = dict(zip(_APART, accumulate(_APART.values(), initial=0), strict=False)), 16
     return {
         f"{name}.{kind}": RowsOf(f"wqkv.{kind}", first[name], whole)
@@ -51,10 +51,10 @@ def _earlier_names() -> dict[str, RowsOf]:
 
 
 class _Model(nn.Module):
-    """One of everything: fused, biased, uneven, tied, replicated, and empty on the last ranks."""
+    """Parameters of each kind: fused, biased, uneven, tied, replicated, empty on the last ranks."""
 
     def __init__(self, layers: ToolkitLayers, *, wide: int, apart: bool = False) -> None:
-        """With q, k and v `apart` they are no fused parameter."""
+        """`apart`: q, k and v are three parameters instead of a fused one."""
         super().__init__()
         self.embedding = layers.embedding(37, wide, std=1.0)  # 37 rows divide by nothing
         if apart:
@@ -80,7 +80,7 @@ def make_run(
     frozen: frozenset[str] = frozenset(),
     apart: bool = False,
 ) -> Run:
-    """A run on this rank, all zeros; needs a process group where there are several."""
+    """Return a run on this rank, all zeros; several ranks need a process group."""
     mesh = _channels(topology, rank)
     layers = ToolkitLayers(
         mode=topology.mode,
@@ -104,9 +104,9 @@ def make_run(
 
 
 def _channels(topology: Topology, rank: int) -> dict[Axis, Channel]:
-    """Channels that know their sizes; only those of WORLD and ZERO1 can carry anything.
+    """Return channels with their sizes, of which only WORLD and ZERO1 can communicate.
 
-    Nothing else travels here, and each gloo group takes long to connect.
+    Nothing else communicates here, and each gloo group takes time to connect.
     """
     channels = {axis: Channel.solo(axis.value) for axis in Axis}
     for axis, channel in channels.items():
@@ -121,7 +121,7 @@ def _channels(topology: Topology, rank: int) -> dict[Axis, Channel]:
 
 
 def chosen(checkpointer: Checkpointer, *step: int, **keys: float | None) -> CheckpointInfo:
-    """The checkpoint to resume from, which there has to be."""
+    """Return the checkpoint to resume from; there has to be one."""
     info = checkpointer.choose(*step, **keys)
     assert info is not None
     return info
@@ -129,7 +129,7 @@ def chosen(checkpointer: Checkpointer, *step: int, **keys: float | None) -> Chec
 
 @torch.no_grad()
 def clear(run: Run) -> None:
-    """Forget every weight and moment."""
+    """Set every weight and moment to zero."""
     state = run.optimizer.state_dict()
     for part in state["parameters"].values():
         for tensor in part["tensors"].values():
@@ -140,7 +140,7 @@ def clear(run: Run) -> None:
 
 
 def whole_value(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """The whole tensor that stands for `kind` of a parameter: float64, no two elements alike."""
+    """Return the whole tensor of `kind` of a parameter: float64, all elements different."""
     seed = int.from_bytes(hashlib.sha256(f"{name}/{kind}".encode()).digest()[:4], "little")
     return torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -161,7 +161,7 @@ def fill(run: Run) -> None:
 
 
 def expect(run: Run, through: torch.dtype | None = None) -> int:
-    """Check every weight and moment of this rank bit by bit; how many elements were compared.
+    """Check every weight and moment of this rank bit by bit; return the number of elements.
 
     `through` is the dtype of the master weights and moments of the run that saved, where it is
     narrower than this one's.

@@ -39,7 +39,7 @@ def _layout(case: str, parts: int, index: int) -> ParameterLayout:
 
 
 def _shards(case: str, parts: int, zero1: int) -> list[Shard]:
-    """The rows of every rank of a weight group of `parts`, each split over `zero1` ranks."""
+    """Return the rows of every rank of a weight group of `parts`, each split over `zero1` ranks."""
     shape = CASES[case][0]
     whole = torch.arange(math.prod(shape)).view(shape)
     shards = []

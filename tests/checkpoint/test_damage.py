@@ -1,4 +1,4 @@
-"""What is damaged is passed over, with its reason; what is a stranger's runs no code."""
+"""Damaged checkpoints are passed over with a reason, and a foreign checkpoint runs no code."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
 from isp.checkpoint.choice import LAUNCH
 from isp.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
+from isp.checkpoint.state import WholeWeights
 from isp.checkpoint.storage import METADATA, read_metadata
-from isp.checkpoint.whole import WholeWeights
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Channel
 from isp.train.state.export import export
@@ -35,7 +35,7 @@ FILES = {name: FileRecord(1 << 20, 64 * "0") for name in (METADATA, DATA)}
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of steps 10, 20 and 30."""
+    """Save checkpoints of steps 10, 20 and 30."""
     folder = tmp_path_factory.mktemp("three")
     run = make_run(0, topology(), torch.float32)
     fill(run)
@@ -84,7 +84,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_passed_over(folder: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over(folder: Path, damage: str) -> None:
     """Catches damage that is loaded, or that stops a run which has an older good checkpoint."""
     act, reason = DAMAGES[damage]
     act(folder / "step_30")
@@ -95,7 +95,7 @@ def test_a_damaged_one_is_passed_over(folder: Path, damage: str) -> None:
     assert reason in info.describe()
 
 
-def test_the_newest_good_one_is_chosen(folder: Path) -> None:
+def test_the_newest_good_checkpoint_is_chosen(folder: Path) -> None:
     """Catches an older checkpoint preferred, and an empty folder that is not a fresh start."""
     info = _choose(folder)
     assert (info.step, info.passed_over) == (30, ())
@@ -113,7 +113,7 @@ def test_if_all_are_damaged_the_run_does_not_start_anew(folder: Path) -> None:
         _choose(folder)
 
 
-def test_a_step_can_be_asked_for(folder: Path) -> None:
+def test_load_step_selects_a_checkpoint(folder: Path) -> None:
     """Catches load_step ignored, or quietly replaced by another where it is absent or damaged."""
     info = _choose(folder, 10)
     assert info.step == 10
@@ -125,8 +125,8 @@ def test_a_step_can_be_asked_for(folder: Path) -> None:
         _choose(folder, 10)
 
 
-def test_a_run_that_went_back_goes_on(folder: Path) -> None:
-    """Catches a restarted run that goes back to load_step once more, or on from what it left."""
+def test_a_run_that_went_back_continues(folder: Path) -> None:
+    """Catches a restarted run that goes back to load_step once more, or continues what it left."""
     checkpointer = Checkpointer(folder, CONFIG, world=Channel.solo())
     first, second, third = 3.0, 2.0, 1.0  # launches; the numbers say nothing of their order
     for step, launch in ((20, first), (30, second)):
@@ -166,7 +166,7 @@ def test_ranks_agree_on_what_is_good(folder: Path, name: str) -> None:
 
 
 def _change(path: Path, **changes: object) -> None:
-    """Write the manifest of a checkpoint anew, with `changes` of its keys, None being left out."""
+    """Rewrite the manifest of a checkpoint with `changes` of its keys; None removes a key."""
     whole = json.loads((path / MANIFEST).read_text())
     content = {**json.loads(whole["content"]), **changes}
     text = json.dumps({key: value for key, value in content.items() if value is not None})
@@ -234,7 +234,7 @@ CRAFTED: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.timeout(60)  # instead of reading for ever
 @pytest.mark.parametrize("craft", CRAFTED)
 def test_a_crafted_manifest_is_passed_over(folder: Path, craft: str) -> None:
-    """Catches what lies elsewhere being read, an endless read, and errors of a program."""
+    """Catches files elsewhere that are read, an endless read, and tracebacks."""
     act, reason = CRAFTED[craft]
     (folder / "secret").write_bytes(b"")
     act(folder / "step_30")
@@ -342,8 +342,8 @@ def test_a_crafted_configuration_is_damaged(folder: Path, key: str, value: objec
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "../step_20/__0_0.distcp"])
-def test_shards_lie_beside_their_table(folder: Path, name: str) -> None:
-    """Catches a table of contents, a stranger's, that has another file read as weights."""
+def test_shards_are_in_the_folder_of_their_table(folder: Path, name: str) -> None:
+    """Catches a foreign table of contents by which another file is read as weights."""
     path = folder / "step_30"
     metadata = read_metadata(path, Manifest.read(path).files)
     for info in metadata.storage_data.values():
@@ -372,13 +372,13 @@ class _Harmful:
 
 
 def test_a_harmful_file_runs_no_code(folder: Path) -> None:
-    """Catches a checkpoint from a stranger that runs commands when it is read."""
+    """Catches a foreign checkpoint that runs commands when it is read."""
     (folder / "step_30" / METADATA).write_bytes(pickle.dumps(_Harmful()))
     with pytest.raises(Damaged, match=r"must not contain posix\.system"):
         read_metadata(folder / "step_30", FILES)
 
 
-def test_inspect_says_what_is_in_it(folder: Path) -> None:
+def test_inspect_describes_the_contents(folder: Path) -> None:
     """Catches a wrong shape, dtype, step or count, and a damaged one described as sound."""
     text = inspect(folder / "step_30")
     assert "step 30, 960 tokens, 7 updates" in text

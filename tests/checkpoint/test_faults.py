@@ -26,11 +26,11 @@ from tests.toolkit import topology
 
 LAYOUT = topology(2, weight=2)
 WIDE = 2048
-"""Features of the model: some 300 KiB a tensor."""
+"""Features of the model, which give tensors of about 300 KiB."""
 
 
 def _limit_file_size(num_bytes: int) -> None:
-    """The next write beyond `num_bytes` of a file fails, on this rank alone."""
+    """Let the next write beyond `num_bytes` of a file fail, on this rank only."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_cannot_write(tmp_path: Path, mode: str, failing: int) -> No
 
 
 def _die_while_writing(rank: int, folder: Path, store: str, mode: str) -> None:
-    """Rank 1 is killed by the system in the middle of a write of its second checkpoint."""
+    """Let the system kill rank 1 while it writes its second checkpoint."""
     faulthandler.dump_traceback_later(25)  # says where it hangs, if it does
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     run, checkpointer = _run(rank, folder, mode)
@@ -131,7 +131,7 @@ def test_a_rank_that_dies_while_writing(tmp_path: Path, mode: str) -> None:
 
 
 def _save_until_killed(folder: Path, mode: str, published: Connection) -> None:
-    """Go on from the newest checkpoint: save its step once more, and then one after the other."""
+    """Continue from the newest checkpoint: save its step again, and then one after the other."""
     run = make_run(0, topology(), torch.float32)
     fill(run)
     config = CheckpointConfig(keep_latest_k=2, async_mode=mode)  # type: ignore[arg-type]

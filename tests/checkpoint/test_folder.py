@@ -1,4 +1,4 @@
-"""The folder after saves that ended, and after runs that died at any point of one."""
+"""The folder of checkpoints after complete saves, and after runs that died during one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.toolkit import topology
 
 
 def _write(folder: Path, step: int, content: str = "weights") -> None:
-    """A sound checkpoint of one file."""
+    """Write a sound checkpoint of one file."""
     (folder / "data").write_text(content)
     digest = hashlib.sha256(content.encode()).hexdigest()
     manifest = Manifest(
@@ -63,7 +63,7 @@ def test_steps_are_ordered_by_number(folder: CheckpointFolder) -> None:
     assert folder.steps() == [100, 11, 10, 9]
 
 
-def test_what_is_being_written_is_no_checkpoint(folder: CheckpointFolder) -> None:
+def test_an_unfinished_save_is_no_checkpoint(folder: CheckpointFolder) -> None:
     """Catches a half written folder chosen, or in the way of the next save."""
     folder.begin(10)
     (folder.temporary(10) / "data").write_text("half")
@@ -74,7 +74,7 @@ def test_what_is_being_written_is_no_checkpoint(folder: CheckpointFolder) -> Non
     assert folder.leftovers() == []
 
 
-def test_the_same_step_replaces(folder: CheckpointFolder) -> None:
+def test_a_save_of_the_same_step_replaces(folder: CheckpointFolder) -> None:
     """Catches a rename onto a folder that is there, which the system refuses."""
     _publish(folder, 10, "old")
     _publish(folder, 10, "new")
@@ -107,7 +107,7 @@ def test_dying_after_the_second_rename_keeps_the_new_one(folder: CheckpointFolde
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [40, 30, 20, 10]), (1, [40]), (3, [40, 30, 20])])
-def test_old_ones_are_deleted(folder: CheckpointFolder, keep: int, left: list[int]) -> None:
+def test_old_checkpoints_are_deleted(folder: CheckpointFolder, keep: int, left: list[int]) -> None:
     """Catches one too many or too few kept, and 0 taken for none."""
     for step in (10, 20, 30, 40):
         _publish(folder, step)
@@ -116,8 +116,8 @@ def test_old_ones_are_deleted(folder: CheckpointFolder, keep: int, left: list[in
     assert folder.leftovers() == []
 
 
-def test_damaged_ones_do_not_count(folder: CheckpointFolder) -> None:
-    """Catches the last good ones deleted in favour of newer ones that are broken."""
+def test_damaged_checkpoints_do_not_count(folder: CheckpointFolder) -> None:
+    """Catches the last good ones deleted in favor of newer ones that are broken."""
     for step in (10, 20, 30, 40):
         _publish(folder, step)
     (folder.published(30) / MANIFEST).unlink()
@@ -126,7 +126,7 @@ def test_damaged_ones_do_not_count(folder: CheckpointFolder) -> None:
     assert folder.steps() == [40, 10]
 
 
-def test_one_that_goes_back_is_kept(folder: CheckpointFolder) -> None:
+def test_the_checkpoint_of_a_run_that_went_back_is_kept(folder: CheckpointFolder) -> None:
     """Catches the checkpoint just written deleted because an abandoned run came further."""
     for step in (10, 20, 30, 15):
         _publish(folder, step)
@@ -135,7 +135,7 @@ def test_one_that_goes_back_is_kept(folder: CheckpointFolder) -> None:
     assert 10 not in folder.steps()
 
 
-def test_what_is_newer_is_left_alone(folder: CheckpointFolder) -> None:
+def test_newer_checkpoints_are_not_deleted(folder: CheckpointFolder) -> None:
     """Catches a damaged checkpoint deleted before it was written anew: it may still be mended."""
     for step in (10, 20, 30):
         _publish(folder, step)
@@ -145,7 +145,7 @@ def test_what_is_newer_is_left_alone(folder: CheckpointFolder) -> None:
     assert folder.steps() == [30, 25]
 
 
-def test_what_is_half_deleted_is_no_checkpoint(folder: CheckpointFolder) -> None:
+def test_an_unfinished_deletion_leaves_no_checkpoint(folder: CheckpointFolder) -> None:
     """Catches a run that died while deleting and leaves a checkpoint without its files."""
     _publish(folder, 10)
     folder.published(10).rename(folder.path / "step_10.deleted")

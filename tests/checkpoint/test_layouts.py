@@ -88,7 +88,7 @@ def test_another_rule_loads_in_another_layout(tmp_path: Path) -> None:
     assert "exp_avg\n" in inspect(tmp_path / "step_20")
 
 
-def test_rows_of_what_was_fused_are_loaded_in_another_layout(tmp_path: Path) -> None:
+def test_rows_of_a_fused_parameter_load_in_another_layout(tmp_path: Path) -> None:
     """Catches weights, masters and moments of q, k or v that are another's rows."""
     run_ranks(WIDE.world_size, _save, WIDE, BF16, tmp_path)
     for dtype in (BF16, torch.float64):  # whose weights are the saved masters

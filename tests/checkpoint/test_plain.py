@@ -46,7 +46,7 @@ WRAPPED: dict[str, Callable[[Plain], Plain]] = {
 
 
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_what_is_nested_too_deeply_is_refused(kind: str) -> None:
+def test_deeply_nested_values_are_refused(kind: str) -> None:
     """Catches a value that is saved, and then ends the run that resumes from it; a limit that is
     lower for what takes more levels of JSON, and a traceback for a value far beyond it."""
     value: Plain = 1
@@ -63,7 +63,7 @@ def test_what_is_nested_too_deeply_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": [object()]}, {(1,): 2}, {1, 2}])
-def test_what_is_not_plain_is_refused(value: object) -> None:
+def test_other_values_are_refused(value: object) -> None:
     """Catches an object kept as its repr, and a key that reads back as something else."""
     with pytest.raises(TypeError, match="which a checkpoint cannot store"):
         to_json({"here": value})  # type: ignore[dict-item]

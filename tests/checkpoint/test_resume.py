@@ -1,4 +1,4 @@
-"""One process: what is kept and given back, in which dtypes, and what does not fit."""
+"""Saving and loading in one process: values, dtypes, and checkpoints that do not fit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from isp.checkpoint import Checkpointer, CheckpointError, inspect
-from isp.checkpoint.background import Staging
 from isp.checkpoint.boxes import Shard
+from isp.checkpoint.checkpointer import _Staging
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Channel
 from tests.checkpoint.runs import LION, chosen, clear, expect, fill, make_run, whole_value
@@ -53,7 +53,7 @@ def test_masters_are_saved_only_where_they_differ(tmp_path: Path) -> None:
     assert "float32  -               float32" in inspect(tmp_path / "wide" / "step_20")
 
 
-def test_own_values_come_back(tmp_path: Path) -> None:
+def test_values_of_each_rank_come_back(tmp_path: Path) -> None:
     """Catches progress, shared or own values lost, or random states that are not bit for bit."""
     run = make_run(0, ONE, torch.float32)
     state = torch.get_rng_state()
@@ -143,7 +143,7 @@ def test_another_update_rule_is_refused(tmp_path: Path) -> None:
             checkpointer.load(info, run.state)
 
 
-def test_a_background_save_keeps_what_was_there(tmp_path: Path) -> None:
+def test_a_background_save_keeps_the_state_of_its_step(tmp_path: Path) -> None:
     """Catches weights that training has already changed written under the old step."""
     run = make_run(0, ONE, torch.float32)
     checkpointer = _checkpointer(tmp_path, CheckpointConfig(async_mode="async"))
@@ -158,10 +158,10 @@ def test_a_background_save_keeps_what_was_there(tmp_path: Path) -> None:
     assert checkpointer.folder.steps() == [30, 20]
 
 
-def test_a_background_failure_is_told_once(
+def test_a_background_failure_is_raised_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a failure that nobody hears of, or that keeps the next save from being tried."""
+    """Catches a failure that is not reported, or that prevents the next save."""
     run = make_run(0, ONE, torch.float32)
     folder = tmp_path / "checkpoint"
     folder.write_text("a file is in the way")
@@ -237,10 +237,10 @@ def test_torch_can_read_it(tmp_path: Path) -> None:
     assert torch.equal(weights["model.wqkv.weight"], expected)
 
 
-def test_copies_take_the_same_memory_again() -> None:
+def test_copies_reuse_their_memory() -> None:
     """Catches copies of more than the shards, memory taken anew, and a size that changed."""
     whole = torch.arange(40.0).view(8, 5)
-    staging = Staging()
+    staging = _Staging()
     addresses = set()
     for step in range(3):
         rest = torch.full((3 + step // 2,), step)

@@ -1,4 +1,4 @@
-"""Runs that are really trained, saved while they go on."""
+"""Saves during real training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _checkpointer(run: Run, folder: Path) -> Checkpointer:
 
 @contextmanager
 def _slow_disk() -> Iterator[threading.Event]:
-    """Until the event is set nobody in this process opens a shard to write it."""
+    """Let this process open no shard for writing until the event is set."""
     free = threading.Event()
 
     def wait(event: str, args: tuple[object, ...]) -> None:
@@ -46,7 +46,7 @@ def _slow_disk() -> Iterator[threading.Event]:
 
 
 def _copy(run: Run) -> dict[str, np.ndarray]:
-    """Weights and optimizer states of this rank, and the number of updates."""
+    """Return weights and optimizer states of this rank, and the number of updates."""
     found: dict[str, np.ndarray] = dict(run.weights())
     optimizer = run.optimizer.state_dict()
     for name, part in optimizer["parameters"].items():
@@ -83,6 +83,6 @@ def _train_while_saving(rank: int, folder: Path, layout: Layout) -> None:
 
 
 def test_a_save_in_the_background_keeps_its_step(tmp_path: Path) -> None:
-    """Catches weights on their way that are missed, and later ones written under an old step."""
+    """Catches weights in flight that are missed, and later ones written under an old step."""
     layout = Layout(mode=Mode.ISP, tensor=1, weight=1, data=2)  # zero1 2: weights are published
     run_ranks(layout.world, _train_while_saving, tmp_path, layout)

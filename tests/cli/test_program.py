@@ -17,7 +17,7 @@ import torch
 from isp.cli import main
 from isp.config import load_config
 from isp.data.indexed import IndexedDataset
-from isp.utils.hub import download_hint
+from isp.utils.files import download_hint
 from tests.data.test_tokenizer import write_tokenizer
 from tests.ranks import run_isp
 

@@ -65,7 +65,7 @@ LLAMA3 = (
 
 
 def chat_folder(folder: Path, template: str | None = CHATML, *, adds_bos: bool = False) -> Path:
-    """A tokenizer with a token for each byte and each of `SPECIAL`, saved in `folder`.
+    """Save a tokenizer with a token for each byte and each of `SPECIAL` in `folder`.
 
     `adds_bos`: it begins texts with <|begin_of_text|>, as those of Llama 3.
     """
@@ -91,18 +91,18 @@ def chat_folder(folder: Path, template: str | None = CHATML, *, adds_bos: bool =
 
 
 def load(folder: Path, path: Path | None = None) -> ChatTemplate:
-    """The template of `folder`, or that of `path`."""
+    """Return the chat template of `folder`, or of the file `path`."""
     return ChatTemplate(HFTokenizer(folder), None if path is None else str(path))
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """A .jsonl file."""
+    """Write a .jsonl file and return its path."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
 def trained_texts(folder: Path, messages: list[dict[str, Any]], **keys: Any) -> list[str]:
-    """The texts that the loss is computed on."""
+    """Return the texts of the trained tokens."""
     tokenizer = HFTokenizer(folder)
     example = load(folder).example(messages, "talk", **keys)
     runs = itertools.groupby(zip(*example, strict=True), key=lambda pair: pair[1] != IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""Conversations as tokens, and which of them are trained, against rows that are written by hand."""
+"""Tokens and labels of conversations, against rows that are written by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isp.config.data import TrainOn
-from isp.data import chat_turns
+from isp.data import chat
 from isp.data.chat import ChatTemplate, Example
 from isp.data.dataset import IGNORE_INDEX
 from isp.data.tokenizer import ByteTokenizer, HFTokenizer
@@ -25,7 +25,7 @@ TALK = [
 ]
 
 Parts = list[tuple[str, bool]]
-"""Pieces of a text, and whether they are trained."""
+"""Pieces of a text, each with True if it is trained."""
 
 
 def chatml(messages: list[dict[str, Any]], *, line_feed: bool = True) -> Parts:
@@ -55,7 +55,7 @@ def llama3(messages: list[dict[str, Any]]) -> Parts:
 
 
 def check(example: Example, folder: Path, parts: Parts) -> None:
-    """The tokens are those of the pieces; labels those of the trained ones."""
+    """Check that `example` has the tokens of these pieces, and labels for the trained ones."""
     tokenizer = HFTokenizer(folder)
     tokens: list[int] = []
     labels: list[int] = []
@@ -101,8 +101,8 @@ def test_turns_are_those_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = chat_folder(tmp_path / "chatml", CHATML)
     digest = hashlib.sha256(CHATML.strip().encode()).hexdigest()[:8]
     header = "<|im_start|>assistant\n"
-    for part, trained in ((str.rstrip, "\n"), (chat_turns._none_of, header)):
-        monkeypatch.setitem(chat_turns._HEADERS, digest, part)
+    for part, trained in ((str.rstrip, "\n"), (chat._none_of, header)):
+        monkeypatch.setitem(chat._HEADERS, digest, part)
         parts = [*chatml(TALK[1:2]), (header.removesuffix(trained), False), (trained, True)]
         parts += [(TALK[2]["content"] + "<|im_end|>\n", True)]
         check(load(folder).example(TALK[1:3], "here"), folder, parts)
@@ -200,7 +200,7 @@ def test_a_line_feed_that_ends_a_turn_is_trained(tmp_path: Path) -> None:
 
 
 def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
-    """Catches a tool call, which has no content, and what stands beside the messages."""
+    """Catches a tool call, which has no content, and the template's other inputs."""
     template = "{{ tools[0].name ~ mode }}{% for m in messages %}{{ m.content is defined }}" + (
         "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endfor %}"
     )
@@ -255,11 +255,11 @@ def test_weights_leave_messages_out(tmp_path: Path, template: str) -> None:
         ),
     ],
 )
-def test_a_turn_without_a_place_of_its_own(tmp_path: Path, template: str, place: str) -> None:
-    """Catches a turn that is dropped, or others' words in it, trained without a word."""
+def test_a_turn_that_is_not_in_one_piece(tmp_path: Path, template: str, place: str) -> None:
+    """Catches a turn that is dropped, or the text of others in it that is trained silently."""
     folder = chat_folder(tmp_path, template)
     with pytest.raises(
-        ValueError, match=rf"talks, line 3, message {place} has no place .*template"
+        ValueError, match=rf"talks, line 3, message {place} does not appear .*template"
     ):
         load(folder).example(TALK, "talks, line 3")
     other = tmp_path / "marked.jinja"
@@ -290,7 +290,7 @@ def test_a_turn_that_begins_otherwise_than_the_prompt(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_conversation_is_refused_with_its_place(
+def test_invalid_conversations_are_refused_with_their_place(
     tmp_path: Path, messages: Any, fault: str
 ) -> None:
     """Catches a traceback, or a message without the place."""
@@ -311,7 +311,7 @@ def test_what_is_no_conversation_is_refused_with_its_place(
         ({"variables": ["f"]}, "'chat_template_kwargs' is not an object"),
     ],
 )
-def test_what_else_a_template_sees_is_checked(
+def test_tools_and_variables_of_a_template_are_checked(
     tmp_path: Path, keys: dict[str, Any], fault: str
 ) -> None:
     """Catches a traceback in training or in generating, or tools that a template writes as text."""

@@ -1,4 +1,4 @@
-"""Chat templates of the main families, which mark nothing: what of each turn is trained."""
+"""Chat templates of the main families, without generation blocks: the trained part of each turn."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def test_templates_of_the_main_families(
     assert trained_texts(folder, weighted) == short[1:]
 
 
-def test_reasoning_of_its_own(tmp_path: Path) -> None:
-    """Catches reasoning beside the content that is not the assistant's, or a second header that is.
+def test_a_separate_key_for_reasoning(tmp_path: Path) -> None:
+    """Catches reasoning in its own key that is not the assistant's, or a second header that is.
 
     The model itself writes the header of the second part of a turn of gpt-oss.
     """

@@ -22,7 +22,7 @@ def make(
 
 
 def random_documents(rng: np.random.Generator, *, ends_with_eos: float) -> list[list[int]]:
-    """Documents of 0 to 12 tokens, some of which end with eos already."""
+    """Return documents of 0 to 12 tokens, some of which end with eos already."""
     documents = []
     for _ in range(int(rng.integers(1, 12))):
         tokens = rng.integers(0, 256, rng.integers(0, 13)).tolist()
@@ -33,7 +33,7 @@ def random_documents(rng: np.random.Generator, *, ends_with_eos: float) -> list[
 def reference_epoch(
     documents: list[list[int]], seq_len: int, *, pack: bool, seed: int, epoch: int
 ) -> list[Sample]:
-    """Every sample of an epoch, token by token from the materialised stream."""
+    """Return every sample of an epoch, token by token from the whole stream."""
     generator = np.random.default_rng([seed, epoch])
     order = generator.permutation([i for i, tokens in enumerate(documents) if tokens])
     stream: list[tuple[int, int]] = []  # token, document
@@ -143,7 +143,7 @@ def test_the_shuffle_mixes() -> None:
     assert (np.abs(steps) == 1).mean() < 0.001  # 0.0002 are to be expected
 
 
-def test_an_epoch_of_any_length_begins_at_once() -> None:
+def test_an_epoch_of_any_length_begins_without_delay() -> None:
     """Catches an order of samples that is built: of 2^39 tokens it would take gigabytes."""
 
     class LongStore:

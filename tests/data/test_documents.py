@@ -1,4 +1,4 @@
-"""Documents of text sources: which, in which order, and what is said when there are none."""
+"""Documents of text sources: their selection, their order, and errors."""
 
 import gzip
 import itertools
@@ -22,7 +22,7 @@ def write(path: Path, text: str | bytes) -> str:
 def documents_of(
     source: str | list[str], text_key: str = "text", key: str = "data.source"
 ) -> list[str]:
-    """The texts of a source."""
+    """Return the texts of a source."""
     files = find_files(source, key=key)
     return [text for file in files for text, _ in read_documents(file, text_key=text_key)]
 
@@ -137,7 +137,7 @@ def test_every_cell_of_csv_is_text(tmp_path: Path) -> None:
             documents_of(source)
 
 
-def test_a_name_that_says_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_suffix_is_refused(tmp_path: Path) -> None:
     """Catches a file that becomes text to train on because nothing is known about it."""
     for name in ("a.log", "a", "a.jsonl.bz2"):
         source = write(tmp_path / name, "text")
@@ -162,7 +162,7 @@ def test_folder_is_sorted_and_filtered(tmp_path: Path) -> None:
     assert found == ["a/b/c.md", "a/z.py", "a!/x.txt", "a.txt", "b.txt", "c1", "c2"]
 
 
-def test_a_file_beside_its_archive_is_refused(tmp_path: Path) -> None:
+def test_a_file_and_its_compressed_copy_are_refused(tmp_path: Path) -> None:
     """Catches lines that are trained twice."""
     write(tmp_path / "a.jsonl", "{}")
     write(tmp_path / "a.jsonl.gz", gzip.compress(b"{}"))
@@ -225,7 +225,7 @@ def test_binary_file(tmp_path: Path) -> None:
         documents_of(source)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_sources_without_text(tmp_path: Path) -> None:
     """Catches a source without text that would surface as an empty dataset, or not at all."""
     empty = write(tmp_path / "empty.txt", "")
     write(tmp_path / "binaries" / "x.png", "x")

@@ -92,7 +92,7 @@ def test_messages_become_rows(tmp_path: Path) -> None:
         ({"other": 1}, Format.TEXT),
     ],
 )
-def test_the_first_line_tells_the_format(
+def test_the_first_line_selects_the_format(
     tmp_path: Path, record: dict[str, Any], form: Format
 ) -> None:
     """Catches text files that are taken for something else than before."""
@@ -102,7 +102,7 @@ def test_the_first_line_tells_the_format(
 
 
 def test_mixtures(tmp_path: Path) -> None:
-    """Catches text that is trained without labels, or refused, beside examples."""
+    """Catches text that is trained without labels, or refused, in a source with examples."""
     tokens = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}])
     talks = write_lines(tmp_path / "b.jsonl", [{"messages": TALK}])
     text = write_lines(tmp_path / "c.jsonl", [{"text": "x"}])
@@ -143,7 +143,7 @@ def test_bad_lines_are_refused_with_file_and_line(
         opened(path)
 
 
-def test_messages_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_keys_templates_and_turns(tmp_path: Path) -> None:
     """Catches a missing key, template or turn without a way out."""
     folder = str(chat_folder(tmp_path / "model"))
     path = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}, {"turns": []}])
@@ -207,7 +207,7 @@ def test_texts_begin_as_transformers_and_trl_begin_them(tmp_path: Path, add_bos:
     end, tokenizer = theirs.eos_token, HFTokenizer(folder)
 
     def ids(text: str) -> list[int]:
-        """As TRL's SFTTrainer: the text and its end, by the tokenizer itself."""
+        """Return the tokens of a text with its end, as TRL's SFTTrainer makes them."""
         text = text.removeprefix(theirs.bos_token) if add_bos else text
         found: list[int] = theirs(text + end, add_special_tokens=add_bos).input_ids
         return found
@@ -247,7 +247,7 @@ def test_texts_begin_as_transformers_and_trl_begin_them(tmp_path: Path, add_bos:
     assert "begin with" not in train.summary
 
 
-def test_what_is_prepared_stays_as_it_is(tmp_path: Path) -> None:
+def test_prepared_pairs_get_no_bos(tmp_path: Path) -> None:
     """Catches documents of a pair, or bytes, that get a token before them."""
     folder = str(chat_folder(tmp_path / "model", adds_bos=True))
     path = write_lines(tmp_path / "a.jsonl", [{"text": "abcd"}] * 4)

@@ -1,4 +1,4 @@
-"""The .bin/.idx format: against bytes put together by hand, and against damage."""
+"""The .bin/.idx format: against bytes written by hand, and against damage."""
 
 import os
 import resource
@@ -32,7 +32,7 @@ GOLDEN_IDX = bytes.fromhex(
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    """The prefix of a pair with the bytes above."""
+    """Write a pair with the bytes above and return its prefix."""
     (tmp_path / "g.bin").write_bytes(GOLDEN_BIN)
     (tmp_path / "g.idx").write_bytes(GOLDEN_IDX)
     return tmp_path / "g"
@@ -62,14 +62,14 @@ def test_writes_the_bytes_of_megatron(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["g.bin", "g.idx"]
 
 
-def test_modes_of_multimodal_sets_are_passed_over(golden: Path) -> None:
+def test_modes_of_multimodal_sets_are_skipped(golden: Path) -> None:
     """Catches a valid file with one more byte a sequence being taken for a damaged one."""
     golden.with_suffix(".idx").write_bytes(GOLDEN_IDX + b"\0\1\0")
     assert documents(golden) == [[5, 6, 7, 8], [], [9, 10]]
 
 
 @pytest.mark.parametrize("code", _DTYPES)
-def test_every_integer_type_round_transfers(tmp_path: Path, code: int) -> None:
+def test_every_integer_type_round_trips(tmp_path: Path, code: int) -> None:
     """Catches a wrong code or size of one of the types."""
     tokens = np.array([0, 1, np.iinfo(_DTYPES[code]).max], dtype=np.int64)
     with IndexedDatasetWriter(tmp_path / "x", dtype=_DTYPES[code]) as writer:
@@ -94,8 +94,8 @@ def test_token_dtype_is_the_rule_of_megatron() -> None:
     assert token_dtype(65500) == np.int32
 
 
-def test_random_sets_round_transfer(tmp_path: Path) -> None:
-    """Catches faults at empty documents and sequences, wherever they stand."""
+def test_random_sets_round_trip(tmp_path: Path) -> None:
+    """Catches faults at empty documents and sequences at any place."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         sets = [

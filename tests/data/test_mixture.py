@@ -87,7 +87,7 @@ def test_held_out_parts_and_faults(tmp_path: Path) -> None:
             opened(tmp_path, parts)
 
 
-def test_a_blend_of_megatron_is_the_mixture_that_it_stands_for(tmp_path: Path) -> None:
+def test_a_blend_of_megatron_is_the_same_mixture(tmp_path: Path) -> None:
     """Catches weights that go to other prefixes, or a prefix that needs its suffix."""
     pairs = [
         prepare(text(tmp_path / f"{x}.txt", x, 400), tmp_path / f"{x}.v1").prefix for x in "ab"

@@ -1,4 +1,4 @@
-"""Whole examples in rows: each once, none cut to fill a row, and in an order without state."""
+"""Packing of whole examples: each once, none cut to fill a sequence, in an order without state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Ids = tuple[int, ...]
 
 
 def random_examples(seed: int, *, longest: int = SEQ_LEN, number: int = 60) -> list[list[Ids]]:
-    """Pairs of tokens and labels; the labels of a trained token are often of another."""
+    """Return tokens and labels of examples, drawn independently of each other."""
     rng = np.random.default_rng(seed)
     examples = []
     for _ in range(number):
@@ -59,7 +59,7 @@ def make(
 
 
 def unpacked(dataset: ExampleDataset, indices: range) -> Counter[tuple[Ids, Ids]]:
-    """Tokens and shifted labels of every document of these samples but the padding."""
+    """Return tokens and shifted labels of every document of these samples but the padding."""
     found: Counter[tuple[Ids, Ids]] = Counter()
     for index in indices:
         sample = dataset.sample(index)
@@ -121,8 +121,8 @@ NONE = [(3,) * 4, (3, *(IGNORE_INDEX,) * 3)]
 FITS = [(4,) * 16, (4,) * 16]
 
 
-def test_what_is_too_long_or_not_trained_is_counted() -> None:
-    """Catches an example that disappears in silence, or stays without adding to the loss."""
+def test_examples_too_long_or_without_labels_are_counted() -> None:
+    """Catches an example that is dropped silently, or stays without adding to the loss."""
     examples: list[list[Ids]] = [LONG, LATE, NONE, FITS]
     dataset = make(examples)
     found = unpacked(dataset, range(dataset.samples_per_epoch))
@@ -142,7 +142,7 @@ def test_what_is_too_long_or_not_trained_is_counted() -> None:
 
 
 def first_row_that_fits(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Best fit, looked for row by row."""
+    """Return a best fit, found by looking at every sequence."""
     rows: list[list[int]] = []
     spaces: list[int] = []
     for item, size in enumerate(sizes):

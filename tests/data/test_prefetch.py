@@ -57,7 +57,7 @@ def test_error_is_raised_to_the_caller_of_its_step() -> None:
     assert prefetch_threads() == []
 
 
-def test_closing_waits_for_a_read_under_way() -> None:
+def test_closing_waits_for_a_read_in_flight() -> None:
     """Catches a thread that still reads while the process tears down."""
     started, release, finished = threading.Event(), threading.Event(), threading.Event()
 

@@ -57,10 +57,10 @@ def test_bad_line_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
-    """Catches a pair tokenised a second time, and empty input written as an empty pair."""
+    """Catches a pair tokenized a second time, and empty input written as an empty pair."""
     (tmp_path / "a.txt").write_text("text")
     prepare(str(tmp_path / "a.txt"), tmp_path / "p")
-    with pytest.raises(ValueError, match="is already tokenised"):
+    with pytest.raises(ValueError, match="is already tokenized"):
         prepare(str(tmp_path / "p"), tmp_path / "q")
     (tmp_path / "blank.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=r"input=.*blank\.jsonl holds no documents"):

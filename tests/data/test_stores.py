@@ -1,4 +1,4 @@
-"""Stores joined and divided, and which documents are held out."""
+"""Stores joined and divided, and held-out documents."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_every_document_of_a_small_store_gets_its_eos() -> None:
 def test_opening_looks_at_few_documents_of_many(
     ends_with_eos: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches an opening that reads the whole file, also where its documents are not alike."""
+    """Catches an opening that reads the whole file, also if its documents differ."""
 
     class CountingStore(MemoryStore):
         reads = 0

@@ -22,7 +22,7 @@ from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files of 7, 1 and 4 documents, each of other words."""
+    """Write files of 7, 1 and 4 documents, all different, and return their paths."""
     folder.mkdir()
     return [
         write_lines(folder / f"{x}.jsonl", [{"text": f"{x}{i}" * (3 + i)} for i in range(count)])
@@ -30,7 +30,7 @@ def _files(folder: Path) -> list[Path]:
     ]
 
 
-def test_an_epoch_has_every_document_once_and_a_place_begins_anywhere(
+def test_an_epoch_has_every_document_once_from_any_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a document lost at the end of a block, file or epoch, or a place that is off."""
@@ -117,7 +117,7 @@ def test_a_run_resumes_on_other_ranks_from_its_place(
 
 @pytest.fixture(scope="module")
 def streamed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A job, with the words of a run of it that has streamed a mixture for one step."""
+    """Train one step on a streamed mixture; return the job and its arguments."""
     job = write_job(tmp_path_factory.mktemp("streamed"))
     for name in ("x", "y"):
         _files(job.parent / name)
@@ -166,8 +166,10 @@ def test_a_stream_without_a_place_is_refused(
 
 
 @pytest.mark.parametrize("place", [None, [0], [[0] * 5], [[0] * 5, [0, 0, 0, 0, -1]], "place"])
-def test_a_place_of_another_form_is_none(streamed: tuple[Path, list[str]], place: object) -> None:
-    """Catches an error of the program, or a source begun again, for what is no place."""
+def test_a_place_of_another_form_is_refused(
+    streamed: tuple[Path, list[str]], place: object
+) -> None:
+    """Catches a traceback, or a source begun again, for a value that is no place."""
     job, words = streamed
     config, info = load_config(job, words), newest_at(run_folders(job)[0])
     shared = {**info.manifest.shared, "stream": place}
@@ -190,7 +192,7 @@ def test_a_place_holds_under_another_signature(streamed: tuple[Path, list[str]])
     assert stream_place(kept, first) == stream_place(kept, second) == [0] * 5
 
 
-def test_what_cannot_be_streamed_is_refused(tmp_path: Path) -> None:
+def test_sources_that_cannot_be_streamed_are_refused(tmp_path: Path) -> None:
     """Catches conversations read as text, and held-out text that is trained on."""
     job = write_job(tmp_path)
     lines = write_lines(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"}])

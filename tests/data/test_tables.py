@@ -60,7 +60,7 @@ def _writers(folder: Path, lines: list[dict[str, Any]]) -> dict[str, Callable[[]
     }
 
 
-def test_tables_hold_what_lines_hold(tmp_path: Path) -> None:
+def test_tables_give_the_samples_of_lines(tmp_path: Path) -> None:
     """Catches rows that are lost or reordered, and keys that are null taken for given ones, also in
     lines of JSON, and below messages.
     """
@@ -144,7 +144,7 @@ def test_a_package_or_a_network_that_is_missing(
     for url in ("foo://a/b", "zip://a::foo://b"):
         with pytest.raises(ValueError, match=f"^data.source={url} cannot be .*: foo\\)$") as e:
             opened(url)
-        assert e.traceback[-1].path.name == "remote.py", "else it is shown as a traceback"
+        assert e.traceback[-1].path.name == "documents.py", "else it is shown as a traceback"
     with pytest.raises(ValueError, match=r"cannot be read .*: without a network, copy it to"):
         opened(f"file://{tmp_path}/absent")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -156,7 +156,7 @@ def test_a_package_or_a_network_that_is_missing(
 
 def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an old copy of a file that has changed, a .bin without its .idx, files of one name
-    of which one is kept, and what lies beside the tables of a saved dataset read as text.
+    of which one is kept, and other files in a saved dataset that are read as text.
     """
     fsspec = pytest.importorskip("fsspec")
     monkeypatch.setenv("ISP_CACHE", str(tmp_path / "cache"))
@@ -167,7 +167,7 @@ def test_remote_files_are_copied_once(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = samples(opened(local).train)
     for source in ("memory://bucket/a.jsonl", "memory://bucket/*.jsonl", "memory://bucket"):
         assert samples(opened(source).train) == expected
-    for folder in "cd":  # alike in name
+    for folder in "cd":  # files of the same name
         memory.put(str(local), f"/several/{folder}/a.jsonl")
     for source in ("memory://several", "memory://several/*/a.jsonl"):
         assert opened(source).train.samples_per_epoch == 3
@@ -222,7 +222,9 @@ def _open_source(rank: int, source: str) -> None:
     assert opened(source).train.samples_per_epoch
 
 
-def test_a_query_is_no_part_of_a_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_query_of_a_url_is_not_its_suffix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches file.jsonl?download=true read as plain text."""
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("ISP_CACHE", str(tmp_path / "cache"))

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isp.data import tokenizer_check
-from isp.data.tokenizer import ByteTokenizer, HFTokenizer, begun, load_tokenizer
+from isp.data import tokenizer as tokenizer_module
+from isp.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer, with_bos
 
 TEXTS = ["", "plain", "naïve — 東京 🎉", "\0\n\r\t", "\U0010ffff"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_bytes_round_transfer(text: str) -> None:
+def test_bytes_round_trip(text: str) -> None:
     """Catches any other encoding than UTF-8, and an eos that shows in the text."""
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)
@@ -37,7 +37,7 @@ def test_bytes_decode_survives_a_cut_and_padding_ids() -> None:
 
 
 def write_tokenizer(folder: Path, specials: list[str], **options: object) -> Path:
-    """A word-level tokenizer.json with `specials` after four words."""
+    """Write a word-level tokenizer.json with `specials` after four words."""
     tokenizers = pytest.importorskip("tokenizers")
     words = {"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
@@ -55,7 +55,7 @@ IDS = {"<s>": 4, "<b>": 5, "</s>": 6}
 
 
 def template(*begin: str, end: str | None = None) -> dict[str, Any]:
-    """The post-processor that puts these tokens around a text."""
+    """Return the post-processor that puts these tokens around a text."""
     names = [*begin, *([end] if end else [])]
 
     def special(name: str) -> dict[str, Any]:
@@ -131,7 +131,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any] | None, tuple[int, ...]]] = {
     ),
     "bert": ({"type": "BertProcessing", "sep": ["</s>", 6], "cls": ["<s>", 4]}, (4,)),
 }
-"""Post-processors of a tokenizer.json, and what they put before a text."""
+"""Post-processors of a tokenizer.json, and the tokens that they put before a text."""
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -142,15 +142,15 @@ def test_hf_begins_texts_as_transformers_does(tmp_path: Path, name: str) -> None
     processor, bos = PROCESSORS[name]
     file = write_tokenizer(tmp_path, ["<s>", "<b>", "</s>"])
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": processor}))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}  # beside: not read
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}  # not read
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = HFTokenizer(file)
     assert tokenizer.bos == bos
     theirs = AutoTokenizer.from_pretrained(tmp_path)("the cat").input_ids
     text = tokenizer.encode("the cat")
-    assert theirs[: len(bos) + 2] == begun(text, tokenizer.bos).tolist() == [*bos, 1, 2]
-    assert begun(begun(text, bos), bos).tolist() == [*bos, 1, 2]  # a text that brings its own
+    assert theirs[: len(bos) + 2] == with_bos(text, tokenizer.bos).tolist() == [*bos, 1, 2]
+    assert with_bos(with_bos(text, bos), bos).tolist() == [*bos, 1, 2]  # a text that brings its own
 
 
 def test_hf_without_eos(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_hf_missing_and_broken_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"not a usable tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-    monkeypatch.setattr(tokenizer_check, "read_limited", _refuse)  # as root may read any file
+    monkeypatch.setattr(tokenizer_module, "read_limited", _refuse)  # as root may read any file
     with pytest.raises(ValueError, match=r"data\.tokenizer=.*json cannot be read: Permission"):
         load_tokenizer(str(tmp_path))
 
@@ -196,7 +196,7 @@ def test_hf_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_hf_ids_beyond_any_model(tmp_path: Path) -> None:
-    """Catches an id that overflows somewhere behind, and a vocabulary of gigabytes."""
+    """Catches an id that overflows later, and a vocabulary of gigabytes."""
     path = write_tokenizer(tmp_path / "t", ["</s>"])
     text = path.read_text()
     for largest, refused in ((2**31 - 2, False), (4_000_000_000, True)):

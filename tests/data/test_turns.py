@@ -1,4 +1,4 @@
-"""Rows of conversations in the dialects of data sets: the text and what of it is trained, or the
+"""Rows of conversations in the formats of data sets: the text and its trained parts, or the
 key that is refused.
 """
 
@@ -38,7 +38,7 @@ JOINS = TEMPLATE.replace(
 
 
 def shown(folder: Path, path: Path) -> list[str]:
-    """The examples of a file; what is trained is in [[ ]]."""
+    """Return the examples of a file as text, with trained parts in [[ ]]."""
     tokenizer = HFTokenizer(folder)
     reader = SourceReader(
         str(path), tokenizer, asked=Format.AUTO, text_key="text", template=None, key="data.source"
@@ -75,7 +75,7 @@ CALL = ("assistant", "<call>add a=1 b=2")
 
 
 def call(arguments: Any, **keys: Any) -> dict[str, Any]:
-    """A conversation with one tool call."""
+    """Return a conversation with one tool call."""
     calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
     return {"messages": [TURNS[0], {"role": "assistant", "tool_calls": calls, **keys}]}
 
@@ -83,7 +83,7 @@ def call(arguments: Any, **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        # A system message beside the turns.
+        # A system message in a key of the row.
         ({"system": "S", "conversations": GPT}, written(("system", "S"), USER, ANSWER)),
         ({"system": "S", "messages": TURNS}, written(("system", "S"), USER, ANSWER)),
         ({"system": "", "messages": TURNS}, written(USER, ANSWER)),
@@ -165,7 +165,7 @@ def call(arguments: Any, **keys: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_a_row_says_is_used(tmp_path: Path, row: dict[str, Any], text: str) -> None:
+def test_every_key_of_a_row_is_used(tmp_path: Path, row: dict[str, Any], text: str) -> None:
     """Catches a system message, a weight, a role or a tool call that is lost."""
     folder = chat_folder(tmp_path / "model", TEMPLATE)
     assert shown(folder, write_lines(tmp_path / "a.jsonl", [row])) == [text]
@@ -307,7 +307,7 @@ def test_arguments_that_are_json_text_are_written_in_either_form(
         ({"prompt": "a", "completion": "b", "label": False}, "'label', which is not read"),
     ],
 )
-def test_what_is_not_known_is_refused_with_row_and_key(
+def test_unknown_keys_are_refused_with_row_and_key(
     tmp_path: Path, row: dict[str, Any], fault: str
 ) -> None:
     """Catches a key that would change the text or the loss, and is dropped without a word."""
@@ -341,7 +341,7 @@ def test_what_is_not_known_is_refused_with_row_and_key(
         ),
     ],
 )
-def test_what_a_template_does_not_write_is_refused(
+def test_messages_that_a_template_leaves_out_are_refused(
     tmp_path: Path, row: dict[str, Any], template: str, fault: str
 ) -> None:
     """Catches an empty turn that is trained in place of a call, and a system message left out."""

@@ -13,8 +13,8 @@ from isp.cli import main
 from isp.config.sections import MetricsConfig
 from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
 from isp.metrics.tracker import mlflow_name
-from tests.metrics.test_phases import ALONE
 from tests.ranks import run_isp
+from tests.step.test_phases import ALONE
 from tests.train.jobs import write_job
 
 OWN = "tests.metrics.test_trackers:JsonTracker"

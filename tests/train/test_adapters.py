@@ -12,7 +12,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh

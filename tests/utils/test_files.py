@@ -1,4 +1,4 @@
-"""Foreign files: what is in their place is refused in a line, and no link leads a write astray."""
+"""Foreign files: pipes and devices are refused in one line, and no write follows a link."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from isp.profile.trace import write_trace
 from isp.train.folder.environment import Environment, RankPlace
 from isp.train.folder.log_files import run_logging
 from isp.train.folder.run_folder import LaunchRecord, RunFolder
-from isp.utils.files import read_limited
-from isp.utils.json_file import read_json
+from isp.utils.files import read_json, read_limited
 from tests.models.folders import write_job
 
 # -- what is read ------------------------------------------------------------------------------
@@ -64,7 +63,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "evaluation.json": lambda folder: Evaluation.load(folder / "evaluation.json"),
     "tokenizer_config.json": lambda folder: copy_tokenizer(folder, folder.parent),
 }
-"""How each file of a foreign folder is read, by its name."""
+"""Functions that read each file of a foreign folder, by its name."""
 
 PLACED: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
@@ -77,7 +76,9 @@ PLACED: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.timeout(60)
-def test_what_takes_the_place_of_a_file_is_refused(tmp_path: Path, name: str, placed: str) -> None:
+def test_pipes_devices_and_endless_files_are_refused(
+    tmp_path: Path, name: str, placed: str
+) -> None:
     """Catches a reader that waits for a pipe, takes all memory, or ends in a traceback."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -92,7 +93,7 @@ def test_what_takes_the_place_of_a_file_is_refused(tmp_path: Path, name: str, pl
     assert len(said) < 1000
 
 
-def test_a_launch_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_an_unreadable_launch_counts_as_none(tmp_path: Path) -> None:
     """Catches a resume that waits for a pipe."""
     for number, place in enumerate(PLACED.values()):
         folder = tmp_path / str(number)
@@ -114,7 +115,7 @@ DATASET_FILES = ["../data.arrow", "/etc/hostname", "..", "", "a/b.arrow", 5, Non
 
 
 @pytest.mark.parametrize("name", DATASET_FILES)
-def test_a_dataset_names_files_of_its_folder_alone(tmp_path: Path, name: object) -> None:
+def test_a_dataset_names_only_files_of_its_folder(tmp_path: Path, name: object) -> None:
     """Catches a downloaded dataset that trains on, or shows, any file of this machine."""
     (tmp_path / "data.arrow").write_bytes(b"")
     folder = tmp_path / "dataset"
@@ -172,9 +173,9 @@ WRITERS: dict[str, Callable[[RunFolder], object]] = {
     "logs/rank_0.log": _log,
     "checkpoint/.lock": _lock,
 }
-"""What writes each file of a run's folder, by its name."""
+"""Functions that write each file of a run's folder, by its name."""
 REFUSED = {"metrics.jsonl", "logs/rank_0.log", "checkpoint/.lock"}
-"""Files that are written on: a link in their place is refused."""
+"""Files that are appended to or locked: a link in their place is refused."""
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -1,4 +1,4 @@
-"""Limits of foreign code: what never ends, or grows without end, is a line, and is gone."""
+"""Limits of foreign code: a computation without end, or that takes all memory, is one error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from isp.config import load_config
-from isp.data import rendering, tokenizer_check
+from isp.data import rendering, tokenizer
 from isp.data.rendering import TemplateFailure, render
 from isp.data.tokenizer import HFTokenizer
 from isp.models.huggingface import adapters as lora
@@ -111,8 +111,8 @@ def test_limits_nest_and_leave_an_earlier_timer() -> None:
         signal.signal(signal.SIGALRM, old)
 
 
-def test_what_a_child_finds_is_said_here() -> None:
-    """Catches a fault that is lost, one that is taken for a limit, and a child that is left."""
+def test_the_error_of_a_child_is_raised() -> None:
+    """Catches an error that is lost or taken for a limit, and a child process that stays."""
     with pytest.raises(ValueError, match=r"^file\.json: no number$"):
         check_in_child("file.json", lambda: _raise("no number\nmore"), seconds=60, most_bytes=GIB)
     with pytest.raises(ValueError, match="GiB of memory"):
@@ -162,7 +162,7 @@ def test_a_chat_template_is_limited(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _tokenizer(folder: Path, **parts: object) -> Path:
-    """A byte-level tokenizer.json with some of its parts replaced."""
+    """Write a byte-level tokenizer.json with some of its parts replaced."""
     described = {
         "version": "1.0",
         "added_tokens": [],
@@ -203,10 +203,10 @@ TOKENIZERS: dict[str, dict[str, object]] = {
 def test_a_tokenizer_is_tried_before_it_is_used(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a process that hangs in, or is ended by, a library that is not Python's."""
+    """Catches a process that hangs in, or is aborted by, a library in another language."""
     pytest.importorskip("tokenizers")
-    monkeypatch.setattr(tokenizer_check, "_MOST_SECONDS", 10.0)
-    monkeypatch.setattr(tokenizer_check, "_MOST_BYTES", GIB)
+    monkeypatch.setattr(tokenizer, "_MOST_SECONDS", 10.0)
+    monkeypatch.setattr(tokenizer, "_MOST_BYTES", GIB)
     file = _tokenizer(tmp_path, **TOKENIZERS[kind])
     with pytest.raises(ValueError, match=r"^data\.tokenizer=.*tokenizer\.json"):
         HFTokenizer(file)

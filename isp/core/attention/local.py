@@ -28,7 +28,7 @@ from isp.core.attention.backends.sdpa import CUDNN_ALONE, SdpaAttention
 from isp.core.attention.mask import AttentionMask
 from isp.core.comm import Channel, streams
 from isp.core.comm.tag import Tag
-from isp.utils.safe_text import first_line
+from isp.utils.text import first_line
 
 __all__ = [
     "FLASH_PACKAGES",

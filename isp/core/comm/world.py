@@ -22,7 +22,7 @@ from isp.core.comm import cuda, streams
 from isp.core.comm.channel import Channel
 from isp.core.comm.transfer_log import CommLog
 from isp.core.mesh.topology import Axis, Topology
-from isp.utils.launched import rank_and_size
+from isp.utils.environment import rank_and_size
 
 __all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "decided_by_rank_0", "use_loopback"]
 

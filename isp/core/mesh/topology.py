@@ -32,7 +32,7 @@ from enum import StrEnum
 
 from isp.core.mesh.config import Mode, ParallelConfig
 from isp.core.mesh.partition import any_of, divisors
-from isp.utils.counts import counted
+from isp.utils.text import counted
 
 __all__ = ["Axis", "Topology"]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from isp.core.section import Count, KeyRole, section
-from isp.utils.json_file import read_json
+from isp.utils.files import read_json
 
 __all__ = ["ADAPTER_FILE", "AdapterConfig", "with_adapter"]
 

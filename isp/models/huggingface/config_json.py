@@ -9,8 +9,8 @@ from typing import Any
 
 from isp.core.mesh.config import ParallelConfig
 from isp.models.huggingface.adapter_config import with_adapter
-from isp.utils.json_file import read_json
-from isp.utils.packages import require
+from isp.utils.environment import require
+from isp.utils.files import read_json
 
 __all__ = [
     "beyond_positions",

@@ -16,9 +16,8 @@ from typing import Any
 
 from isp.models.huggingface.make import folder_config, made, without_implementations
 from isp.models.meta import parameters_on_meta
-from isp.utils.json_file import read_json
-from isp.utils.safe_text import first_line
-from isp.utils.suggestion import nearest
+from isp.utils.files import read_json
+from isp.utils.text import first_line, nearest
 
 __all__ = ["OverrideError", "check_overrides", "overridden_config", "overridden_json"]
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch.distributed as dist
 
-from isp.utils.launched import rank_and_size
+from isp.utils.environment import rank_and_size
 
 __all__ = ["NEWEST_TRANSFORMERS", "OLDEST_TRANSFORMERS", "is_first_rank", "warn_of_version"]
 

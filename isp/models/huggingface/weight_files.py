@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isp.core.mesh.layout import ParameterLayout
-from isp.utils.files import check_regular, copy_regular, write_whole
-from isp.utils.json_file import read_json
+from isp.utils.files import check_regular, copy_regular, read_json, write_whole
 
 __all__ = ["TOKENIZER_FILES", "WeightFiles", "WeightWriter", "copy_tokenizer", "read_json"]
 

@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter
 
 from isp.metrics.device import device_name
-from isp.utils.safe_text import shown
+from isp.utils.text import shown
 
 __all__ = ["Environment", "RankPlace"]
 

@@ -15,7 +15,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from isp.utils.files import open_to_write
-from isp.utils.safe_text import shown
+from isp.utils.text import shown
 
 __all__ = ["run_logging"]
 

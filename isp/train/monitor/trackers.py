@@ -7,7 +7,7 @@ from pathlib import Path
 from isp.config import JobConfig, to_plain
 from isp.metrics import TrackedRun, Trackers
 from isp.train.folder.run_folder import RunFolder
-from isp.utils.json_file import read_json
+from isp.utils.files import read_json
 
 __all__ = ["run_trackers"]
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from isp.checkpoint import CheckpointInfo
 from isp.checkpoint.folder import describe_contents
-from isp.checkpoint.state import check_shapes, saved_rows
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights, check_shapes, saved_rows
 from isp.config import JobConfig
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
@@ -26,8 +25,8 @@ from isp.config.sections import DTYPES
 from isp.models.build import parameter_shapes
 from isp.models.huggingface.config_json import read_config
 from isp.models.traced_model import TracedModel
+from isp.utils.environment import require
 from isp.utils.files import copy_regular
-from isp.utils.packages import require
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import exported_rows

@@ -65,7 +65,7 @@ from isp.train.state.launcher import (
     process_name,
     was_restarted,
 )
-from isp.utils.safe_text import first_line, redacted_values
+from isp.utils.text import first_line, redacted_values
 
 __all__ = [
     "STREAM",

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights
 from isp.cli import main
 from isp.models.huggingface.tiny import tiny_config
 from isp.models.loading import saved_again

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights
 from isp.cli import main
 from isp.metrics import StepRecord, read_metrics
 from isp.models.huggingface.tiny import kept_in_float64

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import isp
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights
 from isp.cli import main
 from isp.core.comm import Channel, Mesh
 from isp.core.mesh import Axis, ParallelConfig

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from isp.checkpoint import Checkpointer, TrainState
-from isp.checkpoint.whole import WholeWeights
+from isp.checkpoint.state import WholeWeights
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.config.sections import CheckpointConfig

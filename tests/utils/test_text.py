@@ -1,4 +1,4 @@
-"""Text that leaves: no credential of a URL, and nothing that a terminal obeys."""
+"""Text for users: no credentials of URLs, no control characters, and lengths of time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ from isp.config.data import SourcePart
 from isp.metrics import read_metrics
 from isp.train.folder.environment import Environment, RankPlace
 from isp.train.folder.log_files import run_logging
-from isp.utils.safe_text import printable, redacted, redacted_values, shown
-from tests.metrics.test_phases import ALONE
+from isp.utils.text import (
+    format_duration,
+    parse_duration,
+    printable,
+    redacted,
+    redacted_values,
+    shown,
+)
+from tests.step.test_phases import ALONE
 from tests.train.jobs import run_folders, write_job
 
 SECRET = "s3cr3t"
@@ -77,7 +84,7 @@ def test_other_text_stays(text: str) -> None:
 
 @pytest.mark.parametrize("part", ["a", "#", "?a=", "://", "&token=", ":", "=.", "://@"])
 @pytest.mark.timeout(20)
-def test_any_text_is_read_in_one_pass(part: str) -> None:
+def test_any_text_takes_linear_time(part: str) -> None:
     """Catches a file name, or a line of a log, that takes hours to be printed."""
     text = part * 300_000
     assert redacted(redacted(text)) == redacted(text)
@@ -103,7 +110,7 @@ KEPT = "tab\tand\nline, naïve 東京\u3000 👩\u200d💻 می\u200cخو \xa0 \
 
 
 @pytest.mark.parametrize("kind", OBEYED)
-def test_what_a_terminal_obeys_is_escaped(kind: str) -> None:
+def test_control_characters_are_escaped(kind: str) -> None:
     """Catches a control character that passes; the rest of the text stays as it is."""
     text = OBEYED[kind]
     assert printable(f"{KEPT}{text}{KEPT}") == f"{KEPT}{repr(text)[1:-1]}{KEPT}"
@@ -155,10 +162,10 @@ LEAVES = {"log": _logged, "error": _reported, "print": _said, "env.json": _descr
 
 
 @pytest.mark.parametrize("way", LEAVES)
-def test_each_way_out_is_guarded(
+def test_every_output_is_guarded(
     way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches text that goes past the function that guards it."""
+    """Catches output that does not pass through the function that guards it."""
     text = " ".join([*URLS, *OBEYED.values()])
     found = LEAVES[way](text, tmp_path, capsys)
     assert "***" in found
@@ -167,7 +174,7 @@ def test_each_way_out_is_guarded(
 
 
 def test_commands_print_through_one_function() -> None:
-    """Catches a print of a command that goes past `say`."""
+    """Catches a command that prints without `say`."""
     pytest.importorskip("ruff")
     root = Path(__file__).parents[2]
     words = ["--select", "T20", "--ignore-noqa", "--no-cache", str(root / "isp")]
@@ -215,3 +222,48 @@ def test_a_run_of_a_signed_url_resumes_with_another_signature(
     message = "X-Amz-Signature=***: its credentials were left out (***)"
     assert message in capsys.readouterr().err
     assert SECRET in to_yaml(load_config(job, [f"--data.source={url}"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (90, 90),
+        ("90", 90),
+        ("1:30", 90),
+        ("00:45", 45),
+        ("01:30:00", 5400),
+        ("36:00:00", 129600),
+        ("1-12:00:00", 129600),
+        (" 2-00:00:01 ", 172801),
+        ("0090:00", 5400),
+    ],
+)
+def test_durations_are_parsed(text: int | str, seconds: int) -> None:
+    """Catches fields taken for others, such as minutes for hours."""
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "1h", "-5", 0, "0:00", "1:2:3:4", "1-2", "1-30:00", "1:90", "1:60:00", -1]
+)
+def test_other_durations_are_refused(text: int | str) -> None:
+    """Catches a typing error that is taken for another length."""
+    with pytest.raises(ValueError, match=r"must be|too large"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00:00"),
+        (59.6, "0:01:00"),
+        (5025, "1:23:45"),
+        (86399, "23:59:59"),
+        (129600, "1-12:00:00"),
+    ],
+)
+def test_durations_are_formatted(seconds: float, text: str) -> None:
+    """Catches 60 seconds in a minute's place, and lengths that do not read back."""
+    assert format_duration(seconds) == text
+    if seconds:
+        assert parse_duration(text) == round(seconds)
