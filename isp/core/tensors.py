@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from isp.core.torch_private import storage_key
+
 __all__ = ["memory_of", "tensors_in"]
 
 
@@ -25,4 +27,4 @@ def tensors_in(*values: object) -> list[Tensor]:
 
 def memory_of(x: Tensor) -> int:
     """The same number for tensors of one storage, and as long as it lives for no other."""
-    return int(x.untyped_storage()._cdata)
+    return storage_key(x.untyped_storage())

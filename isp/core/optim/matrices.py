@@ -33,6 +33,7 @@ from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.newton_schulz import Matrix, make_orthogonal, matrices_of
 from isp.core.optim.states import Bucket, Resting, StateStream, by_values
 from isp.core.optim.update_rules import GroupValues, Rows
+from isp.core.torch_private import foreach_mul_
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = ["MatrixUpdates", "in_turn"]
@@ -175,7 +176,7 @@ class MatrixBucket:
         self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
         for ratio, rows in self._scaled.items():
             if ratio != 1 and rows:
-                torch._foreach_mul_(rows, ratio)
+                foreach_mul_(rows, ratio)
 
     def _add(self, number: int, layout: ParameterLayout, matrix: Matrix, home: int) -> None:
         """Note what this rank has to do with a matrix of a member."""

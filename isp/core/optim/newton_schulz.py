@@ -20,6 +20,7 @@ from torch import Tensor
 from isp.core.mesh.layout import Matrices, ParameterLayout
 from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.core.optim.update_rules import group_of
+from isp.core.torch_private import foreach_copy_
 
 __all__ = ["Matrix", "make_orthogonal", "matrices_of", "newton_schulz"]
 
@@ -102,5 +103,5 @@ def make_orthogonal(xs: Sequence[Tensor], keys: MuonConfig) -> None:
     for first in range(0, len(xs), count):
         some = xs[first : first + count]
         batch = some[0].new_zeros(count, *some[0].shape)
-        torch._foreach_copy_([*batch[: len(some)].unbind()], [*some])
-        torch._foreach_copy_([*some], [*newton_schulz(batch, keys)[: len(some)].unbind()])
+        foreach_copy_([*batch[: len(some)].unbind()], [*some])
+        foreach_copy_([*some], [*newton_schulz(batch, keys)[: len(some)].unbind()])
