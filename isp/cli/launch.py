@@ -178,12 +178,13 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return a rendezvous of this one agent, which opens no port."""
-    from torch._C._distributed_c10d import HashStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
         RendezvousStoreInfo,
     )
+
+    from isp.core.torch_private import HashStore
 
     class OneMachine(RendezvousHandler):
         def get_backend(self) -> str:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import function
 from torch.utils.hooks import RemovableHandle
 
+from isp.core.torch_private import function_apply, is_view
+
 __all__ = ["Function", "after_gradients", "joined", "once_differentiable", "writable"]
 
 R = TypeVar("R")
@@ -24,7 +26,7 @@ class Function(function.Function):
     None of ISP's functions supports these transforms; torch still refuses them, by an assertion.
     """
 
-    apply = vars(torch._C._FunctionBase)["apply"]
+    apply = function_apply
 
 
 def once_differentiable(backward: Callable[..., R]) -> Callable[..., R]:
@@ -49,7 +51,7 @@ def writable(x: Tensor) -> Tensor:
     `F.embedding` return views. Memory and version counter stay shared, so autograd still detects
     that a saved tensor was written into.
     """
-    return x.detach() if x._is_view() else x
+    return x.detach() if is_view(x) else x
 
 
 class _Joined(Function):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from isp.core.autograd import after_gradients
 from isp.core.comm import Channel
@@ -18,6 +17,7 @@ from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager
 from isp.core.optim.main_grads import MainGradients
+from isp.core.torch_private import call_after_backward
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = ["BucketManager", "DataParallelBucket", "DataParallelNaive"]
@@ -89,7 +89,7 @@ class _DataParallel(nn.Module):
     def _end_with_this_pass(self, _: Tensor) -> None:
         if self._sync and not self._ending:
             self._ending = True
-            Variable._execution_engine.queue_callback(self.finish)  # [Note: End of backward]
+            call_after_backward(self.finish)  # [Note: End of backward]
 
     @torch.no_grad()
     def _start_equal(self, channel: Channel) -> None:

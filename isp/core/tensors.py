@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from isp.core.torch_private import storage_key
+
 __all__ = ["memory_of", "pad_rows", "tensors_in"]
 
 
@@ -26,7 +28,7 @@ def tensors_in(*values: object) -> list[Tensor]:
 
 def memory_of(x: Tensor) -> int:
     """Return a number that identifies x's storage while it lives, the same for all its views."""
-    return int(x.untyped_storage()._cdata)
+    return storage_key(x.untyped_storage())
 
 
 def pad_rows(x: Tensor, num_rows: int) -> Tensor:

@@ -114,8 +114,7 @@ class RunModel(nn.Module):
     def _get_name(self) -> str:
         """Of the model, by which transformers knows whether labels are shifted."""
         inner: Any = self.model
-        name: str = (inner.get_base_model() if hasattr(inner, "peft_config") else inner)._get_name()
-        return name
+        return type(inner.get_base_model() if hasattr(inner, "peft_config") else inner).__name__
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from isp.core.layers.module import MasterStream, RowsOf
 from isp.core.mesh.layout import ParameterLayout
+from isp.core.torch_private import reparametrized
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.huggingface.adapter_config import AdapterConfig
 from isp.models.huggingface.adapters import AdapterWeights, adapted
@@ -446,7 +446,7 @@ def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor
         local: nn.Parameter(torch.full(parameter.shape, torch.nan, **options))
         for local, parameter in module.named_parameters(recurse=False)
     }
-    with _reparametrize_module(module, own):
+    with reparametrized(module, own):
         yield own
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import pinned_memory
 from isp.core.layers.rank_layers import RankLayers
+from isp.core.torch_private import tree_map
 
 __all__ = [
     "at_positions",

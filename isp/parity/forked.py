@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch._C._distributed_c10d import FileStore
 
 from isp.core.comm import use_loopback
+from isp.core.torch_private import FileStore
 
 __all__ = ["RankError", "run_ranks"]
 

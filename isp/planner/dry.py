@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from isp.core.attention.backend import AttentionBackend
@@ -39,6 +38,7 @@ from isp.core.mesh.phase import Phase
 from isp.core.mixers.recurrence import Recurrence
 from isp.core.optim.buckets import master_dtype
 from isp.core.tensors import tensors_in
+from isp.core.torch_private import TorchDispatchMode, aten_grouped_mm
 from isp.core.weights.declare import WeightHolder
 from isp.core.weights.wp import FullWeights, LocalWeights, WPCommunicator
 from isp.planner.dry_scan import DryRecurrence
@@ -398,7 +398,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket is torch.ops.aten._grouped_mm:
+        if func.overloadpacket is aten_grouped_mm:
             out = _grouped_product(*args, **kwargs)
             self._recorder.note(Compute(Work.PRODUCT, 2 * args[0].numel() * args[1].shape[-1]))
         else:

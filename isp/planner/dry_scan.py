@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.core.tensors import memory_of
+from isp.core.torch_private import disable_current_modes, storage_key
 from isp.planner.made import Made
 from isp.planner.record import Compute, EventRecorder, Work
 
@@ -201,10 +201,10 @@ def _measured(segment: _Segment, tokens: int) -> _Taken:
 
     def keep(x: Tensor) -> Tensor:
         memory = x.untyped_storage()
-        saved[memory._cdata] = memory
+        saved[storage_key(memory)] = memory
         return x
 
-    with _disable_current_modes(), torch.enable_grad():
+    with disable_current_modes(), torch.enable_grad():
         inputs, initial = segment.inputs(tokens)
         with Made() as made:
             with saved_tensors_hooks(keep, lambda x: x):

@@ -6,9 +6,9 @@ import weakref
 from typing import Any
 
 from torch import UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.core.tensors import memory_of, tensors_in
+from isp.core.torch_private import TorchDispatchMode, storage_key
 
 __all__ = ["Made"]
 
@@ -36,7 +36,7 @@ class Made(TorchDispatchMode):
         return out
 
     def _note(self, memory: UntypedStorage) -> None:
-        key, size = memory._cdata, memory.nbytes()
+        key, size = storage_key(memory), memory.nbytes()
 
         def gone(_: object) -> None:
             del self._there[key]

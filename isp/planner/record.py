@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isp.core.comm.tag import Purpose, Transfer
 from isp.core.mesh.phase import Phase
 from isp.core.tensors import memory_of
+from isp.core.torch_private import storage_key
 from isp.core.weights.declare import DeclaredBlock, WeightHolder
 from isp.core.weights.uses import Block
 
@@ -265,9 +266,10 @@ class EventRecorder:
         own, looked = self._block, self._looked
         for x in tensors:
             memory = x.untyped_storage()
-            if memory._cdata not in self._known and memory._cdata not in self._alive:
-                self._alive[memory._cdata] = memory
-                self._owners.pop(memory._cdata, None)  # of memory that was there before
+            key = storage_key(memory)
+            if key not in self._known and key not in self._alive:
+                self._alive[key] = memory
+                self._owners.pop(key, None)  # of memory that was there before
                 looked = None
         if looked == own:  # no more than there was
             return
@@ -278,9 +280,9 @@ class EventRecorder:
     def delivered(self, gradient: Tensor) -> None:
         """A weight's gradient is somebody else's from here on."""
         memory = gradient.untyped_storage()
-        self._alive.pop(memory._cdata, None)
+        self._alive.pop(storage_key(memory), None)
         self._delivered.append(memory)  # autograd hands it on, which makes nothing
-        self._known.add(memory._cdata)
+        self._known.add(storage_key(memory))
 
     def know(self, tensors: Iterable[Tensor]) -> None:
         """These are there in any case."""
@@ -293,8 +295,9 @@ class EventRecorder:
     def keep(self, x: Tensor) -> Tensor:
         """Autograd keeps x."""
         memory = x.untyped_storage()
-        if memory._cdata not in self._known:
-            kept = self._kept.setdefault(memory._cdata, _Kept(self._ahead, memory))
+        key = storage_key(memory)
+        if key not in self._known:
+            kept = self._kept.setdefault(key, _Kept(self._ahead, memory))
             kept.by_attention |= self.attends
         return x
 

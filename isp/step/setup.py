@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from isp.config import JobConfig
 from isp.core.comm import World
@@ -13,6 +12,7 @@ from isp.core.comm.cuda import check_registers
 from isp.core.optim.matrices import matrices_of
 from isp.core.optim.torch_optimizer import check_elementwise, optimizer_of
 from isp.core.optim.update_rules import check_groups, values_of
+from isp.core.torch_private import Store
 from isp.models.build import trained_layouts
 from isp.models.traced_model import TracedModel
 

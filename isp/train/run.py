@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from isp.checkpoint.agreement import CheckpointError, exchange
 from isp.config import JobConfig, to_yaml
 from isp.core.comm import Mesh, RollCall
 from isp.core.comm.cuda import compute_deterministically
+from isp.core.torch_private import Store
 from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
 from isp.models.huggingface.config_json import beyond_positions

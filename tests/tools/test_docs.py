@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -76,17 +77,48 @@ def test_links_lead_somewhere(readme: Path) -> None:
         assert not anchor or anchor in _headings(found), (target, anchor)
 
 
+def _found(readme: Path, line: str, name: str) -> Path | None:
+    """Return the file or folder that a line names, relative to the README, the root or its row."""
+    folders = [readme.parent, ROOT]
+    if row := re.match(r"\| `([\w./]+/)`", line):  # files in the row's folder
+        folders += [folder / row[1] for folder in folders]
+    return next((f / name for f in folders if (f / name).exists()), None)
+
+
 @pytest.mark.parametrize("readme", READMES, ids=str)
 def test_files_exist(readme: Path) -> None:
     """Catches a map of the source that shows what is no longer there."""
     missing = []
     for line in readme.read_text().splitlines():
-        named = re.findall(r"`([\w./]+(?:\.py|\.sh|/))`", line)
-        folders = [readme.parent, ROOT]
-        if line.startswith("| `") and named and named[0].endswith("/"):  # files in the row's folder
-            folders += [folder / named[0] for folder in folders]
-        missing += [name for name in named if not any((f / name).exists() for f in folders)]
+        named = re.findall(r"`([\w./-]+(?:\.py|\.sh|\.md|/))`", line)
+        missing += [name for name in named if _found(readme, line, name) is None]
     assert set(missing) <= {"tb/", "memory_snapshot/"}  # in the folder of a run
+
+
+@pytest.mark.parametrize("readme", READMES, ids=str)
+def test_python_names_exist(readme: Path) -> None:
+    """Catches a dotted name of `isp` that was moved or renamed."""
+    if readme.name == "CHANGELOG.md":  # which names what was removed
+        return
+    for name in re.findall(r"`(isp(?:\.\w+)+)[`(]", readme.read_text()):
+        pkgutil.resolve_name(name)
+
+
+def test_names_in_files_exist() -> None:
+    """Catches design notes that name something in a file which is no longer there."""
+    readme, checked = ROOT / "isp" / "README.md", 0
+    for line in readme.read_text().splitlines():
+        named = [(file, name) for name, file in re.findall(r"`(\w+)` of `([\w/]+\.py)`", line)]
+        for file, inside in re.findall(r"`([\w/]+\.py)` \(([^()]*)\)", line):
+            named += [(file, name) for name in re.findall(r"`(\w+)`", inside)]
+        for note, file in re.findall(r"(\[Note: [^]]*\]) in `([\w/]+\.py)`", line):
+            named.append((file, note))
+        for file, name in named:
+            found = _found(readme, line, file)
+            assert found is not None, file
+            assert name in found.read_text(), (file, name)
+        checked += len(named)
+    assert checked > 20
 
 
 def test_commands_exist() -> None:

@@ -28,16 +28,14 @@ from isp.core.comm import streams
 from isp.core.comm.pending import Pending
 from isp.core.comm.tag import UNNAMED, Collective, CollectiveError, Tag, Transfer
 from isp.core.comm.transfer_log import CommLog
+from isp.core.torch_private import (
+    all_gather_single,
+    all_to_all_single,
+    group_timeout,
+    reduce_scatter_single,
+)
 
 __all__ = ["Channel", "DryChannel", "Listener", "check_channel", "join_ranks"]
-
-_Group = dist.ProcessGroup
-_Method = Callable[..., dist.Work]
-_all_gather: _Method = getattr(_Group, "all_gather_single", None) or _Group._allgather_base
-_reduce_scatter: _Method = (
-    getattr(_Group, "reduce_scatter_single", None) or _Group._reduce_scatter_base
-)
-_all_to_all: _Method = getattr(_Group, "all_to_all_single", None) or _Group.alltoall_base
 
 
 class Channel:
@@ -184,7 +182,7 @@ class Channel:
             "all_gather",
             tag,
             x.nbytes * (self.size - 1),
-            partial(_all_gather, self.group, joined, x),
+            partial(all_gather_single, self.group, joined, x),
             out,
             keep=(x, out),
         )
@@ -206,7 +204,7 @@ class Channel:
                 "reduce_scatter",
                 tag,
                 x.nbytes // self.size * (self.size - 1),
-                partial(_all_to_all, self.group, parts, x, [], []),
+                partial(all_to_all_single, self.group, parts, x, [], []),
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
@@ -217,7 +215,7 @@ class Channel:
             "reduce_scatter",
             tag,
             wide.nbytes // self.size * (self.size - 1),
-            partial(_reduce_scatter, self.group, out, wide),
+            partial(reduce_scatter_single, self.group, out, wide),
             out,
             keep=(wide, out),
         )
@@ -244,7 +242,9 @@ class Channel:
             "all_to_all",
             tag,
             x.nbytes - own,
-            partial(_all_to_all, self.group, out, x, list(out_rows or ()), list(in_rows or ())),
+            partial(
+                all_to_all_single, self.group, out, x, list(out_rows or ()), list(in_rows or ())
+            ),
             out,
             keep=(x, out),
         )
@@ -374,8 +374,7 @@ class Channel:
     def _timeout(self) -> timedelta:
         """The time a transfer of the group may take now."""
         assert self.group is not None
-        found: timedelta = self.group._get_backend(torch.device("cpu")).options._timeout
-        return found
+        return group_timeout(self.group)
 
 
 class Listener(Protocol):

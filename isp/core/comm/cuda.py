@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isp.core.torch_private import backend_of, set_allocator
+
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "Allocate",
@@ -36,7 +38,7 @@ def expand_segments() -> None:
     To be called before the first allocation. What the environment says of the allocator stays.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        set_allocator("expandable_segments:True")
 
 
 def compute_deterministically() -> None:
@@ -99,7 +101,7 @@ def registered(group: dist.ProcessGroup, device: torch.device, *, key: str) -> A
     NCCL then reads and writes them where they are, without buffers of its own between.
     Raises ValueError, in the name of `key`, where the device has no memory of that kind.
     """
-    backend = group._get_backend(device)
+    backend = backend_of(group, device)
     if not backend.supports_tensor_alloc(device):
         raise ValueError(
             f"{key}=true needs GPUs with NVLink SHARP, which {device} does not have: use false"

@@ -21,11 +21,10 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
 
 from isp.core.comm.channel import Channel
 from isp.core.comm.tag import Collective, CollectiveError, Tag
+from isp.core.torch_private import PrefixStore, Store, default_store
 
 __all__ = ["CollectiveTimeout", "RollCall"]
 
@@ -70,7 +69,7 @@ class RollCall:
             token = torch.tensor([secrets.randbits(62)])
             host.broadcast_(token, tag=Tag(tensor="roll call")).wait()
             name = f"roll_call/{token.item()}"
-            self._store = PrefixStore(name, _get_default_store())
+            self._store = PrefixStore(name, default_store())
 
     def __enter__(self) -> Self:
         return self

@@ -20,11 +20,10 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._autograd import DeviceType
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from isp.core.comm.channel import Channel
 from isp.core.comm.tag import Tag
+from isp.core.torch_private import allocate_symmetric, has_multicast, share_symmetric
 
 __all__ = ["SymmetricRows", "why_no_symmetric_rows"]
 
@@ -47,7 +46,7 @@ def why_no_symmetric_rows(
     if not _on_one_machine(channel):
         return "the ranks are on several machines"
     index = torch.cuda.current_device() if device.index is None else device.index
-    if not _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index):
+    if not has_multicast(index):
         return "the devices have no multicast (Hopper or newer, behind NVSwitch)"
     return ""
 
@@ -69,9 +68,8 @@ class SymmetricRows:
         self, channel: Channel, rows: int, columns: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         assert channel.group is not None
-        # By itself: `symmetric_memory.empty` takes it from a pool, which may be of other memory.
-        self.rows = _SymmetricMemory.empty_strided_p2p((rows, columns), (columns, 1), dtype, device)
-        self._handle = _SymmetricMemory.rendezvous(self.rows, channel.group.group_name)
+        self.rows = allocate_symmetric(rows, columns, dtype=dtype, device=device)
+        self._handle = share_symmetric(self.rows, channel.group)
         self._group_name = channel.group.group_name
         self._ops = torch.ops.symm_mem
 

@@ -15,13 +15,20 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from isp.core.comm import cuda, streams
 from isp.core.comm.channel import Channel
 from isp.core.comm.transfer_log import CommLog
 from isp.core.mesh.topology import Axis, Topology
+from isp.core.torch_private import (
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    set_group_timeout,
+    set_options_timeout,
+)
 from isp.utils.environment import rank_and_size
 
 __all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "decided_by_rank_0", "use_loopback"]
@@ -32,9 +39,6 @@ RENDEZVOUS_FILE = "ISP_RENDEZVOUS_FILE"
 """Variable naming a private file through which the ranks of one machine meet, without a port."""
 
 # Public since torch 2.14, which warns of the old name.
-_set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
-    getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-)
 _CONNECT = timedelta(seconds=5)
 """Time to find out that nobody answers at the address of an earlier rank 0."""
 
@@ -93,7 +97,7 @@ class World:
             timeout, device_options = timedelta(seconds=self.timeout_seconds), {}
             if self.device.type == "cuda":
                 options = streams.nccl_options()
-                options._timeout = timeout
+                set_options_timeout(options, timeout)
                 device_options = {"device_id": self.device, "pg_options": options}
                 os.environ.setdefault(_TOLD_OF_SENDS, "false")
             dist.init_process_group(
@@ -328,4 +332,4 @@ class Mesh:
     def set_timeout(self, seconds: float) -> None:
         """Limit how long collectives launched from now on may take."""
         for group in {channel.group for channel in self.opened if channel.group is not None}:
-            _set_timeout(timedelta(seconds=seconds), group)
+            set_group_timeout(timedelta(seconds=seconds), group)

@@ -39,6 +39,7 @@ from isp.core.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.core.mesh import Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
+from isp.core.torch_private import will_run
 from isp.core.weights.declare import DeclaredBlock, WeightHolder
 from isp.core.weights.gather_reduce import GradientSink, WriteGradient
 from isp.core.weights.wp import WPCommunicator
@@ -132,7 +133,7 @@ def needs_grad(ctx: Any, count: int) -> list[NeedsGrad]:
     found, nodes = [], ctx.next_functions
     for index, needed in enumerate(ctx.needs_input_grad[:count]):
         try:
-            runs = needed and torch._C._will_engine_execute_node(nodes[index][0])
+            runs = needed and will_run(nodes[index][0])
             found.append(_FLOW if runs else _NOTHING)
         except RuntimeError:  # torch raises for a leaf whose gradient `autograd.grad` returns
             found.append(_VALUE)

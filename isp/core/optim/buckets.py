@@ -14,6 +14,7 @@ from isp.core.comm import Channel, Channels, Pending, streams
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import Axis
 from isp.core.mesh.partition import chunk_range
+from isp.core.torch_private import foreach_copy_
 from isp.core.weights.sharded_parameter import ShardedParameter, by_whole
 
 __all__ = [
@@ -366,4 +367,4 @@ def grouped(
 def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy the second tensor of each pair into the first, in one call of torch."""
     if pairs := list(copies):
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -32,6 +32,7 @@ from isp.core.optim.buckets import copy_all, grouped
 from isp.core.optim.config import MuonConfig, OptimizerConfig
 from isp.core.optim.states import Resting, StateBucket, StateStream, by_values
 from isp.core.optim.update_rules import GroupValues, Rows, group_of
+from isp.core.torch_private import foreach_copy_, foreach_mul_
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = [
@@ -127,8 +128,8 @@ def make_orthogonal(xs: Sequence[Tensor], keys: MuonConfig) -> None:
     for first in range(0, len(xs), count):
         some = xs[first : first + count]
         batch = some[0].new_zeros(count, *some[0].shape)
-        torch._foreach_copy_([*batch[: len(some)].unbind()], [*some])
-        torch._foreach_copy_([*some], [*newton_schulz(batch, keys)[: len(some)].unbind()])
+        foreach_copy_([*batch[: len(some)].unbind()], [*some])
+        foreach_copy_([*some], [*newton_schulz(batch, keys)[: len(some)].unbind()])
 
 
 Update = Callable[[GroupValues, Rows], None]
@@ -270,7 +271,7 @@ class MatrixBucket:
         self._arrive([part.box.view(self._grads[part.at]) for part in self._returned])
         for ratio, rows in self._scaled.items():
             if ratio != 1 and rows:
-                torch._foreach_mul_(rows, ratio)
+                foreach_mul_(rows, ratio)
 
     def _add(self, number: int, layout: ParameterLayout, matrix: Matrix, home: int) -> None:
         """Add the blocks of a member's matrix that this rank sends and receives."""

@@ -37,6 +37,7 @@ from torch import Tensor
 from isp.core.comm import pinned_memory, streams
 from isp.core.optim.buckets import master_dtype
 from isp.core.optim.update_rules import GroupValues, Rows, UpdateRule
+from isp.core.torch_private import foreach_copy_
 
 __all__ = [
     "MASTER",
@@ -369,9 +370,9 @@ class StateStream:
         update(bucket.values, Rows(masters, [row.grad for row in bucket.rows], moments, names))
         for name, found in states.items():
             if found[0].dtype != dtype:
-                torch._foreach_copy_(found, wide[name])
+                foreach_copy_(found, wide[name])
         if masters is not weights:
-            torch._foreach_copy_(weights, masters)
+            foreach_copy_(weights, masters)
 
 
 def by_values(

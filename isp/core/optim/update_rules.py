@@ -19,6 +19,13 @@ from torch.optim.adamw import adamw
 
 from isp.core.mesh.layout import Matrices, ParameterLayout
 from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig, ParamGroupConfig
+from isp.core.torch_private import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sign_,
+)
 
 __all__ = [
     "GroupValues",
@@ -147,12 +154,12 @@ class Lion(UpdateRule):
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
         beta1, beta2 = self.config.beta1, self.config.beta2
         masters, grads, moments = rows.masters, rows.grads, rows.states["exp_avg"]
-        torch._foreach_lerp_(grads, moments, beta1)  # c, in the place of g
+        foreach_lerp_(grads, moments, beta1)  # c, in the place of g
         # The new m lies between m and c at this fraction: g, which is gone, is not needed.
-        torch._foreach_lerp_(moments, grads, (1 - beta2) / (1 - beta1))
-        torch._foreach_sign_(grads)
-        torch._foreach_mul_(masters, 1 - lr * weight_decay)
-        torch._foreach_add_(masters, grads, alpha=-lr)
+        foreach_lerp_(moments, grads, (1 - beta2) / (1 - beta1))
+        foreach_sign_(grads)
+        foreach_mul_(masters, 1 - lr * weight_decay)
+        foreach_add_(masters, grads, alpha=-lr)
 
 
 class Muon(UpdateRule):
@@ -170,15 +177,15 @@ class Muon(UpdateRule):
 
     def average(self, rows: Rows) -> None:
         keys, moments = self.config.muon, rows.states["momentum_buffer"]
-        torch._foreach_lerp_(moments, rows.grads, 1 - keys.momentum)
+        foreach_lerp_(moments, rows.grads, 1 - keys.momentum)
         if keys.nesterov:
-            torch._foreach_lerp_(rows.grads, moments, keys.momentum)
+            foreach_lerp_(rows.grads, moments, keys.momentum)
         else:
-            torch._foreach_copy_(rows.grads, moments)
+            foreach_copy_(rows.grads, moments)
 
     def step(self, rows: Rows, *, lr: float, weight_decay: float, numbers: Sequence[int]) -> None:
-        torch._foreach_mul_(rows.masters, 1 - lr * weight_decay)
-        torch._foreach_add_(rows.masters, rows.grads, alpha=-lr)
+        foreach_mul_(rows.masters, 1 - lr * weight_decay)
+        foreach_add_(rows.masters, rows.grads, alpha=-lr)
 
 
 class NoRule(UpdateRule):

@@ -31,6 +31,7 @@ from isp.core.optim.states import (
 )
 from isp.core.optim.torch_optimizer import MakeOptimizer, TorchUpdates, optimizer_of
 from isp.core.optim.update_rules import GroupValues, NoRule, Rows, update_rule, values_of
+from isp.core.torch_private import foreach_mul_, foreach_norm
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = [
@@ -363,7 +364,7 @@ class Zero1Optimizer:
             # stay in the cache.
             if squares.device.type == "cpu":
                 counted = [x for grad in counted for x in _pieces(grad)]
-            norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
+            norms = foreach_norm(counted, 2, dtype=torch.float64)
             squares = torch.stack(norms).square().sum()
         gradients = self._gradients
         # The flags of reached weights ride on the same all-reduce as the squares.
@@ -476,7 +477,7 @@ class Zero1Optimizer:
             factor *= min(1.0, self._max_norm / (norm + 1e-6))
         if factor == 1:
             return
-        torch._foreach_mul_([shard.grad for shard in self._shards.values()], factor)
+        foreach_mul_([shard.grad for shard in self._shards.values()], factor)
 
     @torch.no_grad()
     def _update(self, lr: float) -> None:

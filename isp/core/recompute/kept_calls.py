@@ -18,10 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.core.autograd import Function
 from isp.core.tensors import memory_of, tensors_in
+from isp.core.torch_private import (
+    TorchDispatchMode,
+    argument_schemas,
+    saved_tensors_hooks_in_use,
+    version_of,
+)
 
 __all__ = ["KeptCalls", "Needs"]
 
@@ -57,7 +62,7 @@ class KeptCalls:
         self._kinds = kinds
         self._again = False
         """True once the part is being computed again."""
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks: Any = saved_tensors_hooks_in_use()
         self._pack: Callable[[Tensor], Any] = hooks[0] if hooks else _same
         self._unpack: Callable[[Any], Tensor] = hooks[1] if hooks else _same
         self._known, self._key = known, key
@@ -203,18 +208,18 @@ class _Watch(TorchDispatchMode):
     @staticmethod
     def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
         """Yield the arguments that an operation writes into; it may not return them."""
-        for index, argument in enumerate(func._schema.arguments):
+        for index, argument in enumerate(argument_schemas(func)):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield args[index] if index < len(args) else (kwargs or {}).get(argument.name)
 
     def made(self, number: int, y: Tensor) -> None:
         """Record y as the result of kept call `number`."""
         self._made_of[memory_of(y)] = frozenset([number])
-        self._results[number] = y.detach(), y._version
+        self._results[number] = y.detach(), version_of(y)
 
     def saved(self) -> saved_tensors_hooks:
         """Return a context in which it watches which tensors are saved for backward."""
-        pack_other, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack_other, unpack = saved_tensors_hooks_in_use()
 
         def pack(x: Tensor) -> Any:
             self._values |= self._made_of.get(memory_of(x), frozenset())
@@ -224,7 +229,7 @@ class _Watch(TorchDispatchMode):
 
     def needs(self) -> Needs:
         """Return the needs of the part that it has watched."""
-        written = {n for n, (y, version) in self._results.items() if y._version > version}
+        written = {n for n, (y, version) in self._results.items() if version_of(y) > version}
         return Needs(self._values, frozenset(written))
 
 

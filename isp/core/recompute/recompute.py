@@ -33,6 +33,7 @@ from isp.core.comm.host_offload import HostMemory, Stored
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh.partition import chunk_range, divide
 from isp.core.rng import RngSnapshot, RngStatesTracker
+from isp.core.torch_private import storage_key
 
 __all__ = [
     "CheckpointWithoutOutput",
@@ -311,8 +312,8 @@ class CheckpointWithoutOutput:
 
         out: R = _checkpoint(with_ticket, args, self._tracker, self._announce)
         outs = _as_tuple(out)
-        kept = {s._cdata for s in _storages([a for a in args if isinstance(a, Tensor)])}
-        if any(s._cdata in kept for s in _storages(outs) if s.nbytes()):
+        kept = {storage_key(s) for s in _storages([a for a in args if isinstance(a, Tensor)])}
+        if any(storage_key(s) in kept for s in _storages(outs) if s.nbytes()):
             raise ValueError("an output shares its memory with an argument: it cannot be dropped")
         self._outputs = outs
         return out
@@ -349,7 +350,7 @@ def _as_tuple(out: Any) -> tuple[Tensor, ...]:
 
 def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of tensors, once each, in order."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    found = {storage_key(t.untyped_storage()): t.untyped_storage() for t in tensors}
     return list(found.values())
 
 

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from isp.core.comm import Channels, Pending, streams
 from isp.core.mesh.topology import Axis
+from isp.core.torch_private import version_of
 from isp.core.weights.pool import Lease, MemoryPool
 from isp.core.weights.prefetch_plan import WeightOp, WeightOpKind
 from isp.core.weights.sharded_parameter import ShardedParameter
@@ -104,7 +105,7 @@ class GatheredLayer:
         """Return a number that grows with each visible write [Note: Versions]."""
         number: int = _optimizer_steps()[0]
         for shard in self._shards:
-            number += shard.parameter._version
+            number += version_of(shard.parameter)
         return number
 
 

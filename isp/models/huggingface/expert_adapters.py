@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
+from isp.core.torch_private import reparametrized
 from isp.models.roles import holds_experts
 
 __all__ = ["hand_on_factors"]
@@ -68,7 +68,7 @@ def _taking(kind: Any) -> Any:
             name: torch.baddbmm(getattr(self, name), lhs, rhs)
             for name, (lhs, rhs) in (factors or {}).items()
         }
-        with _reparametrize_module(self, changed):
+        with reparametrized(self, changed):
             return kind.forward(self, *args, **kwargs)
 
     names = {"forward": forward, "takes_factors": True, "__module__": kind.__module__}

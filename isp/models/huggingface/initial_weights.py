@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isp.core.layers.module import MasterStream
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.tensors import memory_of, tensors_in
+from isp.core.torch_private import TorchDispatchMode
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = ["Drawing", "InitialWeights", "drawings"]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from isp.core.torch_private import grouped_mm
 from isp.models.huggingface.make import made, sees, take_out_tower
 from isp.models.meta import parameters_on_meta
 
@@ -350,7 +351,7 @@ class _Widened(TorchFunctionMode):
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
         if func is torch.full and type(args[1]) is float:  # of XGLM, the least of all numbers
             wide.setdefault("dtype", torch.float64)
-        if func is torch._grouped_mm and args[0].dtype is torch.float64 and not args[0].is_meta:
+        if func is grouped_mm and args[0].dtype is torch.float64 and not args[0].is_meta:
             return _grouped_product(args[0], args[1], wide["offs"])
         return func(*map(_wide, args), **wide)
 

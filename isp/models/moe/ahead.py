@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isp.core.autograd import Function, once_differentiable
+from isp.core.torch_private import has_full_backward_hooks
 from isp.models.tracing.calls import Ahead, same_rows
 from isp.models.tracing.forward_pass import ForwardPass
 
@@ -40,7 +41,7 @@ class ComputedAhead:
     @property
     def _is_hooked(self) -> bool:
         """Whether it has full backward hooks."""
-        return bool(self._module._is_full_backward_hook and self._module._backward_hooks)
+        return has_full_backward_hooks(self._module)
 
     def compute(self, tokens: Tensor) -> None:
         """Compute what the next call in this pass gives, of tokens [N, D]."""

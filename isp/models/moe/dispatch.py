@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isp.core.autograd import Function, joined, once_differentiable
 from isp.core.comm import Channel, Pending
@@ -38,6 +36,7 @@ from isp.core.megatron.mappings import (
 )
 from isp.core.mesh.config import ExpertConfig
 from isp.core.mesh.partition import chunk_range
+from isp.core.torch_private import reparametrized, tree_flatten, tree_unflatten
 from isp.models.roles import ParameterRole
 from isp.models.tracing.trace import Kind, ModelTrace
 
@@ -96,7 +95,7 @@ class ExpertSubset(nn.Module):
             setattr(self.module, key, self._own.stop - self._own.start)  # as its weights have
         own = {name: getattr(self.module, name)[self._own] for name in self._vectors}
         try:
-            with _reparametrize_module(self.module, own):
+            with reparametrized(self.module, own):
                 return self._code(*args, **kwargs)
         finally:
             for key in self._counts:  # the model's own code may read it

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Pending
@@ -29,6 +28,13 @@ from isp.core.layers.linear import NeedsGrad, needs_grad
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.tensors import memory_of
+from isp.core.torch_private import (
+    TreeSpec,
+    saved_tensors_hooks_in_use,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 from isp.core.weights.wp import WPCommunicator
 from isp.models.moe.ahead import ComputedAhead
 from isp.models.moe.dispatch import ExpertExchange, ExpertSubset, on_other_tokens
@@ -122,13 +128,13 @@ class ShardedExperts:
         names = [*self._others, *(weight.weight_name for weight in self.weights)]
         parameters = {f"module.{n}": x for n, x in zip(names, [*others, *full], strict=True)}
         counted = [x for x in tensors if not x.is_inference()]
-        versions = [x._version for x in counted]
+        versions = [version_of(x) for x in counted]
         out = torch.func.functional_call(self._call, parameters, args, kwargs)
         if not isinstance(out, Tensor):
             raise TypeError(
                 f"{self.name} returns a {type(out).__name__}: experts must return one tensor"
             )
-        if versions != [x._version for x in counted]:
+        if versions != [version_of(x) for x in counted]:
             raise RuntimeError(
                 f"{self.name} modifies an input tensor in place, which gradients would not see:"
                 f" return a new tensor instead"
@@ -274,7 +280,7 @@ class _SavedParts(saved_tensors_hooks):
         kinds = [(memory_of(x), x.dtype, int(x.storage_offset())) for x in full]
         hooks = None
         if not recomputing:
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            hooks = saved_tensors_hooks_in_use()
         pack_other, unpack_other = hooks or (_same, _same)
 
         def pack(x: Tensor) -> Any:

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.compiled import widened
+from isp.core.torch_private import tree_flatten, tree_unflatten
 from isp.models.huggingface.interface import RouterCoefficients
 from isp.models.moe.load_balance import check_bias_update
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Purpose, Tag
@@ -35,6 +34,7 @@ from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.partition import chunk_range
 from isp.core.mesh.phase import Phase
 from isp.core.rng import RngStatesTracker
+from isp.core.torch_private import tree_leaves
 from isp.core.weights.wp import FullWeights, WPCommunicator
 from isp.models.moe.gather import ShardedExperts
 from isp.models.runtime.fused_linears import FusedLinears

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from isp.core.attention.kinds import AttentionKind
 from isp.core.tensors import memory_of
+from isp.core.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = [
     "Ahead",

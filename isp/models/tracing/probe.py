@@ -42,12 +42,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from isp.core.attention.api import AttentionOptions
 from isp.core.mixers.api import mix_by
 from isp.core.mixers.key_choice import Indexer
 from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.core.torch_private import AnyBatchNorm, AnyDropout, tree_leaves, tree_map, version_of
 from isp.models.meta import copied
 from isp.models.roles import ParameterRole, holds_experts
 from isp.models.tracing.recorder import replaced_forward
@@ -243,8 +243,8 @@ def without_weights(
 def _put_in(model: nn.Module, *, training: bool) -> None:
     """Put all modules but batch norms into training mode, without dropout, or into evaluation."""
     for module in model.modules():
-        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.training = training and not isinstance(module, nn.modules.dropout._DropoutNd)
+        if not isinstance(module, AnyBatchNorm):
+            module.training = training and not isinstance(module, AnyDropout)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -519,11 +519,11 @@ class _Probe(NamedTuple):
 
     def check_same_again(self, tokens: _Tokens, before: _Found) -> None:
         """Raise ValueError, naming buffers, if `tokens` no longer give what they gave `before`."""
-        versions = {id(buffer): buffer._version for buffer in self.model.buffers()}
+        versions = {id(buffer): version_of(buffer) for buffer in self.model.buffers()}
         if not _differ(before, self.run(tokens)):
             return
         named = self.model.named_buffers()
-        changed = [name for name, buffer in named if versions.get(id(buffer)) != buffer._version]
+        changed = [name for name, buffer in named if versions.get(id(buffer)) != version_of(buffer)]
         raise ValueError(
             f"{type(self.model).__name__} gives other outputs when it is called again with the same"
             f" tokens, as its forward changes {', '.join(changed[:3]) or 'what it has kept'}, but"

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from isp.core.attention.api import AttentionOptions
 from isp.core.mixers.key_choice import Indexer
 from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.core.torch_private import tree_leaves, version_of
 from isp.models.roles import holds_experts, is_linear
 from isp.models.tracing.calls import (
     Ahead,
@@ -90,7 +90,7 @@ class CallRecorder:
         logits = options.scale, options.softcap, options.sinks is not None
         sizes = AttentionSizes(heads, k.shape[2], size, v.shape[3], *reach, *logits)
         result = q.new_zeros(*q.shape[:3], v.shape[3])
-        self._results[len(self._calls)] = result, result._version
+        self._results[len(self._calls)] = result, version_of(result)
         self._calls.append(Call(Kind.ATTENTION, self._block or "", self._block, sizes))
         return result
 
@@ -140,7 +140,7 @@ class CallRecorder:
         for number, call in enumerate(self._calls):
             if number in self._results:
                 result, version = self._results[number]
-                call = call._replace(written=result._version > version)
+                call = call._replace(written=version_of(result) > version)
             inside = call.block is not None and list_of(call.block) in lists
             yield call if inside else call._replace(block=None)
 
@@ -156,7 +156,7 @@ class CallRecorder:
         routed, self._routed = self._routed, None
         if routed is not None and len(given) == 1 and not more and isinstance(given[0], Tensor):
             number, tokens, version = routed
-            if given[0].dim() > 1 and same_rows(given[0], tokens) and tokens._version == version:
+            if given[0].dim() > 1 and same_rows(given[0], tokens) and version_of(tokens) == version:
                 self._ahead[name] = number
         if block is not None:
             self._block = block
@@ -175,7 +175,7 @@ class CallRecorder:
             call = Call(Kind.EXPERTS, name, self._block, route=route, width=width)
             self._calls.append(call._replace(weighs=bool(weighs)))
             if route is not None:
-                self._routed = len(self._calls) - 1, given[0], given[0]._version
+                self._routed = len(self._calls) - 1, given[0], version_of(given[0])
 
     def _ends(
         self,
@@ -209,7 +209,7 @@ class CallRecorder:
 
     def _number(self, given: tuple[Any, ...]) -> int:
         """That of a linear's input: of the last one's, if it is the very same tensor."""
-        now = (given[0], given[0]._version) if given else None
+        now = (given[0], version_of(given[0])) if given else None
         last, self._given = self._given, now
         if now is None or last is None or now[0] is not last[0] or now[1] != last[1]:
             self._num_given += 1

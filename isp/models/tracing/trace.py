@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from isp.core.mixers.api import mix_by
+from isp.core.torch_private import is_compiled
 from isp.models.roles import (
     ParameterRole,
     holds_experts,
@@ -166,8 +167,9 @@ def check_supported(model: nn.Module) -> None:
 
 def _check_computed(name: str, module: nn.Module) -> None:
     """Raise ValueError for a weight that is computed where a shard of it would have to lie."""
+    parameters = {parameter for parameter, _ in module.named_parameters(recurse=False)}
     for local, value in vars(module).items():
-        computed = {f"{local}_orig", f"{local}_g"} & module._parameters.keys()
+        computed = {f"{local}_orig", f"{local}_g"} & parameters
         if isinstance(value, Tensor) and (computed or not value.is_leaf):
             raise ValueError(
                 f"{name}.{local} is no parameter: a hook computes it from others before each"
@@ -186,7 +188,7 @@ def _check_computed(name: str, module: nn.Module) -> None:
 def check_not_compiled(model: nn.Module) -> None:
     """Raise ValueError for a model of which a module was compiled in its place."""
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is compiled, but isp runs"
                 f" modules one by one: do not call compile() before or after isp.parallelize"

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from isp.core.torch_private import record_memory_history, write_memory_history
 from isp.metrics import peak_memory_gib
 from isp.step.train_step import TrainStep
 from isp.train.folder.environment import RankPlace
@@ -96,7 +97,7 @@ class MemoryGuard:
 
     def __enter__(self) -> Self:
         if self._snapshots is not None and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=_HISTORY)
+            record_memory_history(_HISTORY)
         elif self._snapshots is not None:
             logger.info(
                 "profiler.enable_memory_snapshot records CUDA memory, and this run is on CPU"
@@ -143,7 +144,7 @@ def _is_about_memory(error: BaseException) -> bool:
 def _dump(path: Path) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        written_whole(path, lambda new: torch.cuda.memory._dump_snapshot(str(new)))
+        written_whole(path, lambda new: write_memory_history(str(new)))
     except OSError as error:
         return f"its history could not be written to {path}: {error.strerror}"
     return f"its history is in {path}, to be seen on https://pytorch.org/memory_viz"

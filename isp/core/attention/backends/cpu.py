@@ -30,11 +30,9 @@ from isp.core.attention.backends.mask_blocks import (
 )
 from isp.core.attention.mask import AttentionMask
 from isp.core.autograd import Function
+from isp.core.torch_private import cpu_attention, cpu_attention_backward
 
 __all__ = ["CpuAttention"]
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 _SPLIT_UP_TO = 1024
 """Tokens up to which a causal document is cut into blocks: the kernel skips hidden keys only 512
@@ -98,7 +96,7 @@ def _attend(
     out, group = q.new_zeros(q.shape), q.shape[1] // k.shape[1]
     lse = q.new_full((*q.shape[:2], 1), -torch.inf)
     for block in blocks:
-        result, logsumexp = _forward(
+        result, logsumexp = cpu_attention(
             *_inputs(block, q, k, v),
             0.0,
             block.is_causal_square,
@@ -125,7 +123,7 @@ def _gradients(
     if dout.stride(-1) != 1:  # the kernel reads rows; an expanded gradient has none
         dout = dout.contiguous()
     for block in blocks:
-        of_query, *of_keys = _backward(
+        of_query, *of_keys = cpu_attention_backward(
             _queries(block, dout, group),
             *_inputs(block, q, k, v),
             _queries(block, out, group),

@@ -20,6 +20,7 @@ from torch import Tensor
 from isp.core.attention.backends.mask_blocks import document_lengths
 from isp.core.attention.mask import AttentionMask
 from isp.core.comm import pinned_memory
+from isp.core.torch_private import compiler_options
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -55,7 +56,7 @@ class FlexAttention:
         # Floats stay constants: a second cap or scale would become a symbol and break the graph.
         # Calls with and without gradients, of one block or more, and each number of heads compile
         # separately: more than torch's usual limit of 8.
-        with torch._dynamo.config.patch(specialize_float=True, recompile_limit=64):
+        with compiler_options(specialize_float=True, recompile_limit=64):
             out: Tensor = self._attend(
                 *(x.flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (q, k, v)),  # [1, H, T, d]
                 score_mod=capped,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from isp.core.attention.mask import AttentionMask
+from isp.core.torch_private import flash_attention, flash_attention_backward
 
 __all__ = ["FlashKernel", "LseKernel"]
 
@@ -56,7 +57,7 @@ class FlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        out, lse, *_ = flash_attention(
             q, k, v, *ends, *longest, 0.0, mask.causal, False, **self._options(mask)
         )
         return out, lse.T
@@ -73,7 +74,7 @@ class FlashKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
         unused = (q.new_zeros(2, dtype=torch.uint64), q.new_empty(0))  # state of dropout
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = flash_attention_backward(
             dout,
             q,
             k,

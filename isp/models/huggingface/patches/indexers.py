@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from isp.core.attention.mask import Chosen
 from isp.core.mixers.api import current_mixers
+from isp.core.torch_private import tree_map
 from isp.models.huggingface.versions import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 
 __all__ = [
