@@ -56,8 +56,7 @@ def _run(args: argparse.Namespace) -> int:
     from isp.config import load_config
     from isp.planner import load_fabric
     from isp.planner.exchange import choose_exchange
-    from isp.planner.ladder import climb
-    from isp.planner.lengths import Budget, Planned
+    from isp.planner.lengths import Budget, Planned, climb
     from isp.planner.lengths_report import MemoryPlan, lengths_as_json, lengths_as_text
 
     config = load_config(args.config, args.overrides)

@@ -15,10 +15,9 @@ from isp.cli import main
 from isp.cli.lengths_command import gib
 from isp.cli.progress import show_progress
 from isp.config import ConfigError, load_config
-from isp.planner import ladder, load_fabric
+from isp.planner import lengths, load_fabric
 from isp.planner.fabric import HostSpec
-from isp.planner.ladder import MemoryOption, climb
-from isp.planner.lengths import Budget, Planned
+from isp.planner.lengths import Budget, MemoryOption, Planned, climb
 from isp.planner.memory import Memory, memory
 from isp.step import host_memory
 from isp.step.host_memory import check_host_memory
@@ -106,7 +105,7 @@ def test_an_option_that_shortens_rows_is_not_taken_along(
     again, not_again = {"model.checkpoint": 1.0}, {"model.checkpoint": 0.0}
     states = {"optimizer.offload_states": True}
     given = {"up": again, "down": not_again, "on": states}
-    monkeypatch.setattr(ladder, "OPTIONS", [MemoryOption(*each) for each in given.items()])
+    monkeypatch.setattr(lengths, "OPTIONS", [MemoryOption(*each) for each in given.items()])
     steps = climb(_planned(file), Budget(200 * MIB, None))
     assert [step.taken for step in steps] == [True, True, False, True]
     assert [step.keys["model.checkpoint"] for step in steps] == [0.0, 1.0, 0.0, 1.0]
@@ -199,7 +198,7 @@ def test_what_fits_is_left_as_it_is(
 ) -> None:
     """Catches advice to change what fits, a column headed with another length than its own, sizes
     that read as nothing."""
-    monkeypatch.setattr(ladder, "OPTIONS", ())  # the ground has keys of its own
+    monkeypatch.setattr(lengths, "OPTIONS", ())  # the ground has keys of its own
     words = ["plan", file, "--memory", "4", "--max-seq-len", "--data.seq_len", "2"]
     assert main([*words, "--optimizer.offload_states", "true", "--host-memory", "0.02"]) == 1
     said = capsys.readouterr().out

@@ -20,10 +20,8 @@ from isp.planner import rehearsal as rehearsals
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
 from isp.planner.dry import DryAttention
-from isp.planner.flights import gather_pool
-from isp.planner.made import Made
-from isp.planner.memory import memory, moments, states
-from isp.planner.record import EventRecorder
+from isp.planner.memory import gather_pool, memory, moments, states
+from isp.planner.record import EventRecorder, PeakMemory
 from isp.planner.rehearsal import records_of, rehearsal
 from isp.train.monitor.out_of_memory import memory_owners
 from model.config import ModelConfig
@@ -311,17 +309,17 @@ def _backward_bytes(
         torch.empty(1, TOKENS, heads, 16, dtype=dtype, device="meta", requires_grad=True)
         for heads in (8, kv_heads, kv_heads)
     )
-    with Made() as made:
+    with PeakMemory() as made:
         if ring:
             given = [x.detach()[0] for x in (q, q, k, v, q, q)]
             gradients = dry.gradients(*given, mask)
         else:
             out = dry(q, k, v, mask=mask, sinks=q.new_empty(8) if sinks else None)
             dout = torch.empty_like(out)
-            there = made.most
+            there = made.peak_bytes
             gradients = torch.autograd.grad(out, (q, k, v), dout)
-            made.most -= there
-    return made.most - sum(x.nbytes for x in gradients)
+            made.peak_bytes -= there
+    return made.peak_bytes - sum(x.nbytes for x in gradients)
 
 
 @pytest.mark.parametrize(
