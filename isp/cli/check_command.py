@@ -47,7 +47,7 @@ def _run(args: argparse.Namespace) -> int:
     """Check, and print a line a layout; 1 if any differs."""
     from tqdm import tqdm
 
-    from isp.parity.table import HEAD, heading, line, summary
+    from isp.parity.compare import HEAD, heading, line, summary
 
     # Where torch finds a GPU, a backward starts threads, and ranks that are forked then have none.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
