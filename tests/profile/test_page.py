@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from isp.profile import ModeProfile, Profile, RankProfile
-from isp.profile.page import page, profile_page, section, table
+from isp.profile.page import draw_timeline, page, profile_page, section, table
 from isp.profile.table import Table
-from isp.profile.timeline import draw_timeline
 from tests.profile.example import example_profile
 from tests.profile.html_page import HtmlPage
 from tests.ranks import run_isp
