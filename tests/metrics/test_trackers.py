@@ -12,7 +12,7 @@ import pytest
 from isp.cli import main
 from isp.config.sections import MetricsConfig
 from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
-from isp.metrics.tracker import mlflow_name
+from isp.metrics.trackers import mlflow_name
 from tests.metrics.test_phases import ALONE
 from tests.ranks import run_isp
 from tests.train.jobs import write_job
