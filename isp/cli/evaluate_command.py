@@ -167,8 +167,7 @@ def _evaluate(
     from isp.cli.launch import without_nproc
     from isp.core.comm import Mesh, World
     from isp.core.mesh import Topology
-    from isp.evaluation.evaluate import find_passkeys, text_losses
-    from isp.evaluation.table import describe
+    from isp.evaluation.evaluate import describe, find_passkeys, text_losses
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
     from isp.step.setup import device_of
 
