@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from isp.cli import main
-from isp.cli.lengths_command import gib
-from isp.cli.progress import show_progress
+from isp.cli.output import show_progress
+from isp.cli.plan_command import gib
 from isp.config import ConfigError, load_config
 from isp.planner import lengths, load_fabric
 from isp.planner.fabric import HostSpec
