@@ -1,4 +1,4 @@
-"""`isp plan`: how memory grows with rows, the longest that fit, and the ladder."""
+"""`isp plan`: growth of memory with the sequence length, the longest length, and the ladder."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_what_is_advised_is_not_refused(file: str) -> None:
 def test_progress_stands_in_the_way_of_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches minutes without a word, and a line among the JSON that a program reads."""
+    """Catches a long computation without progress, and a progress line inside JSON output."""
     for same, line in ((False, "lengths: 2, one after the other\n"), (True, "")):
         monkeypatch.setattr(os.path, "sameopenfile", lambda one, other, same=same: same)
         assert list(show_progress([3, 4], "lengths")) == [3, 4]
@@ -214,7 +214,7 @@ def test_what_fits_is_left_as_it_is(
 
 
 def test_a_length_that_nobody_gave_is_named(file: str) -> None:
-    """Catches a fault of rows that the planner alone asks for, told as if of the user's."""
+    """Catches an error about a length that only the planner tried, as if the user had given it."""
     planned = _planned(file, "--data.micro_bsz", "8000000", "--data.seq_len", "2")
     with pytest.raises(ConfigError, match=r"^sequences of 2,048 tokens, to see memory grow: data"):
         planned.growth(2)

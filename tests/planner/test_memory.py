@@ -1,4 +1,4 @@
-"""Planned memory against what tensors take on real runs, and against the hybrid ZeRO formula."""
+"""Planned memory compared with tensors of real runs, and with the hybrid ZeRO formula."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ PARTS = [
 
 
 class Found(NamedTuple):
-    """Bytes on a rank."""
+    """Measured bytes on a rank."""
 
     peak: int
     where: str
@@ -114,7 +114,7 @@ def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) 
 
 
 class _OneDocument(Task):
-    """Rows of a length of their own, each one document."""
+    """Rows of a given length, each a single document."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
         tokens = torch.arange(TOKENS)[None] * 7 % self.model.vocab_size
@@ -147,7 +147,7 @@ def _tensors_of(run: Run) -> list[torch.Tensor]:
 
 
 def _states(run: Run) -> tuple[int, int, int]:
-    """Bytes of weights, gradients, and of what the optimizer has of its own; memory once."""
+    """Return the bytes of weights, gradients and optimizer states; shared storages count once."""
     number = len(run.parameters)
     tensors = _tensors_of(run)
     seen: set[int] = set()
@@ -191,7 +191,7 @@ def test_states_are_those_of_the_hybrid_zero_formula(layout: Layout, dtype: str)
 
 
 class _Kept(NamedTuple):
-    """Bytes on a rank."""
+    """Bytes kept on a rank."""
 
     states: tuple[int, int, int]
     """Weights, gradients, and what the optimizer has of its own, wherever it lies."""
@@ -302,7 +302,7 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
 def _backward_bytes(
     backend: str, kv_heads: int, *, dtype: torch.dtype, ring: bool = False, sinks: bool = False
 ) -> int:
-    """Bytes that the backward of planned attention on CUDA makes besides dq, dk and dv."""
+    """Return the bytes that backward of planned CUDA attention makes besides dq, dk and dv."""
     dry = DryAttention(EventRecorder(), AttentionBackend(backend), on_cpu=False)
     mask = AttentionMask.of_documents([TOKENS])
     q, k, v = (
@@ -366,7 +366,7 @@ def test_the_configured_backend_is_planned() -> None:
 
 
 def test_buffers_of_weights_that_stay_are_those_of_every_layer() -> None:
-    """Catches: a plan of two blocks where all are there, or of all where two are."""
+    """Catches buffers for two blocks where all weights stay, or for all where two are enough."""
     pools = {
         (stays, layers): gather_pool(case, case.place(0))
         for stays in (False, True)

@@ -1,4 +1,4 @@
-"""What plans say of heads x context: the exchange that fits, cuts of the tensor group, balance."""
+"""Plans of heads x context: choice of the exchange, cuts of the tensor group, balance."""
 
 from __future__ import annotations
 
