@@ -290,7 +290,8 @@ def _sum(parts: Iterable[Saved]) -> Saved:
 def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
     """Return, for each block, how many recomputed inputs before its own are still there.
 
-    A segment keeps the input of its first block only and recomputes the others for its last block.
+    A segment keeps the input of its first block only; the backward of its last block recomputes the
+    inputs of the others first.
     """
     found, number = {}, 0
     for block in layers:

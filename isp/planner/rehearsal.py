@@ -64,7 +64,7 @@ class Rehearsal(NamedTuple):
 
     records: dict[BlockKind, BlockRecord]
     shared: int
-    """Bytes that all blocks keep together, e.g. rotary tables."""
+    """Bytes that all blocks keep together."""
     loss: int
     """Bytes that the loss keeps."""
     in_loss: int
