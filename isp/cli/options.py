@@ -86,7 +86,7 @@ def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:
         "--fabric",
         default="h100x8_ib400",
         metavar="FILE",
-        help="the machine: a YAML file, or the name of one that comes with isp"
+        help="the machine: a YAML file, or the name of one that ships with isp"
         " (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help=f"print JSON, in bytes and {unit}")

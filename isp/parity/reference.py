@@ -277,10 +277,10 @@ class Outputs:
         """
         joined = {}
         for name, parts in self.take().items():
-            alike = {part.shape[:1] + part.shape[2:] for part in parts} == {
+            same_shape = {part.shape[:1] + part.shape[2:] for part in parts} == {
                 (1, *parts[0].shape[2:])
             }
-            if alike and sum(part.shape[1] for part in parts) == rows * length:
+            if same_shape and sum(part.shape[1] for part in parts) == rows * length:
                 joined[name] = torch.cat(parts, 1).view(rows, length, *parts[0].shape[2:])
         return joined
 

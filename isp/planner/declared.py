@@ -172,12 +172,12 @@ BlockKind = tuple[bool, tuple[tuple[Use, tuple[int, ...]], ...]]
 def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
     """Return the kind of a block, given the global shapes of weights by name."""
 
-    def alike(use: Use) -> Use:
+    def nameless(use: Use) -> Use:
         # Names of weights and biases differ in each layer, and do not make a kind.
         again = use.in_recompute or not block.recomputed
         return use._replace(weight=None, bias=use.bias and "", in_recompute=again)
 
-    uses = ((alike(use), shapes.get(use.weight or "", ())) for use in block.uses)
+    uses = ((nameless(use), shapes.get(use.weight or "", ())) for use in block.uses)
     return block.recomputed, tuple(uses)
 
 

@@ -350,12 +350,12 @@ class DryLayers(RankLayers):
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterator[slice]:
         """Yield the first three tiles and the last; the third's events repeat for the rest."""
-        *alike, last = tiles
-        yield from alike[:2]
-        if len(alike) > 2:
+        *equal, last = tiles
+        yield from equal[:2]
+        if len(equal) > 2:
             begin = len(self.recorder.running)
-            yield alike[2]
-            self.recorder.running.extend(self.recorder.running[begin:] * (len(alike) - 3))
+            yield equal[2]
+            self.recorder.running.extend(self.recorder.running[begin:] * (len(equal) - 3))
         yield last
 
     @property

@@ -48,11 +48,11 @@ from isp.planner.rehearsal import records_of, rehearsal
 __all__ = [
     "Flights",
     "Memory",
-    "alike_in_weights",
     "busiest",
     "gather_pool",
     "memory",
     "moments",
+    "only_weights",
     "peak",
     "reductions",
     "states",
@@ -361,14 +361,14 @@ def _between_stages(case: PlanCase, place: Coordinates) -> int:
     ends.
     """
     ends = case.neighbours(place.stage)
-    count = sum(map(sum, ends)) + any(behind for _, behind in ends)
+    count = sum(map(sum, ends)) + any(following for _, following in ends)
     return count * case.between_stages.sent_bytes
 
 
 def _update(case: PlanCase, place: Coordinates) -> int:
     """Return the work bytes of the update: streamed states, or the weights being published."""
-    alike, place = alike_in_weights(case), place._replace(tensor=0)
-    return max(_streamed(alike, place), _published(alike, place))
+    reduced, place = only_weights(case), place._replace(tensor=0)
+    return max(_streamed(reduced, place), _published(reduced, place))
 
 
 @lru_cache(maxsize=1024)
@@ -424,13 +424,13 @@ def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
         blocks = _blocks(case, place)[::-1]
         records = records_of(case, place, blocks)
         order = tuple((b.name, tuple(records[b.name].gradients(b))) for b in blocks)
-        alike = replace(case, micro_num=1)
+        reduced = replace(case, micro_num=1)
         if case.gathers_weights:
             few = min(case.micro_num, 4)  # by then the amount in flight repeats
-            alike = alike_in_weights(case, micro_num=few)
+            reduced = only_weights(case, micro_num=few)
         if not receives:
-            alike = replace(alike, topology=replace(alike.topology, zero1=1))
-        found, pool_bytes = _reduced(alike, place._replace(tensor=0, zero1=0), order)
+            reduced = replace(reduced, topology=replace(reduced.topology, zero1=1))
+        found, pool_bytes = _reduced(reduced, place._replace(tensor=0, zero1=0), order)
     return defaultdict(lambda: _InFlight(0, 0), found), pool_bytes
 
 
@@ -506,7 +506,7 @@ def _reserved(
     return reserved
 
 
-def alike_in_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
+def only_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
     """Return the case without what does not affect weights, so that more layouts share a result."""
     parallel = case.parallel
     return replace(

@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 class Arrive(NamedTuple):
     """Wait for a transfer, which then has arrived."""
 
-    behind: int
+    age: int
     """Transfers launched on the device since: 0 for the latest."""
 
 

@@ -126,12 +126,12 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
         parallel.expert.num_chunks,
         topology.experts_stay,
     )
-    model = _alike_layers(case.model, recomputed)
+    model = _uniform_layers(case.model, recomputed)
     return _rehearsed(model, part, case.rows, case.tokens, case.dtype, case.on_cpu)
 
 
 @lru_cache(maxsize=64)
-def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
+def _uniform_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
     """Return the model with all of its layers recomputed, or none."""
     if not recomputed and model.checkpoint == 1.0:
         # Only table, head and loss are taken from this rehearsal: share it with other models.
@@ -324,16 +324,16 @@ def _loss(
     [Note: Alike chunks] All loss chunks but the last are equal, so at most four are run, and the
     events of the second are repeated for those left out.
     """
-    length, alike, rest = output.shape[1], max(0, chunks - 4), 0
-    if alike:  # cut the tokens so that exactly four chunks are left
+    length, left_out, rest = output.shape[1], max(0, chunks - 4), 0
+    if left_out:  # cut the tokens so that exactly four chunks are left
         run = 4 * ceil(length / chunks)
         rest = output[:, run:].nbytes
         output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
     loss = whole.loss(output, labels, output.new_empty((), dtype=torch.float64))
-    if alike:
+    if left_out:
         events = recorder.running
         is_product = (isinstance(e, Compute) and e.kind is Work.PRODUCT for e in events)
         places = [i for i, found in enumerate(is_product) if found]
         begin, end = places[_PRODUCTS], places[2 * _PRODUCTS]
-        events[end:end] = alike * events[begin:end]
+        events[end:end] = left_out * events[begin:end]
     return loss, rest

@@ -86,10 +86,10 @@ class Clock:
         self.now += seconds
 
     def launch(
-        self, key: Hashable, wire: str, seconds: float, *, behind: Hashable | None = None
+        self, key: Hashable, wire: str, seconds: float, *, after: Hashable | None = None
     ) -> None:
-        """Queue a transfer on its wire; it starts after transfer `behind` at the earliest."""
-        start = max(self.now, self._wires.get(wire, 0.0), self._arrivals.get(behind, 0.0))
+        """Queue a transfer on its wire; it starts after transfer `after` at the earliest."""
+        start = max(self.now, self._wires.get(wire, 0.0), self._arrivals.get(after, 0.0))
         self._wires[wire] = self._arrivals[key] = start + seconds
         self.busy += seconds
 
@@ -229,8 +229,8 @@ class Walk:
                 # Records count only transfers on the device; host transfers do not shift places.
                 self._launched += transfer.channel != HOST
                 self._launch(("record", self._launched), transfer)
-            case Arrive(behind):
-                clock.wait(("record", self._launched - behind))
+            case Arrive(age):
+                clock.wait(("record", self._launched - age))
             case Reach(use, phase):
                 self._reach(block, use, phase, acts.get((phase, use), ()))
             case Read(use, phase):
@@ -280,7 +280,7 @@ class Walk:
         self._launch(number, transfer)
         return lambda: self.clock.wait(number)
 
-    def _launch(self, key: Hashable, transfer: Transfer, behind: Hashable | None = None) -> None:
+    def _launch(self, key: Hashable, transfer: Transfer, after: Hashable | None = None) -> None:
         """Queue a transfer; its duration depends on kind, channel and size only, so cache it."""
         self.sent[transfer] += 1
         like = transfer.kind, transfer.channel, transfer.sent_bytes
@@ -288,7 +288,7 @@ class Walk:
         if seconds is None:
             seconds = self._seconds[like] = self.fabric.seconds(self.case, transfer)
         wire = HOST if transfer.channel == HOST else self._wires[axis_of(transfer)]
-        self.clock.launch(key, wire, seconds, behind=behind)
+        self.clock.launch(key, wire, seconds, after=after)
 
     def _gather(self, acts: Iterable[WeightOp]) -> None:
         """Launch the gathers among `acts`, each after the publication of its weight."""
@@ -296,7 +296,7 @@ class Walk:
             if act not in self._gathers:
                 self._gathers[act] = self._transfers_of(act.parameters)
             for transfer in self._gathers[act]:
-                self._launch(act.weight, transfer, behind=self._published.get(act.weight))
+                self._launch(act.weight, transfer, after=self._published.get(act.weight))
 
     def _transfers_of(self, names: Iterable[str]) -> list[Transfer]:
         """Return the transfers that gather these parameters."""

@@ -234,7 +234,7 @@ def test_transfers_queue_on_their_wire_and_wait_for_what_they_need() -> None:
     clock.launch("a", "inside", 2.0)
     clock.launch("b", "inside", 3.0)
     clock.launch("c", "between", 1.0)
-    clock.launch("d", "between", 1.0, behind="a")
+    clock.launch("d", "between", 1.0, after="a")
     clock.compute(1.0)
     clock.wait("c")
     assert (clock.now, clock.exposed) == (1.0, 0.0)
