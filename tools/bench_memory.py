@@ -28,8 +28,8 @@ from bench_parts import OUT_OF_MEMORY, fault_of, free_memory, make_step, prepare
 from isp.config import JobConfig, load_config
 from isp.core.micro_batch import MicroBatch
 from isp.planner.case import PlanCase
-from isp.planner.made import Made
 from isp.planner.memory import memory
+from isp.planner.record import PeakMemory
 from isp.step.train_step import TrainStep
 
 ROOT = Path(__file__).parents[1]
@@ -145,9 +145,9 @@ def peak(step: TrainStep, batch: MicroBatch, device: torch.device) -> int:
         step([batch], 1e-4)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with Made() as made:
+    with PeakMemory() as made:
         step([batch], 1e-4)
-    return made.most
+    return made.peak_bytes
 
 
 def line_of(rows: list[Row]) -> tuple[float, float]:

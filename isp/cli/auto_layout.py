@@ -1,7 +1,7 @@
-"""`isp train --parallel auto`: trains in the layout that `isp layouts` ranks first.
+"""`isp train --parallel auto` trains in the layout that `isp layouts` ranks first.
 
-Under torchrun rank 0 chooses for all: what it reads, such as the file of a fabric, the checkpoint
-of a restarted run and the memory of the machine, may differ on other machines.
+Under torchrun, rank 0 chooses for all ranks: what it reads may differ on other machines, such as
+the file of a fabric, the checkpoint of a restarted run, or the size of the memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isp.cli.options import check_planned
-from isp.cli.output import say
-from isp.cli.progress import show_progress
+from isp.cli.output import say, show_progress
 from isp.utils.text import counted
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["LAYOUT_OPTIONS", "choose_layout", "command_line", "layout_words"]
 
 LAYOUT_OPTIONS = ("--parallel", "--fabric")
-"""Options of the launcher alone: ranks are given the keys that were chosen."""
+"""Options of the launcher only: ranks get the chosen keys instead."""
 _CHOSEN = (
     *("parallel.tensor.mode", "parallel.tensor.size"),
     *("parallel.weight.size", "parallel.weight.reshard_after_forward"),
@@ -34,20 +33,21 @@ _CHOSEN = (
     *("parallel.sequence_2D.", "model.checkpoint"),
     *("data.micro_bsz", "data.micro_num", "training.global_batch_size"),
 )
-"""What the keys that a search changes begin with."""
+"""Prefixes of the keys that a search may change."""
 
 
 class _Machine(NamedTuple):
     fabric: Fabric
     origin: str
-    """How it was found."""
+    """How the machine was found, for the log."""
 
 
 def layout_words(config: JobConfig, chosen: Mapping[str, Any]) -> list[str]:
-    """The words that make `config` the layout of `chosen`, a configuration of plain values."""
+    """Return the words that change `config` to the layout of `chosen`, given as plain values."""
     from isp.config import JobConfig, to_plain
     from isp.config.keys import KeyTable
 
+    # The number of micro-batches follows from a global batch size, so it is not a word of its own.
     follows = config.training.global_batch_size is not None and config.data.micro_num is None
     return [
         f"--{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -57,7 +57,7 @@ def layout_words(config: JobConfig, chosen: Mapping[str, Any]) -> list[str]:
 
 
 def command_line(path: str, ranks: int, fabric: Fabric, words: Sequence[str]) -> str:
-    """The command that trains with `words` on so many ranks of `fabric`."""
+    """Return the command that trains with `words` on `ranks` ranks of `fabric`."""
     train = ["isp", "train", path]
     if ranks <= fabric.devices_per_node:
         return shlex.join([*train, f"--nproc={ranks}", *words])
@@ -70,10 +70,10 @@ def command_line(path: str, ranks: int, fabric: Fabric, words: Sequence[str]) ->
 def choose_layout(
     config: JobConfig, ranks: int, overrides: Sequence[str], fabric: str | None
 ) -> list[str]:
-    """The words that make `config` the layout to train in; says which, and why.
+    """Return the words that change `config` to the layout to train in, and log it with reasons.
 
-    Of a run that is resumed on as many ranks it is the run's own. Keys of a layout among the
-    `overrides` are kept. Raises ValueError, in a line, where none can be chosen.
+    A run that is resumed on the same number of ranks keeps its layout. Layout keys in `overrides`
+    are kept. Raises ValueError, in one line, if no layout can be chosen.
     """
     from isp.config import to_plain
     from isp.planner import search
@@ -89,6 +89,7 @@ def choose_layout(
     def note(name: str, text: str) -> None:
         say(f"{name:<11} {text}", error=True)
 
+    # A resumed run keeps its layout only if ranks, batch and overrides still agree with it.
     there, rows = resumed(config), rows_of(config, ranks)
     there_ranks = None if there is None else there.manifest.topology.world_size
     if there is not None and there_ranks == ranks and saved_sequences(there) == rows:
@@ -102,7 +103,7 @@ def choose_layout(
             note("keys", keys)
             return words
     if there is not None and there_ranks != ranks and not config.training.global_batch_size:
-        rows = saved_sequences(there) or rows  # the batch of the run
+        rows = saved_sequences(there) or rows  # keep the batch of the run
     machine = _find_machine(config, ranks, fabric)
     machine.fabric.check(ranks)
     found = search(config, ranks, machine.fabric, rows=rows, progress=show_progress)
@@ -118,6 +119,7 @@ def choose_layout(
 
 
 def _check(found: Found, fitting: Sequence[Candidate], given: set[str]) -> None:
+    """Raise ValueError if no layout fits, or none agrees with the overrides."""
     from isp.planner.report import remedy_of
 
     if not found.fitting:
@@ -131,6 +133,7 @@ def _check(found: Found, fitting: Sequence[Candidate], given: set[str]) -> None:
 
 
 def _reasons(found: Found, fitting: Sequence[Candidate], origin: str) -> dict[str, str]:
+    """Return the lines of the log about the choice, by their titles."""
     from isp.planner.report import size_of, table_of, time_of
 
     best = fitting[0]
@@ -159,7 +162,7 @@ def _reasons(found: Found, fitting: Sequence[Candidate], origin: str) -> dict[st
 
 
 def _find_machine(config: JobConfig, ranks: int, name: str | None) -> _Machine:
-    """The machine that was given, or that at hand.  Raises ValueError if nobody knows it."""
+    """Return the given machine, or a description of this one.  Raises ValueError if unknown."""
     import torch
 
     from isp.core.comm.pinned_memory import total_bytes

@@ -1,4 +1,4 @@
-"""`isp check`: compares layouts of a model with the plain model, and says where they differ."""
+"""`isp check` compares layouts of a model with the plain model and shows where they differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["add_options"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
-    """Add the command's options beside CONFIG and overrides."""
+    """Add the command's options besides CONFIG and overrides."""
     parser.add_argument(
         "--layouts",
         default="all",
@@ -44,12 +44,12 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Check, and print a line a layout; 1 if any differs."""
+    """Run the check, printing a line for each layout; returns 1 if any differs."""
     from tqdm import tqdm
 
-    from isp.parity.table import HEAD, heading, line, summary
+    from isp.parity.compare import HEAD, heading, line, summary
 
-    # Where torch finds a GPU, a backward starts threads, and ranks that are forked then have none.
+    # Where torch finds a GPU, backward uses threads, which forked ranks do not have.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     check, layouts = _prepare(args)
     say(heading(check))
@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
-    """The check that was asked for; every error before any process starts."""
+    """Return the check and its layouts; raises all errors before any process starts."""
     import torch
 
     from isp.config import load_config
@@ -82,7 +82,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Check, list[Layout]]:
     path, training = Path(args.config), TrainingConfig()
     folder: Path | None = path
     keys: CheckKeys | JobConfig
-    if path.is_dir() or download_hint(path):  # refused as a folder that is not here
+    if path.is_dir() or download_hint(path):  # a model of the hub is refused as a missing folder
         keys = keys_from(args.overrides, str(path), folder=str(path))
     else:
         keys = load_config(path, args.overrides)

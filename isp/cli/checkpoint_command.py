@@ -18,19 +18,19 @@ def _add_path(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> Run:
-    """Add the checkpoints that are shown."""
+    """Add the checkpoints to show."""
     _add_path(parser)
     return _run_inspect
 
 
 def add_verify(parser: argparse.ArgumentParser) -> Run:
-    """Add the checkpoints that are compared."""
+    """Add the checkpoints to verify."""
     _add_path(parser)
     return _run_verify
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
-    """Print what checkpoints hold."""
+    """Print the contents of checkpoints."""
     from isp.checkpoint import inspect
 
     say(inspect(args.path))
@@ -38,7 +38,7 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    """Compare checkpoints with their checksums; 1 where one is damaged."""
+    """Compare checkpoints with their checksums; returns 1 if one is damaged."""
     from isp.checkpoint import verify
 
     verdict = verify(args.path)
@@ -47,7 +47,7 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 
 def add_export(parser: argparse.ArgumentParser) -> Run:
-    """Add the checkpoint, and the folder it becomes."""
+    """Add the checkpoint, and the folder to write."""
     _add_path(parser)
     parser.add_argument(
         "--hf", required=True, metavar="FOLDER", help="where to write it: a new or an empty folder"
@@ -59,7 +59,7 @@ def add_export(parser: argparse.ArgumentParser) -> Run:
 
 
 def _run_export(args: argparse.Namespace) -> int:
-    """Write a Hugging Face folder, and say what it holds."""
+    """Write a Hugging Face folder, and print its contents."""
     from isp.train.state.export import export
 
     done = export(Path(args.path), Path(args.hf), dtype=args.dtype)

@@ -12,7 +12,7 @@ __all__ = ["add_inspect_data", "add_prepare"]
 
 
 def add_prepare(parser: argparse.ArgumentParser) -> Run:
-    """Add the files, and how they are read and written."""
+    """Add the input files, and the options for reading and writing."""
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -30,7 +30,7 @@ def add_prepare(parser: argparse.ArgumentParser) -> Run:
 
 
 def add_inspect_data(parser: argparse.ArgumentParser) -> Run:
-    """Add the source, and how it is read and packed."""
+    """Add the source, and the options for reading and packing."""
     parser.add_argument(
         "inputs",
         nargs="+",
@@ -43,6 +43,7 @@ def add_inspect_data(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
+    """Add the options that both commands share."""
     parser.add_argument(
         "--tokenizer", default="bytes", help="bytes (default) or a Hugging Face tokenizer.json"
     )
@@ -80,7 +81,7 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def _reading(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `_add_reading`, by the keys of `data`."""
+    """Return the options of `_add_reading` by their keys in `data`."""
     from isp.config.data import TrainOn
 
     keys = ("tokenizer", "eos_token", "add_bos", "text_key", "chat_template")
@@ -88,7 +89,7 @@ def _reading(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
-    """Print how much there is, a picture of lengths, the padding, and an example."""
+    """Print the size of a source, its lengths, its padding, and an example."""
     from isp.config.data import DataConfig, Format
     from isp.data.sources import describe_source
 
@@ -99,7 +100,7 @@ def _run_inspect(args: argparse.Namespace) -> int:
 
 
 def _run_prepare(args: argparse.Namespace) -> int:
-    """Prepare, and say what was written."""
+    """Write the files, and print a summary."""
     from isp.config.data import Format
     from isp.data.prepare import prepare
     from isp.utils.text import counted

@@ -1,4 +1,4 @@
-"""`isp evaluate`: what a run, a checkpoint or a Hugging Face folder makes of long text."""
+"""`isp evaluate` measures a run, a checkpoint or a Hugging Face folder on long text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NUMBERS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
-    """Add what is read, how much of it, and the ranks."""
+    """Add the model, the data and its amount, and the ranks."""
     add_reading(parser)
     add_nproc(parser)
     parser.add_argument(
@@ -72,6 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 
 
 def _lengths(text: str) -> list[int]:
+    """Parse increasing lengths; for argparse."""
     found = [positive(word) for word in text.split(",")]
     if found != sorted(set(found)):
         raise argparse.ArgumentTypeError(f"{text} must increase")
@@ -79,7 +80,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Print what was found, and write it."""
+    """Check all options, then evaluate here or on ranks that are started for it."""
     from isp.cli.launch import speaks, start_ranks, world_size
     from isp.evaluation.engine import choose_layout
     from isp.evaluation.evaluate import open_rows
@@ -116,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.keys and args.lengths[0] < prompts.shortest:
         notes.append(f"a passkey prompt has {prompts.shortest} tokens and more: none are shorter")
     if args.output is not None:
-        Path(args.output).mkdir(parents=True, exist_ok=True)  # what fails, fails before the work
+        Path(args.output).mkdir(parents=True, exist_ok=True)  # fail before the work, not after
     if args.png is not None:
         args.png.parent.mkdir(parents=True, exist_ok=True)
         if args.png.is_dir():
@@ -132,7 +133,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _checked(lengths: list[int] | None, source: Source) -> list[int]:
-    """The lengths as asked, or those around the trained one."""
+    """Return the requested lengths, or default ones around the training length."""
     trained, limit = source.trained_length, source.position_limit
     if lengths is not None:
         if limit is not None and lengths[-1] > limit:
@@ -148,6 +149,7 @@ def _checked(lengths: list[int] | None, source: Source) -> list[int]:
 
 
 def _output(args: argparse.Namespace, path: Path) -> str | None:
+    """Return the folder to write to: the requested one, else that of the run, if it is one."""
     from isp.train.folder.run_folder import RunFolder
 
     if args.output is None and RunFolder(path).config_file.is_file():
@@ -163,12 +165,11 @@ def _evaluate(
     rows: Rows | None,
     prompts: PasskeyPrompts,
 ) -> None:
-    """On each rank."""
+    """Evaluate on this rank; rank 0 prints and writes the result."""
     from isp.cli.launch import without_nproc
     from isp.core.comm import Mesh, World
     from isp.core.mesh import Topology
-    from isp.evaluation.evaluate import find_passkeys, text_losses
-    from isp.evaluation.table import describe
+    from isp.evaluation.evaluate import describe, find_passkeys, text_losses
     from isp.metrics.evaluation import EVALUATION_FILE, Evaluation
     from isp.step.setup import device_of
 

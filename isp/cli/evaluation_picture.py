@@ -19,7 +19,7 @@ __all__ = ["draw_evaluation"]
 
 
 def draw_evaluation(evaluation: Evaluation, file: Path) -> None:
-    """Write a PNG with a panel for each part of `evaluation`. Needs matplotlib."""
+    """Write a PNG with a panel for each part of `evaluation`; needs matplotlib."""
     from matplotlib.figure import Figure
 
     text, passkeys, trained = evaluation.text, evaluation.passkeys, evaluation.trained_length
@@ -28,7 +28,7 @@ def draw_evaluation(evaluation: Evaluation, file: Path) -> None:
     heights += [1.6 + 0.45 * len(passkeys.depths)] if passkeys else []
     size = max(7.0, 1.5 + 0.8 * columns), 0.6 + sum(heights)
     figure = Figure(figsize=size, layout="constrained")
-    title = textwrap.fill(shown(evaluation.model), 60).replace("$", r"\$")  # $ begins a formula
+    title = textwrap.fill(shown(evaluation.model), 60).replace("$", r"\$")  # $ would begin math
     if trained is not None:
         title += f"\ntrained on sequences of {trained:,} tokens (dashed line)"
     figure.suptitle(title)
@@ -41,12 +41,13 @@ def draw_evaluation(evaluation: Evaluation, file: Path) -> None:
 
 
 def _draw_losses(axes: Axes, text: TextLosses, trained: int | None) -> None:
+    """Draw the loss of each bucket; buckets without tokens are left out."""
     buckets = [bucket for bucket in text.buckets if bucket.tokens]
     losses = [math.nan if bucket.loss is None else bucket.loss for bucket in buckets]
     axes.plot(range(len(losses)), losses, marker="o")
     lowest = min((loss for loss in losses if math.isfinite(loss)), default=0.0)
     style: dict[str, Any] = {"ha": "center", "xytext": (0, 8), "textcoords": "offset points"}
-    style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the curve
+    style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # hides the curve
     for at, loss in enumerate(losses):
         name, y = (f"{loss:.2f}", loss) if math.isfinite(loss) else ("not finite", lowest)
         axes.annotate(name, (at, y), **style)
@@ -61,6 +62,7 @@ def _draw_losses(axes: Axes, text: TextLosses, trained: int | None) -> None:
 
 
 def _draw_passkeys(axes: Axes, passkeys: Passkeys, trained: int | None) -> None:
+    """Draw the share of keys found by length and depth."""
     rates = [[100 * found / passkeys.keys for found in row] for row in passkeys.found]
     by_depth = list(zip(*rates, strict=True))
     axes.imshow(by_depth, cmap="Greens", vmin=0, vmax=100, aspect="auto")
@@ -78,7 +80,7 @@ def _draw_passkeys(axes: Axes, passkeys: Passkeys, trained: int | None) -> None:
 
 
 def _name_columns(axes: Axes, names: list[str], label: str) -> None:
-    """Name the columns 0, 1, ..; slanted where names would touch."""
+    """Label the columns 0, 1, ..; labels are slanted where they would touch."""
     axes.set_xticks(range(len(names)), names)
     if max(map(len, names), default=0) > 8:
         for text in axes.get_xticklabels():
@@ -87,5 +89,5 @@ def _name_columns(axes: Axes, names: list[str], label: str) -> None:
 
 
 def _mark_trained(axes: Axes, inside: int) -> None:
-    """Draw a line after the first `inside` columns, those that begin within the trained length."""
+    """Draw a line after the first `inside` columns, which begin within the trained length."""
     axes.axvline(inside - 0.5, color="#d55e00", linestyle="--", linewidth=2)

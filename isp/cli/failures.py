@@ -1,7 +1,7 @@
-"""Reports of failures to the user: one message for what they can put right, else a traceback.
+"""Reports of failures: one message for errors that the user can correct, else a traceback.
 
-Under torchrun a rank also leaves its failure in torchrun's error file, so that whoever started the
-ranks can show the one that failed first.
+Under torchrun a rank also writes its failure to torchrun's error file, so that the launcher can
+show the failure that came first.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
 ]
 
 LAUNCHER_REPORTS = "ISP_LAUNCHER_REPORTS"
-"""The launcher's process id, in the environment of ranks whose failures it shows."""
+"""Environment variable of ranks whose failures the launcher shows: the launcher's process id."""
 ENDED_FILE = "ended"
-"""Beside a rank's error file: the number of the signal that stopped its run in order, or 0."""
+"""File beside a rank's error file: the signal that stopped its run in order, or 0."""
 
 
 def report(error: Exception) -> int:
-    """Report `error` to the user; the exit code: 2 where they can put it right, else 1."""
+    """Report `error` and return the exit code: 2 if the user can correct it, else 1."""
     expected = _is_for_the_user(error)
     code = 2 if expected else 1
     text = f"error: {error}" if expected else "".join(traceback.format_exception(error)).rstrip()
@@ -46,23 +46,23 @@ def report(error: Exception) -> int:
             " `bash tools/setup_env.sh` makes an environment with all of them in .venv,"
             " `pip install -e .` adds them to this one"
         )
-    text = shown(text)  # torchrun and the launcher print it, too
+    text = shown(text)  # the error file is printed by torchrun and the launcher
     if not _write_error_file(error, text, code) or not _is_reported_by_another(expected):
         say(text, error=True)
     return code
 
 
 def report_broken_pipe(error: BrokenPipeError) -> int:
-    """Leave whoever reads stdout in peace; of ranks, say who was the first to end: the exit code.
+    """Return the exit code for a closed stdout, 128 + SIGPIPE, without a message.
 
-    It is a shell's: 128 + SIGPIPE.
+    A rank writes its error file, so that the launcher knows which one ended first.
     """
     _write_error_file(error, "error: stdout was closed by its reader", 141)
     return 141
 
 
 def report_interrupt(error: KeyboardInterrupt) -> int:
-    """Report that SIGINT ended the command at once; the exit code, a shell's."""
+    """Report that SIGINT ended the command at once; returns the exit code of a shell."""
     text, code = "error: stopped by SIGINT", 128 + signal.SIGINT
     if not _write_error_file(error, text, code) or LAUNCHER_REPORTS not in os.environ:
         say(text, error=True)
@@ -70,10 +70,11 @@ def report_interrupt(error: KeyboardInterrupt) -> int:
 
 
 def report_end(stopped_by: int | None) -> int:
-    """The exit code of a run that has saved: finished, or stopped by the signal of that number.
+    """Return the exit code of a run that finished, or was stopped by signal `stopped_by` and saved.
 
-    0 or, as a shell has it, 128 + the signal; but 0 for a rank, as torchrun takes all else for a
-    failure and starts the ranks again. Our own launcher reads the signal from a file.
+    Outside of torchrun it is 0, or 128 + the signal as in a shell. A rank returns 0 in both cases,
+    since torchrun would take anything else as a failure and restart; our launcher reads the signal
+    from a file instead.
     """
     number = stopped_by or 0
     if not launched():
@@ -91,11 +92,11 @@ def _is_reported_by_another(expected: bool) -> bool:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether `error` says what to do about it.
+    """Return True if the message of `error` tells the user what to do.
 
-    By convention a ValueError or OSError that our own code raises does; a library's ValueError is
-    a fault of ours. So does what the operating system says about a file, or about a full disk, and
-    a package of others that our own code does not find.
+    By convention this holds for a ValueError or OSError raised by our own code; a ValueError from
+    a library is a bug of ours. It also holds for errors of the operating system about a file or a
+    full disk, and for a package that our own code fails to import.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
@@ -109,14 +110,15 @@ def _is_for_the_user(error: Exception) -> bool:
 
 
 def _is_our_module(name: str) -> bool:
+    """Return True for a module of this project."""
     return name.split(".")[0] in ("isp", "model")
 
 
 def _write_error_file(error: BaseException, text: str, code: int) -> bool:
-    """Write what torchelastic's ErrorHandler writes and `code`, without importing torch.
+    """Write torchelastic's error file with an exit code, without importing torch.
 
-    Whether the file is there: not where torchrun asks for none, or it cannot be written. It is
-    never there in part, which would end torchrun's agent: a rank may be killed while it writes.
+    Returns True if the file exists now: not without torchrun's request, or if it cannot be written.
+    It never exists in part, even if the rank is killed: a partial file would end torchrun's agent.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if name is None:
@@ -127,7 +129,7 @@ def _write_error_file(error: BaseException, text: str, code: int) -> bool:
 
 
 def _write_whole(path: Path, text: str) -> bool:
-    """Whether the file could be written: it is there whole, or not at all."""
+    """Write a file as a whole or not at all; returns True if it was written."""
     part = path.with_name(f"{path.name}.part")
     try:
         part.write_text(text, encoding="utf-8")

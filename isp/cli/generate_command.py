@@ -1,4 +1,4 @@
-"""`isp generate`: continues prompts by the plain model of a run, a checkpoint or a folder."""
+"""`isp generate` continues prompts with the plain model of a run, a checkpoint or a folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], object], float | None, str], ...
 
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
-    """Add what is read, and how tokens are drawn."""
+    """Add the model, the prompts, and the options for sampling."""
     add_reading(parser)
     parser.add_argument(
         "--device-map",
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Print what follows the prompts, as it comes."""
+    """Print the continuation of each prompt while it is generated."""
     import torch
 
     from isp.evaluation.source import open_source
@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that cannot be, before anything is read."""
+    """Raise ValueError for impossible options, before any file is read."""
     from isp.utils.environment import launched, require
 
     if launched():
@@ -122,9 +122,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class _Streamer:
-    """Prints tokens as text; a streamer of transformers' `generate`, which puts the prompt first.
+    """Streamer for `generate` of transformers that prints tokens as text, without the prompt.
 
-    A token that may be the beginning of a letter waits for the rest.
+    A token that may be part of a character waits for the rest of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Set[int]) -> None:
@@ -133,25 +133,27 @@ class _Streamer:
         self._begin = self._shown = 0
 
     def put(self, tokens: Tensor) -> None:
-        """Print the text that is certain with more tokens."""
-        if self._tokens is None:  # the prompt
+        """Print the text that is certain with these tokens."""
+        if self._tokens is None:  # transformers puts the prompt first
             self._tokens = []
             return
         self._tokens += [token for token in tokens.flatten().tolist() if token not in self._ends]
         if not (new := self._new()).endswith("\ufffd"):
             say(new, end="", generated=True)
-            # The next text depends on the tokens before it, as where a word begins with a space.
+            # Decode with the tokens before: a word's leading space, say, depends on them.
             self._begin, self._shown = self._shown, len(self._tokens)
 
     def end(self) -> None:
-        """Print what has waited."""
+        """Print the text that still waits."""
         say(self._new(), generated=True)
 
     def _new(self) -> str:
+        """Return the text of the tokens that were not shown yet."""
         before, whole = self._text(self._begin, self._shown), self._text(self._begin, None)
         return whole[len(before) :]
 
     def _text(self, begin: int, end: int | None) -> str:
+        """Return the decoded text of a range of tokens."""
         import numpy as np
 
         return self._tokenizer.decode(np.array((self._tokens or [])[begin:end], dtype=np.int64))
@@ -164,7 +166,7 @@ def _by_transformers(
     ends: Set[int],
     streamer: _Streamer,
 ) -> None:
-    """Generate by `generate`; of the folder's generation_config.json only the ends count."""
+    """Generate with transformers; of generation_config.json only the end tokens are used."""
     import torch
     from transformers import GenerationConfig
 
@@ -187,7 +189,7 @@ def _by_decoder(
     ends: Set[int],
     streamer: _Streamer,
 ) -> None:
-    """Generate by a forward over the whole text for each token, without a cache."""
+    """Generate with the decoder: a forward over the whole text for each token, without a cache."""
     import torch
 
     tokens = torch.tensor([prompt], device=next(model.parameters()).device)
@@ -204,14 +206,14 @@ def _by_decoder(
 
 
 def _chosen(logits: Tensor, args: argparse.Namespace) -> Tensor:
-    """Return the next token [1, 1] of logits [1, V]; options apply in transformers' order."""
+    """Return the next token [1, 1] from logits [1, V]; options apply in transformers' order."""
     import torch
 
     if args.temperature == 0:
         return logits.argmax(-1, keepdim=True)
     ordered, order = (logits.double() / args.temperature).sort(-1, descending=True)
     probabilities = ordered[:, : args.top_k or None].softmax(-1)
-    # Tokens before which the likelier ones sum to less than top_p: the first one always.
+    # Keep a token if all more likely ones sum to less than top_p, so the first one always.
     kept = probabilities.cumsum(-1) - probabilities < args.top_p
     chosen: Tensor = order.gather(-1, torch.multinomial(probabilities * kept, 1))
     return chosen
@@ -221,11 +223,11 @@ class _Prompts(NamedTuple):
     texts: list[str]
     tokens: list[list[int]]
     turn_end: int | None
-    """The token that ends a turn of the assistant, for conversations."""
+    """Token that ends a turn of the assistant; None without conversations."""
 
 
 def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Prompts:
-    """The prompts: texts, and conversations by the chat template."""
+    """Return the prompts: texts as they are, and conversations by the chat template."""
     from isp.data.documents import JsonLine
     from isp.data.turns import read_talk
 
@@ -250,7 +252,7 @@ def _prompts(args: argparse.Namespace, texts: list[str], source: Source) -> _Pro
 
 
 def _conversations(prompt: str) -> list[JsonLine] | None:
-    """The lines of a file of `messages`; None for anything else."""
+    """Return the lines of a file of `messages`; None for any other prompt."""
     from isp.data.documents import read_jsonl
 
     if not prompt.endswith(".jsonl") or not Path(prompt).is_file():
@@ -261,10 +263,10 @@ def _conversations(prompt: str) -> list[JsonLine] | None:
 
 
 def _text_of(prompt: str) -> str:
-    """A text, or that of a file."""
+    """Return the content of a file, or `prompt` itself if it is not one."""
     try:
         is_file = Path(prompt).is_file()
-    except (OSError, ValueError):  # too long for a name, or with characters that no name has
+    except (OSError, ValueError):  # too long for a file name, or with invalid characters
         is_file = False
     if not is_file:
         return prompt
@@ -278,7 +280,7 @@ _HEAD_CHARACTERS = 60
 
 
 def _print_head(number: int, texts: list[str], text: str) -> None:
-    """Print the number of one of several prompts, and its end, where the text continues."""
+    """Print the number and the end of one of several prompts, before its continuation."""
     if len(texts) == 1:
         return
     text = " ".join(text.split())

@@ -1,14 +1,14 @@
-"""Starts the ranks of one machine through torchrun, and reports how they ended.
+"""Starts ranks on this machine with torchrun, and reports how they ended.
 
 torchrun runs inside this process. It forwards stop signals to the ranks, which finish their step
-and save; it ends the other ranks when one fails. A second stop signal ends it at once, and when it
-ends, or is killed, its ranks end too.
+and save; if a rank fails, it ends the others. A second stop signal ends torchrun at once. If it
+ends or is killed, its ranks end, too.
 
 [Note: One machine] torchrun's `--standalone` listens on all interfaces, without a password, and
-unpickles what it reads there: anyone who reaches the port runs code. Here torchrun keeps its store
-in this process, the ranks find each other through a file in a folder that only this user can open,
-and their sockets are bound to the loopback interface. The machine's own name is never resolved: on
-laptops and in containers it often has no address.
+unpickles what it receives: whoever reaches the port can run code. Here torchrun's store stays in
+this process, ranks meet through a file in a folder that only this user can open, and their sockets
+are bound to the loopback interface. The machine's own host name is never resolved, since laptops
+and containers often have no address for it.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ __all__ = [
 ]
 
 _SAVE_SECONDS = 1800
-"""Time that ranks have after a stop signal to finish a step and save, before they are killed."""
+"""Time for ranks to finish a step and save after a stop signal, before they are killed."""
 _KNOCK_ON_SECONDS = 10
-"""A rank found gone up to this long after another's error is taken as its cause."""
+"""A rank that vanished within this time after another's error counts as the cause of it."""
 _ONE_MACHINE = "isp-one-machine"
-"""Name of the rendezvous backend that `launch` adds to torchrun's."""
+"""Name under which `launch` registers its rendezvous backend with torchrun."""
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def world_size(nproc: int | None, *, least: int = 1) -> int:
-    """The ranks of this run: those that torchrun has set, or `nproc` to start here, or one.
+    """Return the number of ranks: as set by torchrun, or `nproc` to start here, or one.
 
-    Raises ValueError for the first two at once, and for one where the run needs `least`.
+    Raises ValueError if both are given, and if a single process cannot run `least` ranks.
     """
     if launched():
         _, ranks = rank_and_size()
@@ -76,34 +76,34 @@ def world_size(nproc: int | None, *, least: int = 1) -> int:
 
 
 def speaks() -> bool:
-    """Whether notes for the user come from here: from a launcher, or from torchrun's first rank."""
+    """Return True if this process shows notes to the user: the launcher, or torchrun's rank 0."""
     rank, _ = rank_and_size()
     return rank == 0 and LAUNCHER_REPORTS not in os.environ
 
 
 def follow_launcher() -> None:
-    """Have this process, if it is a rank of torchrun's, end at once when its launcher is gone.
+    """Make this process, if it is a rank, end as soon as its launcher is gone.
 
-    A launcher that is killed cannot end its ranks, and they are in sessions of their own. On Linux
-    the kernel kills them, wherever they are.
+    A killed launcher cannot end its ranks, and they are in sessions of their own. On Linux the
+    kernel kills them instead.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     launcher = int(os.environ.get(LAUNCHER_REPORTS, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the call
+    if os.getppid() != launcher:  # it ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def start_ranks(nproc: int, words: Sequence[str], *more: str) -> int:
-    """Run `isp` with these words, and `more`, as `nproc` ranks; the exit code of the run."""
+    """Run `isp` with these words on `nproc` ranks; returns the exit code of the run."""
     return launch(nproc, ["-m", "isp", *without_nproc(words), *more])
 
 
 def without_nproc(words: Sequence[str], *also: str) -> list[str]:
-    """The command line of a rank, from that of the process that starts it.
+    """Return the command line of a rank, from that of the launcher.
 
-    Without --nproc and its value, and those of the options `also`.
+    Options --nproc and `also` are removed with their values.
     """
     kept, left, options = [], iter(words), ("--nproc", *also)
     for word in left:
@@ -115,16 +115,15 @@ def without_nproc(words: Sequence[str], *also: str) -> list[str]:
 
 
 def launch(nproc: int, command: Sequence[str]) -> int:
-    """Run `command`, a script or `-m` and a module, as `nproc` ranks; the exit code of the run.
+    """Run `command` (a script, or `-m` and a module) on `nproc` ranks; returns the run's exit code.
 
-    A rank that fails is shown once, the first of them only. After a stop signal, to this process or
-    to a rank, the code is 128 + signal, once the ranks have saved and ended, or at once after a
-    second one.
+    Of several failed ranks, only the first is shown. After a stop signal to this process or a rank,
+    the code is 128 + signal: once the ranks have saved and ended, or at once after a second signal.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
     os.environ[LAUNCHER_REPORTS] = str(os.getpid())
-    logging.disable(logging.ERROR)  # torchrun's own account of what is reported below
+    logging.disable(logging.ERROR)  # torchrun would log the failures that are reported below
 
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -135,7 +134,7 @@ def launch(nproc: int, command: Sequence[str]) -> int:
 
     rendezvous_handler_registry.register(_ONE_MACHINE, _one_machine)
     with StopRequest(keep_handlers=True), _private_folder() as error_files:
-        folder = Path(error_files)  # of mode 0700
+        folder = Path(error_files)  # only this user can open it (mode 0700)
         os.environ[RENDEZVOUS_FILE] = str(folder / "rendezvous")
         use_loopback()
         options = [f"--rdzv-backend={_ONE_MACHINE}", f"--rdzv-id={uuid.uuid4()}"]
@@ -151,14 +150,14 @@ def launch(nproc: int, command: Sequence[str]) -> int:
             if not signals:
                 say(f"error: stopped by {stop.sigval.name}", error=True)
             elif not any(signals):
-                return 0  # it came when the run had finished, or was about to
+                return 0  # the signal came when the run had finished, or was about to
             return 128 + int(stop.sigval)
         stopped_by = max(_signals(folder), default=0)
     return 128 + stopped_by if stopped_by else 0
 
 
 def _private_folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a folder of this user alone whose files can be locked, as the ranks' meeting needs.
+    """Create a folder for this user only, with files that can be locked, for the rendezvous.
 
     Raises ValueError if there is none: some network file systems have no locks.
     """
@@ -177,7 +176,7 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return a rendezvous of this one agent, which opens no port."""
+    """Return a rendezvous for this single agent, which opens no port."""
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
         RendezvousInfo,
@@ -212,11 +211,12 @@ def _one_machine(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _signals(folder: Path) -> list[int]:
-    """The signals that stopped ranks in order, 0 for one that finished (`report_end`)."""
+    """Return the signals that stopped ranks in order, 0 for a finished one (`report_end`)."""
     return [int(path.read_text()) for path in folder.rglob(ENDED_FILE)]
 
 
 def _report_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
+    """Report the failure that came first, and return its exit code."""
     rank, failure = _find_first_failure(failures)
     say(_describe(rank, failure), error=True)
     if _is_killed_while_ending(failure):
@@ -225,11 +225,11 @@ def _report_first_failure(failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed by itself, rather than because another one had."""
+    """Return the rank that failed on its own, rather than because another one had."""
     recorded = [rank for rank in failures if os.path.isfile(failures[rank].error_file)]
-    # A rank that fails because another has gone says so in its record. One that ended without a
-    # record, other than by torchrun's own SIGTERM, has gone first: out of memory, a crash, a kill
-    # by hand, or an exit in code that is not ours.
+    # A rank that fails because another is gone says so in its record. A rank that ended without a
+    # record, except by torchrun's own SIGTERM, went first: out of memory, a crash, a kill by hand,
+    # or an exit in foreign code.
     gone = [
         rank
         for rank, failure in failures.items()
@@ -237,6 +237,7 @@ def _find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Pr
     ]
     gone.sort(key=lambda rank: failures[rank].timestamp)
     if recorded:
+        # A rank that vanished long after the first record did not cause it.
         rank = min(recorded, key=lambda r: os.stat(failures[r].error_file).st_mtime_ns)
         latest = failures[rank].timestamp + _KNOCK_ON_SECONDS
         gone = [rank for rank in gone if failures[rank].timestamp <= latest]
@@ -247,6 +248,7 @@ def _find_first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, Pr
 
 
 def _describe(rank: int, failure: ProcessFailure) -> str:
+    """Return the message about a failed rank."""
     if failure.exitcode < 0 and not _is_killed_while_ending(failure):
         hint = ": the system may be out of memory" if failure.exitcode == -signal.SIGKILL else ""
         return f"error: rank {rank} was killed by {failure.signal_name()}{hint}"
@@ -257,11 +259,11 @@ def _describe(rank: int, failure: ProcessFailure) -> str:
 
 
 def _is_killed_while_ending(failure: ProcessFailure) -> bool:
-    """Whether torchrun ended a rank that had failed before, on finding another that had."""
+    """Return True if a rank had already failed when torchrun ended it for another failure."""
     return failure.exitcode == -signal.SIGTERM and bool(_recorded(failure))
 
 
 def _recorded(failure: ProcessFailure) -> dict[str, str]:
-    """The rank's record of its failure (`isp.cli.failures`); empty if it wrote nothing."""
-    message: Any = failure.error_file_data["message"]  # text if the rank wrote no file
+    """Return the rank's own record of its failure (`isp.cli.failures`), or an empty dict."""
+    message: Any = failure.error_file_data["message"]  # a string if the rank wrote no file
     return {} if isinstance(message, str) else message["extraInfo"]

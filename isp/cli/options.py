@@ -1,4 +1,4 @@
-"""Options that several commands take, and their numbers."""
+"""Command-line options and types that several commands share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = [
 ]
 
 Run = Callable[[argparse.Namespace], int]
-"""A command, which gives its exit code."""
+"""Function that runs a command and returns its exit code."""
 _LARGEST = 2**20
-"""More ranks, layouts or steps than anybody asks for; to list them would take minutes."""
+"""Upper limit for numbers of ranks, layouts and steps; more would take minutes to list."""
 
 
 def add_nproc(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_nproc(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Add the trained model to read, and how."""
+    """Add the trained model to read, with its dtype, device and tokenizer."""
     parser.add_argument(
         "path",
         metavar="RUN|STEP|HF_FOLDER",
@@ -64,14 +64,14 @@ def add_option(
     meaning: str,
     default: float | None = None,
 ) -> None:
-    """Add an option under its name and, with `_`, that of transformers and vLLM."""
+    """Add an option by its name, also with `_` for `-`, as transformers and vLLM spell it."""
     names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
     shown = meaning if default is None else f"{meaning} (default: {default})"
     parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=shown)
 
 
 def check_planned(config: JobConfig) -> None:
-    """Raise ValueError for a step that plans do not count."""
+    """Raise ValueError for a training objective that plans do not cover."""
     if config.training.objective != "sft":
         raise ValueError(
             f"training.objective={config.training.objective}: plans cover one model with the loss"
@@ -81,28 +81,29 @@ def check_planned(config: JobConfig) -> None:
 
 
 def add_planning(parser: argparse.ArgumentParser, unit: str) -> None:
-    """Add the machine to plan for, and other forms of the answer, in bytes and `unit`."""
+    """Add the machine to plan for, and JSON output in bytes and `unit`."""
     parser.add_argument(
         "--fabric",
         default="h100x8_ib400",
         metavar="FILE",
-        help="the machine: a YAML file, or the name of one that comes with isp"
+        help="the machine: a YAML file, or the name of one that ships with isp"
         " (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help=f"print JSON, in bytes and {unit}")
 
 
 def positive(text: str) -> int:
-    """A whole number of 1 or more."""
+    """Parse a whole number of at least 1."""
     return _from(1, text)
 
 
 def not_negative(text: str) -> int:
-    """A whole number of 0 or more."""
+    """Parse a whole number of at least 0."""
     return _from(0, text)
 
 
 def _from(least: int, text: str) -> int:
+    """Parse a whole number from `least` to `_LARGEST`; for argparse."""
     if not text.isdecimal() or len(text) > 20 or not least <= int(text) <= _LARGEST:
         raise argparse.ArgumentTypeError(
             f"{text} must be a whole number from {least} to {_LARGEST}"

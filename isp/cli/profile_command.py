@@ -1,4 +1,4 @@
-"""`isp profile`: what communication costs in each mode."""
+"""`isp profile` measures what communication costs in each mode."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _WITHOUT_VALIDATION = (
     "--data.valid_source=null",
     "--data.valid_fraction=0",
 )
-"""Nothing is evaluated, so held-out text need not be there."""
+"""Overrides that switch evaluation off, so that held-out text need not exist."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> Run:
-    """Add the command's options beside CONFIG and overrides."""
+    """Add the command's options besides CONFIG and overrides."""
     from isp.core.mesh.config import Mode
 
     add_nproc(parser)
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> Run:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Profile, and print the table."""
+    """Profile each mode, and print the table."""
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import ConfigError, load_config
     from isp.core.mesh.config import Mode
@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
 
     modes = []
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):
-        try:  # every error before any process starts
+        try:  # raise all errors before any process starts
             own = config_for(config, mode, ranks)
             own.check_folder_model()
             if args.nproc is not None:
@@ -97,6 +97,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _modes(text: str) -> tuple[Mode, ...]:
+    """Parse the list of --modes.  Raises ConfigError for an unknown or repeated mode."""
     from isp.config import ConfigError
     from isp.core.mesh import Mode
 

@@ -1,6 +1,6 @@
-"""The subcommands of `isp`: what they take, and which part of the project does the work.
+"""The command `isp`: its subcommands, their options, and the code that runs them.
 
-Imports stand in the functions that need them: most commands answer without loading torch.
+Imports are inside the functions that need them, since most commands answer without loading torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -24,12 +24,10 @@ from isp.cli.evaluate_command import add_options as add_evaluate
 from isp.cli.failures import report, report_broken_pipe, report_end, report_interrupt
 from isp.cli.generate_command import add_options as add_generate
 from isp.cli.launch import follow_launcher
-from isp.cli.lengths_command import add_options as add_plan
 from isp.cli.options import Run, add_nproc
 from isp.cli.output import say
-from isp.cli.plan_command import add_calibrate, add_layouts
+from isp.cli.plan_command import add_calibrate, add_layouts, add_plan
 from isp.cli.profile_command import add_options as add_profile
-from isp.cli.removed import check_command
 from isp.cli.topology_command import add_options as add_topology
 
 if TYPE_CHECKING:
@@ -43,19 +41,51 @@ _OVERRIDES_HELP = (
 )
 
 _ASSIGNED = re.compile(r"\+{0,2}(\w[\w.]*=.*)", re.DOTALL)
-"""A key and its value as Hydra takes them on a command line: `key=value`, `+key=value`."""
+"""A key and its value as Hydra spells them on a command line: `key=value`, `+key=value`."""
+
+
+_REMOVED_COMMANDS: Mapping[str, str] = {
+    "checkpoint import": "use model.hf=FOLDER, which trains it in any layout without a copy",
+    "report": "use a tracker (metrics.report_to) for the curves of a run, isp profile --html for"
+    " the timeline of a step, and isp evaluate --png",
+}
+"""Replacements of removed commands, in words."""
+
+_HARNESS = (
+    "use lm-eval itself: isp checkpoint export RUN --hf FOLDER, then"
+    " lm_eval --model hf --model_args pretrained=FOLDER --tasks ..."
+)
+_ONE_PROCESS = "one process generates: use --device-map auto where a model needs several GPUs"
+
+_REMOVED_OPTIONS: Mapping[tuple[str, str], str] = {
+    ("evaluate", "--apply-chat-template"): _HARNESS,
+    ("evaluate", "--html"): "use --png FILE for a picture, and evaluation.json",
+    ("evaluate", "--include-path"): _HARNESS,
+    ("evaluate", "--limit"): _HARNESS,
+    ("evaluate", "--max-length"): _HARNESS,
+    ("evaluate", "--num-fewshot"): _HARNESS,
+    ("evaluate", "--tasks"): _HARNESS,
+    ("generate", "--nproc"): _ONE_PROCESS,
+    ("generate", "--parallel.tensor.mode"): _ONE_PROCESS,
+    ("generate", "--parallel.tensor.size"): _ONE_PROCESS,
+    ("generate", "--parallel.weight.size"): _ONE_PROCESS,
+    ("generate", "--stop"): "use --max-new-tokens, or stop_strings of transformers' generate",
+    ("layouts", "--html"): "use the printed table, or --json",
+    ("plan", "--html"): "use the printed text, or --json",
+}
+"""Replacements of removed options, by command and option."""
 
 
 class _Parser(argparse.ArgumentParser):
     """Parser that suggests the intended option before argparse lists missing ones."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # The main parser skips this: the parser of each command checks the command's own options.
+        # Skip this in the main parser: each command's parser checks the command's own options.
         if not self._subparsers:
             known = [option[2:] for option in self._option_string_actions if option[:2] == "--"]
             for word in takewhile(lambda word: word != "--", args):
                 name = word.partition("=")[0][2:]
-                # A word with a space is a value to argparse.
+                # To argparse, a word with a space is a value.
                 if word[:2] != "--" or " " in name or name in known:
                     continue
                 from isp.utils.text import nearest
@@ -66,21 +96,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Words(NamedTuple):
-    """The words of a command line: argparse's own, and those that change the configuration."""
+    """Words of a command line, split into argparse's own and overrides of the configuration."""
 
     options: list[str]
     overrides: list[str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; its exit code: 0 done, 2 the user can put it right, 1 a fault."""
+    """Run one command line; returns 0 if done, 2 for an error of the user, 1 for a bug."""
     follow_launcher()
-    # As `isp.core.comm.cuda.use_more_connections`, which is too late where a command starts CUDA
-    # first.
+    # As `isp.core.comm.cuda.use_more_connections` does, but that comes too late for a command that
+    # starts CUDA before it.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     try:
         words = sys.argv[1:] if argv is None else list(argv)
-        check_command(words)
+        _check_removed(words)
         args = _parse(_split(words))
         args.words = words
         code: int = args.run(args)
@@ -88,21 +118,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as error:
         return report_interrupt(error)
-    except BrokenPipeError as error:  # `isp topology ... | head`
+    except BrokenPipeError as error:  # such as `isp topology ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return report_broken_pipe(error)
     except Exception as error:
         return report(error)
 
 
+def _check_removed(words: Sequence[str]) -> None:
+    """Raise ValueError if the words of a command line name a removed command or option."""
+    for command, instead in _REMOVED_COMMANDS.items():
+        if list(words[: len(command.split())]) == command.split():
+            raise ValueError(f"isp {command} was removed: {instead}")
+    given = {word.partition("=")[0].replace("_", "-") for word in words}  # as options have both
+    for (command, option), instead in _REMOVED_OPTIONS.items():
+        if list(words[: len(command.split())]) == command.split() and option in given:
+            raise ValueError(f"isp {command} {option} was removed: {instead}")
+
+
 def _split(words: Sequence[str]) -> _Words:
-    """Take `--section.key value` and `--section.key=value` out of `words`."""
+    """Split `--section.key value` and `--section.key=value` from the other words."""
     options, overrides = [], []
     pending = list(reversed(words))
     while pending:
         word = pending.pop()
         name, equals, _ = word.partition("=")
-        if not (name.startswith("--") and "." in name) or " " in name:  # a value, as for argparse
+        if not (name.startswith("--") and "." in name) or " " in name:  # a value
             options.append(word)
             continue
         overrides.append(word)
@@ -112,6 +153,7 @@ def _split(words: Sequence[str]) -> _Words:
 
 
 def _parse(words: _Words) -> argparse.Namespace:
+    """Parse the words, and add the overrides of the configuration."""
     parser = _build_parser()
     args, rest = parser.parse_known_args(words.options)
     if rest and args.takes_overrides and (found := _ASSIGNED.fullmatch(rest[0])):
@@ -120,11 +162,12 @@ def _parse(words: _Words) -> argparse.Namespace:
         rest = [*words.overrides, *rest]
     if rest and not (args.takes_overrides and rest[0].startswith("--")):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    args.overrides = [*words.overrides, *rest]  # `--lr 1` is a key too: an unknown one
+    args.overrides = [*words.overrides, *rest]  # `--lr 1` is also an override, of an unknown key
     return args
 
 
 def _build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = _Parser(
         prog="isp",
         description="Train long-context language models on many ranks.",
@@ -150,10 +193,12 @@ def _build_parser() -> argparse.ArgumentParser:
 def _add_commands(
     parser: argparse.ArgumentParser,
 ) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Add subcommands to `parser`."""
     return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> Run:
+    """Add the options of `isp train`."""
     add_nproc(parser)
     parser.add_argument(
         "--parallel",
@@ -169,6 +214,7 @@ def _add_train(parser: argparse.ArgumentParser) -> Run:
 
 
 def _train(args: argparse.Namespace) -> int:
+    """Train here, or check everything and start ranks that train."""
     from isp.cli.launch import speaks, start_ranks, without_nproc, world_size
     from isp.config import load_config
 
@@ -178,6 +224,7 @@ def _train(args: argparse.Namespace) -> int:
     least = 1 if args.parallel else config.parallel.least_ranks
     ranks = world_size(args.nproc, least=least)
     if args.parallel:
+        # Rank 0 decides for all; its store is kept for the process group of the run.
         from isp.cli.auto_layout import LAYOUT_OPTIONS, choose_layout
         from isp.core.comm import decided_by_rank_0
 
@@ -206,9 +253,10 @@ def _train(args: argparse.Namespace) -> int:
     if args.nproc is not None:
         code = start_ranks(args.nproc, args.words)
         if code:
+            # If a rank failed after the run was marked finished, this command must resume it.
             from isp.train.state.resume import reopen_finished
 
-            with suppress(OSError, ValueError):  # of a folder that is gone: `code` says more
+            with suppress(OSError, ValueError):  # the folder may be gone: `code` says more
                 reopen_finished(config.job)
         return code
     from isp.train.run import main as train
@@ -219,7 +267,7 @@ def _train(args: argparse.Namespace) -> int:
 def _choose_exchange(
     config: JobConfig, world_size: int, memory_bytes: int | None, *, on_cpu: bool
 ) -> tuple[JobConfig, str]:
-    """Choose by the planner, which is loaded only here."""
+    """Choose with the planner, which is loaded only here."""
     from isp.planner.exchange import choose_exchange
     from isp.planner.fabric import DeviceSpec
 
@@ -228,15 +276,16 @@ def _choose_exchange(
 
 
 def _note_unused(config: JobConfig) -> None:
+    """Show warnings about keys without effect."""
     for sentence in config.unused():
         say(f"note: {sentence}", error=True)
 
 
 class _Print(argparse.Action):
-    """Option that prints a text and ends, as --help does."""
+    """Option that prints a text and exits, as --help does."""
 
     def __init__(self, *args: Any, text: Callable[[str | None], str], **options: Any) -> None:
-        """`text`: makes the text of the option's value."""
+        """`text` returns the text for the option's value."""
         super().__init__(*args, **options)
         self._text = text
 
@@ -255,6 +304,7 @@ class _Print(argparse.Action):
 
 
 def _reference(section: str | None) -> str:
+    """Return the reference of all keys, or of those in a section."""
     from isp.config import JobConfig
     from isp.config.keys import KeyTable
 
@@ -262,12 +312,14 @@ def _reference(section: str | None) -> str:
 
 
 def _schema(_: object) -> str:
+    """Return the JSON schema of a configuration."""
     from isp.config import json_schema
 
     return json.dumps(json_schema(), indent=1)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> Run:
+    """Add the options of `isp config`."""
     parser.add_argument(
         "--help-keys",
         nargs="?",
@@ -287,10 +339,12 @@ def _add_config(parser: argparse.ArgumentParser) -> Run:
 
 
 def _add_prefetch(_: argparse.ArgumentParser) -> Run:
+    """Add no options."""
     return _prefetch
 
 
 def _prefetch(args: argparse.Namespace) -> int:
+    """Print the prefetch plan, and the balance of pipeline stages."""
     from isp.config import load_config
     from isp.models.prefetch_schedule import schedule_text
     from isp.train.monitor.balance import balance_text
@@ -304,6 +358,7 @@ def _prefetch(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
+    """Print the full configuration."""
     from isp.config import load_config, to_yaml
 
     config = load_config(args.config, args.overrides)
@@ -313,17 +368,17 @@ def _config(args: argparse.Namespace) -> int:
 
 
 class _Command(NamedTuple):
-    """A subcommand; of a group, if it has two words."""
+    """A subcommand; two words name a group and a command in it."""
 
     name: str
     summary: str
     add: Callable[[argparse.ArgumentParser], Run]
-    """Adds its options, and gives the function that runs it."""
+    """Function that adds its options and returns the function that runs it."""
     takes: str = ""
-    """Keys of a configuration, if `keys`; if `file`, also CONFIG before them."""
+    """Words that it takes: overrides for `keys`, also CONFIG before them for `file`, else none."""
 
     def set_up(self, parser: argparse.ArgumentParser) -> None:
-        """Add all that the command takes."""
+        """Add the options and overrides of the command."""
         if self.takes == "file":
             parser.epilog = _OVERRIDES_HELP
             help_text = "a YAML file, such as those in configs/"
@@ -336,7 +391,7 @@ class _Command(NamedTuple):
 
 _GROUPS = {
     "data": "prepare and inspect data",
-    "checkpoint": "inspect, verify, export and import checkpoints",
+    "checkpoint": "inspect, verify and export checkpoints",
 }
 _CHECK = "verify that layouts match the plain model: loss, every gradient, an update"
 _COMMANDS = (

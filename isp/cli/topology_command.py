@@ -1,4 +1,4 @@
-"""`isp topology`: prints the groups of ranks, and how a weight is cut over them."""
+"""`isp topology` prints the groups of ranks, and how a weight is cut over them."""
 
 from __future__ import annotations
 
@@ -101,6 +101,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _shape(text: str) -> tuple[int, int]:
+    """Parse a shape such as 16x8; for argparse."""
     outputs, _, inputs = text.partition("x")
     if not (outputs.isdecimal() and inputs.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write, for example, 16x8")

@@ -1,4 +1,4 @@
-"""Keys that earlier versions had, and what to use in their place; commands: `isp.cli.removed`."""
+"""Keys that earlier versions had, and what to use in their place; commands: `isp.cli.program`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`Engine`: a model that the ranks of one tensor group evaluate, by the forward of training.
+"""`Engine`: logits and losses of a model on the ranks of one tensor group.
 
-n documents, T their tokens, padded to a multiple of p ranks where a sequence is split; V vocabulary
+It runs the forward of training. n documents of T tokens in all, padded to a multiple of p ranks
+where a sequence is split; V vocabulary
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ __all__ = ["Engine", "EvaluationLayout", "choose_layout"]
 
 
 class EvaluationLayout(NamedTuple):
-    """How the ranks evaluate."""
+    """How the ranks split the model for an evaluation."""
 
     parallel: ParallelConfig
     note: str
-    """A sentence on how the layout differs from the one asked for; empty if it does not."""
+    """A sentence on how the layout differs from the requested one; empty if it does not."""
 
     @property
     def ranks(self) -> int:
-        """All of them are one tensor group."""
+        """The number of ranks, all of which form one tensor group."""
         return self.parallel.tensor.size
 
     def describe(self) -> str:
-        """For people."""
+        """Return the layout in words."""
         return "1 rank" if self.ranks == 1 else f"{self.ranks} ranks, {self.parallel.tensor.mode}"
 
 
@@ -52,10 +53,10 @@ class _Keys:
 
 
 def choose_layout(model: TracedModel, ranks: int, overrides: Sequence[str]) -> EvaluationLayout:
-    """The layout of `ranks` ranks: mtp, or what `overrides` of `parallel` say.
+    """Return the layout of `ranks` ranks: mtp mode, or as `overrides` of `parallel` say.
 
-    One rank where mtp was not asked for and does not fit the model. Raises ValueError, naming key,
-    value and way out, for what cannot be.
+    Falls back to one rank if mtp mode does not fit the model and was not requested. Raises
+    ValueError for overrides that an evaluation does not support, with key, value and remedy.
     """
     mode = Mode.MTP if ranks > 1 else Mode.ISP
     defaults = {"tensor": {"size": ranks, "mode": mode}, "weight": {"size": ranks}}
@@ -71,6 +72,7 @@ def choose_layout(model: TracedModel, ranks: int, overrides: Sequence[str]) -> E
 
 
 def _check(parallel: ParallelConfig, ranks: int) -> None:
+    """Raise ValueError for keys that an evaluation does not support."""
     tensor, weight = parallel.tensor, parallel.weight
     if tensor.size != ranks:
         raise ValueError(
@@ -95,7 +97,7 @@ def _check(parallel: ParallelConfig, ranks: int) -> None:
 
 
 class Engine:
-    """A model that gives logits and losses over all ranks of a mesh, which is one tensor group."""
+    """A model that gives logits and losses on all ranks of a mesh, which is one tensor group."""
 
     def __init__(self, built: BuiltModel, mesh: Mesh, device: torch.device) -> None:
         (chunk,) = built.chunks
@@ -108,7 +110,7 @@ class Engine:
         self._sliced = mode.slices_batch and tensor.size > 1
         self._splits_logits = mode.splits_features and tensor.size > 1
         self._padded_to = tensor.size if mode.splits_sequence else 1
-        """The number of tokens of a forward is padded to a multiple of this."""
+        """Tokens of a forward are padded to a multiple of this."""
 
     @torch.inference_mode()
     def logits(self, documents: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
@@ -121,6 +123,7 @@ class Engine:
         positions = torch.cat([torch.arange(length) for length in lengths])
         ends = itertools.accumulate(lengths)
         asked = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, counts, strict=True)])
+        # Padding is a document of its own, so that it cannot change the others.
         padding = -len(tokens) % self._padded_to
         bounds = None
         if padding or len(lengths) > 1:
@@ -138,7 +141,7 @@ class Engine:
 
     @torch.inference_mode()
     def losses(self, batch: MicroBatch) -> Tensor:
-        """The losses of the tokens of rows that are not packed, on every rank; as the labels."""
+        """Return the losses of rows that are not packed, on every rank; shape of the labels."""
         tensor, num_tokens = self.mesh[Axis.TENSOR], batch.tokens.shape[1]
         tokens, positions, labels = self._given(
             batch.tokens, batch.positions, batch.labels, padding=-num_tokens % tensor.size
@@ -149,9 +152,9 @@ class Engine:
         return losses[:, :num_tokens]
 
     def _given(self, *rows: Tensor, padding: int) -> list[Tensor]:
-        """This rank's part of rows [B, T] and their padding; one forward of them follows."""
+        """Return this rank's part of rows [B, T], padded and on the device, for one forward."""
         tensor, communicator = self.mesh[Axis.TENSOR], self._built.communicator
-        if communicator is not None:  # weights that travel begin to
+        if communicator is not None:  # start the gathers of this forward
             communicator.begin(sequential_actions(1, training=False))
             communicator.switch_current_model_chunk(0)
         own = [F.pad(x, (0, padding)) if padding else x for x in rows]
@@ -160,7 +163,10 @@ class Engine:
         return [pinned_memory.send(x, self._device) for x in own]
 
     def _joined(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The tokens at `rows` [n] of all T, of which x [1, T/p, F] are this rank's: [1, n, F]."""
+        """Return tokens `rows` [n] of all T from the slices x [1, T/p, F] of the ranks: [1, n, F].
+
+        A rank contributes its own tokens and zeros for those of others, so the sum is exact.
+        """
         tensor, size = self.mesh[Axis.TENSOR], x.shape[1]
         own = rows - tensor.rank * size
         elsewhere = (own < 0) | (own >= size)
@@ -169,7 +175,8 @@ class Engine:
         return tensor.all_reduce(found, tag=Tag(Purpose.ACTIVATION, tensor="rows")).wait()
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """The logits [1, n, V] of which a rank has [1, n, V'], the last ones maybe fewer."""
+        """Return the logits [1, n, V] from the ranks' parts [1, n, V'], of which the last may be
+        narrower."""
         tensor, vocab_size = self.mesh[Axis.TENSOR], self._chunk.vocab_size
         share = -(-vocab_size // tensor.size)
         logits = F.pad(logits, (0, share - logits.shape[-1])).contiguous()

@@ -1,11 +1,11 @@
-"""What a model makes of long text: its loss by position, and keys that it finds again."""
+"""Measures a model on long text: its loss by position, and passkeys that it finds; as text, too."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,23 +20,25 @@ from isp.data.sources import open_datasets
 from isp.evaluation.engine import Engine
 from isp.evaluation.passkey import Passkey, PasskeyPrompts
 from isp.evaluation.source import Source
-from isp.metrics.evaluation import Passkeys, PositionBucket, TextLosses
+from isp.metrics.evaluation import BUCKET_COLUMNS, Evaluation, Passkeys, PositionBucket, TextLosses
+from isp.profile.table import aligned
 
-__all__ = ["Rows", "count_found", "find_passkeys", "open_rows", "text_losses"]
+__all__ = ["Rows", "count_found", "describe", "find_passkeys", "open_rows", "text_losses"]
 
 
 class Rows(NamedTuple):
-    """A plain stream of text, cut into sequences."""
+    """Plain text, cut into sequences."""
 
     dataset: Dataset
     name: str
-    """The source of the text, for the printed table."""
+    """Source of the text, for the printed table."""
 
 
 def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | None:
-    """Sequences of `length` tokens of `files`, or of what the run held out; None: nothing.
+    """Return sequences of `length` tokens from `files`, or from the run's held-out text.
 
-    Raises ValueError, in a line, if there is not a sequence.
+    Returns None if there is neither. Raises ValueError, in one line, if the text is too short for a
+    single sequence.
     """
     kept = source.data
     if files:
@@ -68,10 +70,10 @@ def text_losses(
     batch_tokens: int,
     source: str,
 ) -> TextLosses:
-    """The losses of the first `rows` samples of `dataset`, of as many tokens as the last length.
+    """Return the losses of the first `rows` samples, each as long as the last of `lengths`.
 
-    Buckets end at `lengths`, in increasing order. Attention is causal: up to a place, rows of
-    that length would have the same losses. A collective over the ranks of `engine`.
+    `lengths` increase; each ends a bucket. Attention is causal, so tokens before a position have
+    the same losses as in sequences of that length. A collective over the ranks of `engine`.
     """
     longest = lengths[-1]
     sums, counts = torch.zeros(2, longest, dtype=torch.float64)
@@ -90,6 +92,7 @@ def text_losses(
 
 
 def _bucket(sums: Tensor, counts: Tensor, begin: int, end: int) -> PositionBucket:
+    """Return the bucket of positions `begin` to `end - 1`."""
     total, count = float(sums[begin:end].sum()), int(counts[begin:end].sum())
     finite = count > 0 and math.isfinite(total)
     return PositionBucket(
@@ -108,9 +111,9 @@ def find_passkeys(
     seed: int,
     batch_tokens: int,
 ) -> Passkeys:
-    """Ask for `keys` keys at each length and depth; a collective over the ranks of `engine`.
+    """Try `keys` passkeys at each length and depth; a collective over the ranks of `engine`.
 
-    Those of a cell are drawn by `seed`, its length and its depth, whatever others there are.
+    Prompts of a cell depend on `seed`, its length and its depth only, not on the other cells.
     """
 
     def found(length: int, depth: float) -> int:
@@ -130,9 +133,9 @@ def find_passkeys(
 
 
 def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int:
-    """Count the prompts after which every token of the key is the likeliest; a collective.
+    """Return the number of prompts whose key tokens are all the most likely; a collective.
 
-    By teacher forcing: greedy decoding writes the key after exactly these prompts.
+    It uses teacher forcing. Greedy decoding writes the key after exactly these prompts.
     """
     answers = [_tokens_of_key(source, passkey) for passkey in batch]
     read = [
@@ -146,8 +149,54 @@ def count_found(engine: Engine, source: Source, batch: Sequence[Passkey]) -> int
 
 def _tokens_of_key(source: Source, passkey: Passkey) -> list[int]:
     """Return the tokens of the answer up to the end of its key."""
-    # Apart from the prompt, as in training examples and as a model that decodes sees them.
+    # Encoded apart from the prompt, as training examples are.
     tokens = source.tokenizer.encode(passkey.answer)
     ends = (n for n in range(1, len(tokens)) if passkey.key in source.tokenizer.decode(tokens[:n]))
     found: list[int] = tokens[: next(ends, len(tokens))].tolist()
     return found
+
+
+# -- the printed tables ---------------------------------------------------------------------
+
+
+_BEYOND = "beyond the trained length"
+
+
+def describe(evaluation: Evaluation) -> str:
+    """Return the evaluation as text for a terminal."""
+    parts, trained = [], evaluation.trained_length
+    if (text := evaluation.text) is not None:
+        parts += [
+            f"loss by position in {text.rows} sequences of {text.length:,} tokens, {text.source};"
+            f" `loss so far`: cumulative mean",
+            aligned(list(_text(text, trained))),
+        ]
+    if (passkeys := evaluation.passkeys) is not None:
+        parts += [
+            f"passkeys of {passkeys.digits} digits found, of {passkeys.keys} at each length"
+            f" (tokens) and depth",
+            aligned(list(_passkeys(passkeys, trained))),
+        ]
+    return "\n\n".join(parts)
+
+
+def _text(text: TextLosses, trained: int | None) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of losses."""
+    yield *BUCKET_COLUMNS, ""
+    for bucket in text.buckets:
+        yield (
+            *text.shown(bucket),
+            _BEYOND if trained is not None and bucket.begin >= trained else "",
+        )
+
+
+def _passkeys(passkeys: Passkeys, trained: int | None) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table of passkeys."""
+    yield "length", *(f"{depth:.0%}" for depth in passkeys.depths), "all", ""
+    for length, row in zip(passkeys.lengths, passkeys.found, strict=True):
+        yield (
+            f"{length:,}",
+            *map(str, row),
+            f"{passkeys.rate(length):.0%}",
+            _BEYOND if trained is not None and length > trained else "",
+        )

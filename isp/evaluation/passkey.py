@@ -1,6 +1,6 @@
-"""Passkey prompts: a number hidden somewhere in text that says nothing, and asked for at its end.
+"""Passkey prompts: a number hidden in meaningless text, with a question for it at the end.
 
-Source: Mohtashami and Jaggi 2023, "Landmark Attention", whose sentences these are.
+Source of the sentences: Mohtashami and Jaggi 2023, "Landmark Attention".
 """
 
 from __future__ import annotations
@@ -25,46 +25,47 @@ _ANSWER = " {key}."
 
 
 class Passkey(NamedTuple):
-    """One prompt."""
+    """One prompt with its answer."""
 
     key: str
     prompt: str
     answer: str
-    """What should follow."""
+    """Text that should follow the prompt."""
 
 
 class PasskeyPrompts:
-    """Prompts that are, with their answer, as long as they can be within so many tokens.
+    """Prompts that fill a given number of tokens, answer included, as far as whole sentences do.
 
-    `encode` gives the tokens of a text.
+    `encode` returns the tokens of a text.
     """
 
     def __init__(self, encode: Callable[[str], Sequence[int]], *, digits: int) -> None:
         self._encode = encode
         self.digits = digits
         self._sentences: dict[tuple[int, int], int] = {}
+        # Sentences that fit, by length and first sentence: found once, as encoding is slow.
 
     @property
     def shortest(self) -> int:
-        """Tokens of a prompt without filler, with its answer."""
+        """Number of tokens of a prompt without filler, answer included."""
         return len(self._encode("".join(_passkey("0" * self.digits, 0, 0, 0.0)[1:])))
 
     def draw(self, rng: random.Random, *, length: int, depth: float) -> Passkey:
-        """A prompt with some key, whose filler begins with some sentence; see `make`."""
+        """Return a prompt with a random key and a random first sentence; see `make`."""
         key = "".join(rng.choices("0123456789", k=self.digits))
         return self.make(key, rng.randrange(len(_FILLER)), length=length, depth=depth)
 
     def make(self, key: str, first: int = 0, *, length: int, depth: float) -> Passkey:
-        """The prompt with `key` behind the part `depth` of its filler; within `length` tokens.
+        """Return the prompt with `key` after the share `depth` of its filler.
 
-        `first`: the number of the sentence with which the filler begins. Raises ValueError if not
-        even a prompt without filler is within `length`.
+        Prompt and answer have at most `length` tokens. `first` is the index of the filler's first
+        sentence. Raises ValueError if even a prompt without filler is too long.
         """
         count = self._sentences.get((length, first))
         if count is None:
             count = self._sentences[length, first] = self._most_sentences(length, first)
         while not self._fits(found := _passkey(key, first, count, depth), length):
-            count -= 1  # this key has more tokens
+            count -= 1  # this key has more tokens than the zeros that `count` was found with
             if count < 0:
                 raise ValueError(
                     f"a passkey prompt cannot have {length} tokens: even without filler it has"
@@ -73,7 +74,7 @@ class PasskeyPrompts:
         return found
 
     def _most_sentences(self, length: int, first: int) -> int:
-        """Sentences of filler that fit."""
+        """Return the number of filler sentences that fit with a key of zeros."""
 
         def are_too_many(count: int) -> bool:
             return not self._fits(_passkey("0" * self.digits, first, count, 0.0), length)
@@ -81,10 +82,12 @@ class PasskeyPrompts:
         return bisect_left(range(1, length + 1), True, key=are_too_many)
 
     def _fits(self, passkey: Passkey, length: int) -> bool:
+        """Return True if prompt and answer have at most `length` tokens."""
         return len(self._encode(passkey.prompt + passkey.answer)) <= length
 
 
 def _passkey(key: str, first: int, sentences: int, depth: float) -> Passkey:
+    """Return a prompt with `sentences` sentences of filler."""
     before = round(depth * sentences)
     filler = [_FILLER[i % len(_FILLER)] for i in range(first, first + sentences)]
     needle = _NEEDLE.format(key=key)

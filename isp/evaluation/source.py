@@ -1,4 +1,4 @@
-"""A trained model to read: a run, one of its checkpoints, or a folder of Hugging Face."""
+"""Opens a trained model for reading: a run, one of its checkpoints, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -41,35 +41,35 @@ from model.huggingface import CONFIG_FILE
 __all__ = ["Source", "open_source"]
 
 _TILE_TOKENS = 4096
-"""Tokens of a prompt that an MLP of the decoder computes at a time."""
+"""Tokens that an MLP of the decoder computes at a time, which bounds memory for long prompts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """A model with weights that are not read yet, and how text becomes its tokens."""
+    """A model whose weights have not been read yet, with its tokenizer."""
 
     title: str
-    """Where it is from, in words."""
+    """Origin of the model, in words."""
     section: ModelConfig
-    """The model; of a Hugging Face folder, its name."""
+    """The model's section of the configuration; for a Hugging Face folder it has only its path."""
     dtype: str
     tokenizer: Tokenizer
     ends: frozenset[int]
-    """The tokens that end a document."""
+    """Tokens that end a document."""
     trained_length: int | None
-    """Tokens of the documents that it was trained on; None: not known."""
+    """Tokens of the training sequences; None if not known."""
     checkpoint: Path | None
-    """Where the weights are; None: in `section.hf`, and an adapter's in its folder."""
+    """Folder of the weights; None if they are in `section.hf`, or in its adapter's folder."""
     data: Mapping[str, Any]
-    """The `data` section that it was trained with, with the tokenizer's keys as they are now."""
+    """The `data` section of its training, with the tokenizer in use now."""
     adds_special_tokens: bool
-    """Whether a prompt has all that the tokenizer puts around a text, as in transformers."""
+    """True if prompts get all special tokens that the tokenizer adds, as in transformers."""
 
     @cached_property
     def model(self) -> TracedModel:
-        """The traced model, which ranks evaluate.
+        """The traced model, for evaluation on ranks.
 
-        Raises ValueError if it is not supported, or the checkpoint has another's weights.
+        Raises ValueError if it is not supported, or if the checkpoint's weights do not fit it.
         """
         section = self.section
         if section.hf is None:
@@ -81,7 +81,7 @@ class Source:
 
     @cached_property
     def _base(self) -> Any:
-        """The plain model of a folder, without memory, adapters and what reads no text."""
+        """The plain model of a folder on the meta device, without adapters or towers."""
         folder = self.section.hf
         assert folder is not None
         require(f"model.hf={folder}", "transformers", "safetensors")
@@ -93,13 +93,13 @@ class Source:
         except ValueError as error:
             raise ValueError(f"model.hf={folder}: {error}") from None
         if self.section.adapter is not None:
-            adapted(model, self.section.adapter, folder)  # what does not fit, before weights load
-        take_out_tower(model)  # its tables of positions are of pixels
+            adapted(model, self.section.adapter, folder)  # raises before weights are read
+        take_out_tower(model)  # its position tables are for pixels, not for tokens
         return model
 
     @property
     def position_limit(self) -> int | None:
-        """Rows of a table of learned positions; None without one: there is no limit."""
+        """Rows of the table of learned positions; None without such a table."""
         if self.section.hf is None:
             return None
         of_tokens = self._base.get_input_embeddings()
@@ -108,13 +108,13 @@ class Source:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the table of tokens."""
+        """Rows of the token table."""
         if self.section.hf is None:
             return self.section.vocab_size
         return int(self._base.get_input_embeddings().weight.shape[0])
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that begin one.
+        """Return the tokens of a text, with the special tokens of its beginning.
 
         Raises ValueError for a token beyond the model's vocabulary.
         """
@@ -126,6 +126,7 @@ class Source:
         return self._checked(tokens.tolist())
 
     def _checked(self, found: list[int]) -> list[int]:
+        """Return `found`; raises ValueError for a token beyond the model's vocabulary."""
         if (largest := max(found, default=0)) >= self.vocab_size:
             raise ValueError(
                 f"the tokenizer produces token {largest:,} for the prompt, but the model has only"
@@ -134,21 +135,24 @@ class Source:
         return found
 
     def chat_template(self, path: str | None = None) -> ChatTemplate:
-        """The template that the model was trained with, or is saved with, or the file `path`."""
+        """Return the chat template in file `path`, else the one the model was trained with."""
         return ChatTemplate(self.tokenizer, path or self.data.get("chat_template"))
 
     def encode_chat(self, text: str) -> list[int]:
-        """The tokens of a rendered conversation, whose special tokens stand in it."""
+        """Return the tokens of a rendered conversation, whose text has the special tokens."""
         return self._checked(self.tokenizer.encode(text).tolist())
 
     def encode_prompt(self, text: str) -> list[int]:
-        """As `encode`, and ValueError for a text without tokens of its own."""
+        """Return the tokens as `encode` does; raises ValueError for a text without tokens."""
         if not len(self.tokenizer.encode(text)):
             raise ValueError(f"the prompt {text!r} is empty: give it at least one token")
         return self.encode(text)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:
-        """Raise ValueError for what cannot be read; a warning in words, or nothing."""
+        """Return a warning about prompts longer than in training, or an empty text.
+
+        Raises ValueError if they exceed the table of positions.
+        """
         longest = max(map(len, prompts))
         needed, limit = longest + new_tokens - 1, self.position_limit  # the last one is not read
         if limit is not None and needed > limit:
@@ -168,7 +172,7 @@ class Source:
     def plain(self, device: torch.device, device_map: str | None = None) -> Any:
         """Return the plain model with its weights: of transformers, or the decoder of `model/`.
 
-        On `device`, or as `device_map` of transformers says.
+        It is on `device`, or placed by `device_map` of transformers.
         """
         section, dtype = self.section, getattr(torch, self.dtype)
         weights = None if self.checkpoint is None else WholeWeights(self.checkpoint)
@@ -189,9 +193,9 @@ class Source:
         return model if device_map is not None else model.to(device)
 
     def engine(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> Engine:
-        """The model with its weights, on the ranks of `mesh`; a collective."""
-        # A folder's own model reads its weights as it begins; of a checkpoint, only buffers and
-        # what is below an adapter.
+        """Build the model with its weights on the ranks of `mesh`; a collective."""
+        # With a seed, the model of a folder reads its weights while it is built. A checkpoint
+        # brings its own, except buffers and the model below an adapter.
         begins = self.checkpoint is None or self.section.adapter is not None
         built = build_model(
             self.model,
@@ -216,9 +220,9 @@ class Source:
 
 
 def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None = None) -> Source:
-    """The model at `path`; reads no weights.
+    """Open the model at `path` without reading weights.
 
-    `dtype`, `tokenizer`: others than its own. Raises ValueError, in a line, for what is none.
+    `dtype` and `tokenizer` replace its own. Raises ValueError, in one line, if it cannot be read.
     """
     if not path.exists():
         raise ValueError(
@@ -241,6 +245,7 @@ def open_source(path: Path, *, dtype: str | None = None, tokenizer: str | None =
 def _of_checkpoint(
     info: CheckpointInfo, path: Path, dtype: str | None, tokenizer: str | None
 ) -> Source:
+    """Open a checkpoint of a run."""
     section = _to_read(saved_model(info))
     kept: Any = saved_config(info)
     data = kept["data"]
@@ -268,6 +273,7 @@ def _of_checkpoint(
 
 
 def _of_folder(path: Path, dtype: str | None, tokenizer: str | None) -> Source:
+    """Open a Hugging Face folder, with or without an adapter."""
     require(f"the model in {path}", "transformers", "safetensors")
     named = with_adapter({"hf": str(path)})
     base = Path(named["hf"])
@@ -308,7 +314,10 @@ def _ends(folder: str, overrides: Mapping[str, Any] | None = None) -> frozenset[
 
 
 def _to_read(model: ModelConfig) -> ModelConfig:
-    """The model as it is, computed as it is on this machine by default."""
+    """Return the same model with default values of keys for methods and places.
+
+    How a run computes it (kernels, recomputation, paths) need not suit this machine.
+    """
     defaults = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
     adapter = model.adapter and replace(model.adapter, folder=None)
     return replace(model, **{**defaults, "hf": model.hf, "adapter": adapter})

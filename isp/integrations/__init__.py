@@ -1,1 +1,1 @@
-"""ISP inside other programs; nothing of ISP imports it."""
+"""ISP inside other programs; no other package of ISP imports it."""

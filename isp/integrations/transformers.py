@@ -1,4 +1,4 @@
-"""`Trainer` of transformers over any layout.
+"""`Trainer` of transformers for any layout of ISP without pipeline stages.
 
 B batch, S sequence, V vocabulary
 """
@@ -24,7 +24,7 @@ from isp.loop.parallelize import loop_config, parallelize
 __all__ = ["Trainer", "TrainerMixin"]
 
 _STATE = "isp"
-"""The folder of a checkpoint that has the run's."""
+"""Folder of the run's own checkpoint, inside a checkpoint of the Trainer."""
 _REFUSED = {
     "activation_checkpointing": "set model.checkpoint in isp_config",
     "auto_find_batch_size": "set per_device_train_batch_size",
@@ -38,11 +38,11 @@ _REFUSED = {
     "torch_compile": "leave it out",
     "use_liger_kernel": "logits are never whole in isp: leave it out",
 }
-"""Arguments that would change the model below the run, and the way out."""
+"""Arguments that would change the model below the run, with the remedy for each."""
 
 
 class _Outputs(dict[str, Any]):
-    """What a model gives; logits are computed if somebody asks for them."""
+    """Outputs of a model; logits are computed on first access."""
 
     def __init__(self, logits: Callable[[], Tensor], **found: Tensor) -> None:
         super().__init__(found)
@@ -62,10 +62,11 @@ class _Outputs(dict[str, Any]):
 
 
 class RunModel(nn.Module):
-    """The model of a run as transformers calls it, on all ranks of a sequence with the same rows.
+    """The model of a run, called as transformers calls a model.
 
-    `loss` is the sum over this data rank's labels, divided by `num_items_in_batch`, or by their
-    number; `logits` [B, S, V] are those of `run.logits`.
+    All ranks of a sequence pass the same rows. `loss` is the sum over this data rank's labels,
+    divided by `num_items_in_batch` or else by their number; `logits` [B, S, V] come from
+    `run.logits`.
     """
 
     def __init__(self, run: ParallelRun) -> None:
@@ -81,7 +82,7 @@ class RunModel(nn.Module):
         num_items_in_batch: Tensor | float | None = None,
         **others: Any,
     ) -> _Outputs:
-        """Raises ValueError for arguments that are not of these."""
+        """Return loss and logits.  Raises ValueError for any other argument of a model."""
         given = {key for key, value in others.items() if value is not None and value is not False}
         if foreign := sorted(given - _IDLE):
             raise ValueError(
@@ -94,14 +95,15 @@ class RunModel(nn.Module):
                 " label too many per sequence: set the tokenizer's padding_side='right'"
             )
         packed = position_ids is not None
-        if position_ids is None and attention_mask is not None:  # as transformers, padded or not
+        if position_ids is None and attention_mask is not None:  # as transformers does by default
             position_ids = torch.arange(input_ids.shape[1]).expand(input_ids.shape)
         where: Any = {"position_ids": position_ids, "attention_mask": attention_mask}
         outputs = _Outputs(lambda: self.run.logits(input_ids, **where))
         if labels is None or self.gives_logits:
+            # Compute them now: evaluation reads the items of the dict, without __missing__.
             _ = outputs["logits"]
         if labels is not None:
-            if self.gives_logits and not packed:  # no second forward
+            if self.gives_logits and not packed:  # reuse the logits instead of a second forward
                 logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
                 total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
             else:
@@ -112,11 +114,12 @@ class RunModel(nn.Module):
         return outputs
 
     def _get_name(self) -> str:
-        """Of the model, by which transformers knows whether labels are shifted."""
+        """Return the model's class name, by which transformers knows if labels are shifted."""
         inner: Any = self.model
         return type(inner.get_base_model() if hasattr(inner, "peft_config") else inner).__name__
 
     def __getattr__(self, name: str) -> Any:
+        # Attributes of the model, such as its config, are read through this wrapper.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -127,15 +130,15 @@ _IDLE = {"use_cache", "return_dict"}
 
 
 class _RunOptimizer(torch.optim.Optimizer):
-    """The run's optimizer for schedulers and the Trainer; its step is the run's."""
+    """The run's optimizer, as schedulers and the Trainer see it; its step is the run's step."""
 
-    def __init__(self, run: ParallelRun) -> None:  # nothing of torch's: it has no parameters
+    def __init__(self, run: ParallelRun) -> None:  # torch's __init__ would require parameters
         assert run.optimizer is not None
         self._run, self.defaults = run, run.optimizer.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of now: loading makes new ones."""
+        """Return the current groups, since loading replaces them."""
         assert self._run.optimizer is not None
         return self._run.optimizer.param_groups
 
@@ -143,23 +146,23 @@ class _RunOptimizer(torch.optim.Optimizer):
         self._run.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The step has done it."""
+        """Do nothing: the step of the run has cleared the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: a checkpoint of the run has it."""
+        """Return nothing: the run's own checkpoint has the states."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `state_dict`."""
+        """Do nothing, see `state_dict`."""
 
 
 class TrainerMixin:
-    """Goes before `transformers.Trainer`, or a class made of it, as `Trainer` does.
+    """Mixin to put before `transformers.Trainer`, or a class derived from it, as in `Trainer`.
 
-    The model is parallelised in place behind the class's own `__init__`. `per_device_` batch sizes
-    are those of a data rank. The optimizer, its rate, clipping and the numbers of steps are those
-    of `TrainingArguments`; `isp_config`, a configuration or its file, has the layout, the dtype and
-    how to compute. Raises ValueError for arguments that the two cannot both have.
+    The model is parallelized in place after the base class's `__init__`. `per_device_` batch sizes
+    are per data rank. Optimizer, learning rate, clipping and numbers of steps are those of
+    `TrainingArguments`. `isp_config`, a configuration or its file, sets layout, dtype and methods.
+    Raises ValueError for arguments that contradict each other.
     """
 
     run: ParallelRun
@@ -169,6 +172,7 @@ class TrainerMixin:
         own: Any = self
         given = isp_config if isinstance(isp_config, JobConfig) else loop_config(isp_config)
         config = _config(own, given)
+        # Read from the signature of the model's forward, which parallelizing replaces.
         own._set_signature_columns_if_needed()
         self._decay = set(own.get_decay_parameter_names(own.model))
         self.run = parallelize(own.model, config, optimizer=self._make_optimizer)
@@ -176,6 +180,7 @@ class TrainerMixin:
         self._run_model = RunModel(self.run)
 
     def _make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Return the arguments' optimizer for the run's parameters, with the Trainer's decay."""
         own: Any = self
         groups = [
             {
@@ -190,27 +195,28 @@ class TrainerMixin:
         return found
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The run's."""
+        """Return the run's optimizer."""
         own: Any = self
         own.optimizer = found = own.optimizer or _RunOptimizer(self.run)
         return found
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Sequences of a step, over data ranks."""
+        """Return the sequences of a step over all data ranks."""
         own: Any = self
         total: int = own._train_batch_size * args.gradient_accumulation_steps * self.run.dp_size
         return total
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The run does it."""
+        """Do nothing: the run has placed the model."""
 
     def _wrap_model(self, *_: Any, **__: Any) -> nn.Module:
+        """Return the wrapper that calls the run, whatever model is given."""
         return self._run_model
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, **keys: Any
     ) -> Any:
-        """As of the Trainer; whole logits are computed only if somebody gets them."""
+        """Evaluate as the Trainer does; whole logits are computed only if they are returned."""
         own: Any = super()
         self._run_model.gives_logits = not prediction_loss_only
         try:
@@ -219,9 +225,10 @@ class TrainerMixin:
             self._run_model.gives_logits = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model's files to `output_dir`; all ranks call it, and rank 0 writes.
+        """Write the model's files to `output_dir`; a collective, in which rank 0 writes.
 
-        Replaces the whole method: before transformers 5.23 it calls `_save` on rank 0 alone.
+        This replaces the whole method, since before transformers 5.23 it calls `_save` on rank 0
+        only.
         """
         own: Any = self
         folder = Path(own.args.output_dir if output_dir is None else output_dir)
@@ -234,33 +241,39 @@ class TrainerMixin:
             own.push_to_hub(commit_message="Model save", revision=own.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the run next to the scheduler."""
         own: Any = super()
         self.run.save(Path(output_dir) / _STATE)
         own._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """All of it is loaded with the optimizer."""
+        """Check that the checkpoint has a run; weights are loaded together with the optimizer."""
         _state_of(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Load the scheduler, then the run with its weights."""
         own: Any = super()
         own._load_optimizer_and_scheduler(checkpoint)
-        self.run.load(_state_of(checkpoint))  # behind the scheduler, which has set the rate anew
+        self.run.load(_state_of(checkpoint))  # last, since loading the scheduler resets the rate
 
     def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint."""
         own: Any = self
         self.run.load(_state_of(own.state.best_model_checkpoint), weights_only=True)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer(.., isp_config="config.yaml")`, over the ranks of torchrun."""
+    """`transformers.Trainer(.., isp_config="config.yaml")` on the ranks of torchrun."""
 
 
 def _config(trainer: Any, config: JobConfig) -> JobConfig:
-    """`config` with the clipping of the arguments. Raises ValueError for what does not fit."""
+    """Return `config` with the clipping of the arguments.
+
+    Raises ValueError for arguments that the run cannot follow.
+    """
     args = trainer.args
     for name, way_out in _REFUSED.items():
-        if value := getattr(args, name, None):  # releases before 5.23 lack some of them
+        if value := getattr(args, name, None):  # releases before 5.23 lack some of the names
             raise ValueError(f"{name}={value} beside isp_config: {way_out}")
     if args.bf16 and config.training.dtype != "bfloat16":
         raise ValueError(
@@ -289,6 +302,7 @@ def _config(trainer: Any, config: JobConfig) -> JobConfig:
 
 
 def _state_of(checkpoint: str) -> Path:
+    """Return the folder of the run in a checkpoint.  Raises ValueError if it has none."""
     folder = Path(checkpoint) / _STATE
     if not folder.is_dir():
         raise ValueError(

@@ -1,11 +1,11 @@
-"""An engine `isp` for verl, over any layout without pipeline stages.
+"""An engine `isp` for verl, for any layout without pipeline stages.
 
     import isp.integrations.verl  # registers it
 
-`strategy: isp` in verl's configuration, with an `ISPEngineConfig`, makes verl's workers train by
-`isp.parallelize`. Checked with verl 0.9.1 (`tools/check_with_verl.py`), whose interface may change.
+With `strategy: isp` in verl's configuration, and an `ISPEngineConfig`, verl's workers train with
+`isp.parallelize`. Checked with verl 0.9.1 (`tools/check_with_verl.py`); its interface may change.
 
-S tokens of a micro-batch, one document behind the other
+S tokens of a micro-batch, one document after the other
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = ["ISPEngine", "ISPEngineConfig"]
 
 @dataclass
 class ISPEngineConfig(EngineConfig):
-    """The configuration of verl's engines, with a file of ISP's."""
+    """Configuration of a verl engine, with a configuration file of ISP."""
 
     strategy: str = "isp"
     isp_config: str = ""
-    """The file that `isp.parallelize` is given; `training.max_norm` is verl's `clip_grad`."""
+    """File for `isp.parallelize`; verl's `clip_grad` replaces its `training.max_norm`."""
 
 
 @EngineRegistry.register(model_type="language_model", backend="isp", device=["cuda", "cpu"])
 class ISPEngine(BaseEngine):
-    """A causal language model, its optimizer and its schedule, as verl's workers ask for them."""
+    """A causal language model with its optimizer and schedule, for verl's workers."""
 
     run: ParallelRun
 
@@ -60,10 +60,10 @@ class ISPEngine(BaseEngine):
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
         self._saved: list[str] = []
-        """Folders of checkpoints, the newest last; verl names another one each time."""
+        """Folders of checkpoints, the newest last; verl uses a new folder each time."""
 
     def initialize(self) -> None:
-        """Load the model, and make it parallel with AdamW and verl's schedule.
+        """Load and parallelize the model, with AdamW and verl's schedule.
 
         Raises ValueError for a layout that is not supported.
         """
@@ -99,8 +99,9 @@ class ISPEngine(BaseEngine):
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """As verl's engines: the outputs of `data`, which is cut into micro-batches."""
+        """Return the outputs of `data`, computed in micro-batches as in verl's own engines."""
         tensor = self.run.mesh[Axis.TENSOR].size
+        # verl's losses are normalized by the tokens of the global batch.
         tokens = self._data.all_reduce(data["loss_mask"].sum().to(self.run.device)).wait()
         shared = {"sp_size": tensor, "batch_num_tokens": tokens.item(), "dp_size": self._data.size}
         tu.assign_non_tensor(data, **shared)
@@ -115,7 +116,7 @@ class ISPEngine(BaseEngine):
                     loss, metrics = loss_function(
                         model_output=model_output, data=batch, dp_group=self._group
                     )
-            if not forward_only:  # verl's losses are means over data ranks
+            if not forward_only:  # verl averages losses over data ranks
                 self.run.backward(loss / self._data.size)
             found = {name: x.detach() for name, x in model_output.items()}
             outputs.append(
@@ -124,7 +125,7 @@ class ISPEngine(BaseEngine):
         return postprocess_batch_func(outputs, indices, data)
 
     def _score(self, batch: Any) -> dict[str, Tensor]:
-        """Log-probabilities and, if asked, entropies of the next tokens, as nested tensors."""
+        """Return log-probabilities, and entropies if requested, of the next tokens; nested."""
         ids, positions = (batch[name].values() for name in ("input_ids", "position_ids"))  # [S]
         temperature = batch["temperature"]
         values = {float(t) for t in torch.as_tensor(temperature).flatten()}
@@ -147,11 +148,11 @@ class ISPEngine(BaseEngine):
         self.run.zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip and update, unless gradients are not finite; the norm before clipping."""
+        """Clip and update unless gradients are not finite; return the norm before clipping."""
         return self.run.step().grad_norm
 
     def lr_scheduler_step(self) -> float:
-        """The rate of the next step."""
+        """Advance the schedule; return the rate of the next step."""
         self._scheduler.step()
         rate: float = self._scheduler.get_last_lr()[0]
         return rate
@@ -163,7 +164,7 @@ class ISPEngine(BaseEngine):
         return _Mode(self, "eval", **kwargs)
 
     def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-        """Whole weights under the hub's names, adapters merged, for the engine of rollouts."""
+        """Return whole weights under the hub's names, adapters merged, for the rollout engine."""
         return self.run.named_weights(merge_adapters=True), None
 
     def get_data_parallel_size(self) -> int:
@@ -189,7 +190,7 @@ class ISPEngine(BaseEngine):
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Weights and states go together, where verl asks for the weights."""
+        """Move weights and optimizer states together, when verl moves the weights."""
         if model:
             self.run.to(device)
 
@@ -201,7 +202,7 @@ class ISPEngine(BaseEngine):
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Write a sharded checkpoint, the schedule with it, and delete those beyond the number.
+        """Write a sharded checkpoint with the schedule, and delete the oldest beyond the limit.
 
         Raises ValueError for an `hdfs_path`.
         """
@@ -223,7 +224,7 @@ class ISPEngine(BaseEngine):
         del_local_after_load: bool = True,
         **_: Any,
     ) -> None:
-        """Load the newest good checkpoint of any layout; nothing is deleted."""
+        """Load the newest good checkpoint, of any layout; nothing is deleted."""
         extra: Any = self.run.load(Path(local_path))
         if self._scheduler is not None:
             self._scheduler.load_state_dict(extra["schedule"])
@@ -233,7 +234,7 @@ class ISPEngine(BaseEngine):
 
 
 class _Mode(BaseEngineCtx):
-    """Modules in the mode of training or evaluation, and weights on the device meanwhile."""
+    """Context that sets training or evaluation mode, with the weights on the device."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -246,7 +247,7 @@ class _Mode(BaseEngineCtx):
 
 
 def _group_of_each() -> dist.ProcessGroup:
-    """A group of this rank alone: verl reduces over it."""
+    """Return a group of this rank only, over which verl then reduces; a collective."""
     groups: list[dist.ProcessGroup]
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return groups[dist.get_rank()]

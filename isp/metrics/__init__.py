@@ -1,4 +1,4 @@
-"""The numbers of a step: what they are, the line that is printed, the file that is kept."""
+"""Metrics of a training step: the record, the printed line, the file, and experiment trackers."""
 
 from isp.metrics.device import (
     MemoryMeter,
@@ -8,11 +8,9 @@ from isp.metrics.device import (
     peak_tflops,
     shared_cores,
 )
-from isp.metrics.file import MetricsFile, is_recorded, read_metrics
 from isp.metrics.progress import ProgressBar, watched_stream
-from isp.metrics.record import StepRecord
-from isp.metrics.tracker import TrackedRun, Tracker, check_tracker
-from isp.metrics.trackers import Trackers
+from isp.metrics.record import MetricsFile, StepRecord, is_recorded, read_metrics
+from isp.metrics.trackers import TrackedRun, Tracker, Trackers, check_tracker
 
 __all__ = [
     "MemoryMeter",

@@ -1,4 +1,4 @@
-"""The yardsticks for the numbers of a step: the device, its memory, its peak."""
+"""Facts about a device: its name, its peak TFLOP/s, and the memory in use."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ _DENSE_BF16_TFLOPS: list[tuple[str, float]] = [
     ("MI350X", 2300.0),
     ("MI355X", 2500.0),
 ]
-"""Words of a device's name, its TFLOP/s in bfloat16 without sparsity; the first match counts.
-Source: the makers' data sheets; where those give the figure with 2:4 sparsity, half of it."""
+"""Words of a device's name with its TFLOP/s in bfloat16 without sparsity; the first match counts.
+Source: data sheets of the makers; a figure with 2:4 sparsity is halved."""
 
 
 def device_name(device: torch.device) -> str:
-    """The maker's name of `device`, such as `NVIDIA H100 80GB HBM3`."""
+    """Return the maker's name of `device`, such as `NVIDIA H100 80GB HBM3`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu_info = Path("/proc/cpuinfo")
@@ -76,10 +76,10 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_tflops(name: str, configured: float | None = None) -> float | None:
-    """Dense bfloat16 TFLOP/s of the device called `name`; None where it is not known.
+    """Return the dense bfloat16 TFLOP/s of the device called `name`, or None if not known.
 
-    `configured` (`metrics.peak_tflops`) goes before what is known. A slice of a GPU (MIG) has an
-    unknown part of the peak.
+    `configured` (`metrics.peak_tflops`) overrides the table. A slice of a GPU (MIG) has an unknown
+    share of the peak.
     """
     if configured is not None:
         return configured
@@ -93,16 +93,16 @@ def peak_tflops(name: str, configured: float | None = None) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory that this process had in use at once, in GiB.
+    """Return the peak memory of this process in GiB.
 
-    On CUDA what tensors took on the device (`torch.cuda.max_memory_allocated`); on CPU the whole
-    process, code and libraries included (its peak resident set).
+    On CUDA this is what tensors took on the device (`torch.cuda.max_memory_allocated`); on CPU the
+    peak resident set of the whole process, code and libraries included.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")
     if status.exists():
-        # Not ru_maxrss there: a process begins with that of the one that started it.
+        # Not ru_maxrss on Linux: a process inherits that of its parent.
         found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(), re.MULTILINE)
         if found:
             return int(found[1]) / 2**20
@@ -111,9 +111,9 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MemoryMeter:
-    """A meter of the memory this process uses now: `peak_memory_gib` is its most.
+    """Meter of the memory that this process uses at the moment.
 
-    Made to be read often: the file of Linux that has it stays open until `close`.
+    It is cheap to read often, since it keeps the file of Linux open until `close`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,32 +123,33 @@ class MemoryMeter:
             self._pages = os.open("/proc/self/statm", os.O_RDONLY)
 
     def gib(self) -> float:
-        """In GiB."""
+        """Return the memory in use in GiB, of the same kind as `peak_memory_gib`."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device) / 2**30
         if self._pages is None:
+            # Other systems offer only the peak.
             return peak_memory_gib(self._device)
         resident = int(os.pread(self._pages, 128, 0).split()[1])
         return resident * resource.getpagesize() / 2**30
 
     def close(self) -> None:
-        """It is not read any more."""
+        """Close the file; the meter is not read any more."""
         if self._pages is not None:
             os.close(self._pages)
             self._pages = None
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Have `peak_memory_gib` count from here on, where the system lets a process do so."""
+    """Restart the count of `peak_memory_gib`, where the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError), open("/proc/self/clear_refs", "w") as control:
-        control.write("5")  # of Linux: the peak becomes what is resident now
+        control.write("5")  # Linux: the peak becomes the current resident set
 
 
 def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
-    """Explain `tflops` and `mfu` in a run on devices called `device`: a line for the log."""
+    """Return a log line that explains `tflops` and `mfu` on devices called `device`."""
     rule = f"tflops: model FLOPs of a rank a second ({flop_rule})"
     if peak is None:
         return (
@@ -158,7 +159,7 @@ def describe_mfu(flop_rule: str, device: str, peak: float | None) -> str:
 
 
 def shared_cores(device: torch.device, ranks: int) -> str:
-    """Such as `4 ranks share 2 cores`, of `ranks` on this machine; empty where each has its own."""
+    """Return a text such as `4 ranks share 2 cores`; empty if each rank has a core or device."""
     cores = os.cpu_count() or 1
     if device.type != "cpu" or ranks <= cores:
         return ""

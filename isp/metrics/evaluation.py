@@ -1,4 +1,4 @@
-"""The contents of `evaluation.json`: what `isp evaluate` found out about a trained model."""
+"""Contents of `evaluation.json`: the results of `isp evaluate` for a trained model."""
 
 from __future__ import annotations
 
@@ -22,36 +22,39 @@ BUCKET_COLUMNS = ("positions", "tokens", "loss", "perplexity", "loss so far")
 
 @dataclass(frozen=True, kw_only=True)
 class PositionBucket:
-    """The tokens at some places of their sequences; a place is the number of tokens before."""
+    """Tokens in a range of positions; a position is the number of tokens before."""
 
     begin: int
     end: int
-    """The first place that is not in it."""
+    """First position after the range."""
     tokens: int
-    """Over all sequences."""
+    """Number of tokens over all sequences."""
     loss: float | None
-    """Their mean cross-entropy, in nats; None where there are none, or it is not finite."""
+    """Mean cross-entropy in nats; None if there are no tokens or it is not finite."""
 
     @property
     def places(self) -> str:
-        """The first and the last one."""
+        """First and last position, for reports."""
         return f"{self.begin:,}-{self.end - 1:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextLosses:
-    """The loss of text by the place of a token in its sequence."""
+    """Loss of text by the position of a token in its sequence."""
 
     source: str
-    """What was read, in words."""
+    """Source of the text, in words."""
     rows: int
     length: int
     """Tokens of a sequence."""
     buckets: tuple[PositionBucket, ...]
-    """In the order of places, all of a sequence together."""
+    """Buckets in order of positions; together they cover a sequence."""
 
     def loss_within(self, length: int) -> float | None:
-        """The mean over the first `length` places, which a bucket ends with."""
+        """Return the mean loss of the first `length` positions, where a bucket must end.
+
+        Returns None if a bucket within has no finite loss, or no tokens exist.
+        """
         inside = [bucket for bucket in self.buckets if bucket.end <= length]
         tokens = sum(bucket.tokens for bucket in inside)
         if not tokens or any(bucket.tokens and bucket.loss is None for bucket in inside):
@@ -59,7 +62,7 @@ class TextLosses:
         return sum((bucket.loss or 0.0) * bucket.tokens for bucket in inside) / tokens
 
     def shown(self, bucket: PositionBucket) -> tuple[str, ...]:
-        """A bucket as `BUCKET_COLUMNS`; the last is the mean from the beginning to its end."""
+        """Return a bucket as `BUCKET_COLUMNS`; the last column is the mean up to its end."""
         loss, so_far = bucket.loss, self.loss_within(bucket.end)
         perplexity = None if loss is None else math.exp(min(loss, 700.0))
         numbers = map(_number, (loss, perplexity, so_far))
@@ -68,21 +71,21 @@ class TextLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class Passkeys:
-    """Keys found in prompts of some lengths, with the key at some depths."""
+    """Passkeys found in prompts of several lengths, with the key at several depths."""
 
     digits: int
     keys: int
-    """In each cell: prompts of one length and depth."""
+    """Prompts per length and depth."""
     seed: int
     lengths: tuple[int, ...]
     """Tokens of prompt and answer, at most."""
     depths: tuple[float, ...]
-    """Parts of the filler before the key: 0 at the beginning, 1 at the end."""
+    """Share of the filler before the key: 0 at the beginning, 1 at the end."""
     found: tuple[tuple[int, ...], ...]
-    """The keys that were found, for each length at each depth."""
+    """Number of keys found, by length and depth."""
 
     def rate(self, length: int) -> float:
-        """The part of the keys found at all depths."""
+        """Return the share of keys found at one length, over all depths."""
         row = self.found[self.lengths.index(length)]
         return sum(row) / (self.keys * len(row))
 
@@ -96,16 +99,17 @@ class Evaluation(Result):
 
     version: int = newest
     model: str
-    """Where the weights are from, in words."""
+    """Origin of the weights, in words."""
     dtype: str
     layout: str
-    """The ranks, in words."""
+    """Description of the ranks."""
     trained_length: int | None
-    """Length of the sequences that the model was trained on; None: not known."""
+    """Length of the training sequences; None if not known."""
     command: str
     text: TextLosses | None
     passkeys: Passkeys | None
 
 
 def _number(value: float | None) -> str:
+    """Return a number for a table, with four decimals or, if large, in scientific notation."""
     return "-" if value is None else f"{value:.4f}" if value < 1000 else f"{value:.3e}"

@@ -1,4 +1,4 @@
-"""`ProgressBar`: where a run is, for who watches it in a terminal."""
+"""`ProgressBar` shows the progress of a run in a terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["ProgressBar", "watched_stream"]
 
 
 def watched_stream() -> TextIO | None:
-    """Stderr or stdout, whichever is a terminal; None if nobody watches."""
+    """Return stderr or stdout, whichever is a terminal; None if neither is."""
     return next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
 
 
 class ProgressBar(AbstractContextManager["ProgressBar"]):
-    """A bar of `total` steps, of which `done` are, at the bottom of the terminal behind `stream`.
+    """Progress bar at the bottom of the terminal `stream`; `done` of `total` steps are finished.
 
-    Log lines appear above it: `isp.train.folder.log_files` writes them so. A terminal that goes
-    away takes the bar with it, and nothing else.
+    Log lines appear above it, since `isp.train.folder.log_files` writes them that way. If the
+    terminal disappears, only the bar ends.
     """
 
     def __init__(self, *, total: int, done: int, stream: TextIO) -> None:
@@ -35,7 +35,7 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
         )
 
     def show(self, *, loss: float, eta_seconds: float | None) -> None:
-        """One step more has been done."""
+        """Advance the bar by a step and show its loss and the time left."""
         eta = "" if eta_seconds is None else f"  eta: {format_duration(eta_seconds)}"
         self._bar.set_postfix_str(f"loss: {loss:.4f}{eta}", refresh=False)
         self._bar.update()

@@ -1,30 +1,37 @@
-"""One step in numbers, as a line to read and as a line of JSON."""
+"""Metrics of one step: the record, its line for people, and `metrics.jsonl`, which keeps it."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
+import logging
 import math
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from isp.utils.files import first_fault
+from isp.utils.files import first_fault, open_to_write, read_lines
 from isp.utils.text import format_duration
 
-__all__ = ["StepRecord"]
-
+__all__ = ["MetricsFile", "StepRecord", "is_recorded", "read_metrics"]
 
 _NULL_IS_NAN = BeforeValidator(lambda value: math.nan if value is None else value)
 _Number = Annotated[float, _NULL_IS_NAN]
 _Sometimes = Annotated[float | None, _NULL_IS_NAN]
-"""None where it is left out."""
+"""A number that may be absent (None)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The numbers of a step under the keys of `metrics.jsonl`, which README.md here explains."""
+    """Metrics of a step by the keys of `metrics.jsonl`, which README.md here explains."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
 
@@ -57,7 +64,7 @@ class StepRecord:
     skipped: bool = False
 
     def line(self, num_steps: int) -> str:
-        """The record for people, in a run of `num_steps`."""
+        """Return the record as a log line, in a run of `num_steps`."""
         share = self.exposed_ms / self.step_ms
         fields = [
             f"step: {self.step}/{num_steps}",
@@ -86,16 +93,17 @@ class StepRecord:
         return "  ".join(fields)
 
     def values(self) -> dict[str, float]:
-        """Every metric but the step, without those that are not known."""
+        """Return all known metrics except the step, with one key for each value."""
         values = dataclasses.asdict(self)
         for prefix, key in (("validation/loss", "val_losses"), ("lr", "lrs")):
             values |= {f"{prefix}/{name}": x for name, x in (values.pop(key) or {}).items()}
         return {key: float(x) for key, x in values.items() if x is not None and key != "step"}
 
     def to_json(self) -> str:
-        """One line of JSON; a number that is not finite is null, as JSON has no word for it.
+        """Return one line of JSON.
 
-        `mfu` is null where it is not known; other fields that may be None are left out then.
+        Numbers that are not finite become null, since JSON cannot express them. `mfu` is null if
+        not known; other fields that are None are left out.
         """
         absent = {f.name for f in dataclasses.fields(self) if f.default is None}
         absent = {name for name in absent if getattr(self, name) is None}
@@ -103,7 +111,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StepRecord:
-        """The record that `to_json` wrote, NaN where a number was not finite.
+        """Return the record that `to_json` wrote; null becomes NaN.
 
         Raises ValueError if `text` is anything else.
         """
@@ -114,7 +122,7 @@ class StepRecord:
 
 
 def _listed(numbers: dict[str, float] | None, form: str) -> str:
-    """Those of several parts of a number, behind it."""
+    """Return the parts of a metric in parentheses, to follow it."""
     parts = [f"{name} {x:{form}}" for name, x in (numbers or {}).items()]
     return f" ({', '.join(parts)})" if parts else ""
 
@@ -122,3 +130,137 @@ def _listed(numbers: dict[str, float] | None, form: str) -> str:
 @functools.cache
 def _adapter() -> TypeAdapter[StepRecord]:
     return TypeAdapter(StepRecord)
+
+
+# -- metrics.jsonl ---------------------------------------------------------------------------
+#
+# A line counts only once its line break is written. What follows the last break is a torn line of a
+# crash: reading skips it, and it is removed when the file is opened for appending.
+
+
+logger = logging.getLogger(__name__)
+
+
+def read_metrics(path: str | Path) -> list[StepRecord]:
+    """Return the records in `path`; works while a run is writing to it.
+
+    Raises ValueError, with the line number, if a whole line is not a record.
+    """
+    return [record for _, record in _lines(Path(path))]
+
+
+def is_recorded(path: Path, step: int, *, evaluated: bool) -> bool:
+    """Return True if the file has a record of `step`, with an evaluation if `evaluated`.
+
+    Raises ValueError if it is not a file of metrics.
+    """
+    found = next((record for _, record in _lines(path) if record.step >= step), None)
+    if found is None or found.step != step:
+        return False
+    return not evaluated or found.evaluation_ms is not None
+
+
+class MetricsFile(AbstractContextManager["MetricsFile"]):
+    """Appends records to the file at `path`; `write` returns once the system has the bytes.
+
+    Records of steps after `last_step` are removed first, since the run resumes there (0: new run).
+    While the disk is full, records are kept in memory and retried with each new one. Only one run
+    may write at a time: see `isp.checkpoint.folder`. Raises ValueError if it is not a file of
+    metrics.
+    """
+
+    def __init__(self, path: str | Path, *, last_step: int = 0) -> None:
+        self._path = Path(path)
+        self._waiting: deque[bytes] = deque()
+        self._failing = False
+        self._fd = open_to_write(path, os.O_RDWR | os.O_CREAT)
+        try:
+            self._size = _size_up_to(self._path, last_step)
+            os.ftruncate(self._fd, self._size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, record: StepRecord) -> None:
+        """Append `record`; a full disk is logged once and does not stop the run."""
+        self._waiting.append(record.to_json().encode() + b"\n")
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if not self._failing:
+                logger.warning(
+                    "cannot write to %s (%s): training continues, and the numbers of its steps are"
+                    " kept in memory until they can be written",
+                    self._path,
+                    error.strerror,
+                )
+            self._failing = True
+        else:
+            if self._failing:
+                logger.warning("%s can be written again; no step is missing", self._path)
+            self._failing = False
+
+    def close(self) -> None:
+        """Write the remaining records and close the file; logs what could not be written.
+
+        Raises FileNotFoundError if the file was removed or moved away since it was opened.
+        """
+        try:
+            self._write_waiting()
+            os.fsync(self._fd)
+        except OSError as error:
+            lines = b"".join(self._waiting).decode()
+            logger.error("could not write to %s (%s):\n%s", self._path, error.strerror, lines)
+            if isinstance(error, FileNotFoundError):
+                raise
+        finally:
+            os.close(self._fd)
+
+    def _write_waiting(self) -> None:
+        """Write the waiting records, each at its position."""
+        self._check_there()
+        while self._waiting:
+            line, written = self._waiting[0], 0
+            while written < len(line):
+                # At its own offset instead of the end: after a partial write, the next attempt
+                # overwrites the partial line.
+                written += os.pwrite(self._fd, line[written:], self._size + written)
+            self._size += len(line)
+            self._waiting.popleft()
+
+    def _check_there(self) -> None:
+        """Raise FileNotFoundError if the open file is no longer the one at this path."""
+        try:
+            is_there = os.path.samestat(self._path.stat(), os.fstat(self._fd))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise FileNotFoundError(
+                errno.ENOENT, "it was removed or moved away during the run", str(self._path)
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _size_up_to(path: Path, last_step: int) -> int:
+    """Return the bytes of the whole lines before the first record of a later step."""
+    return sum(size for size, _ in takewhile(lambda line: line[1].step <= last_step, _lines(path)))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, StepRecord]]:
+    """Yield the size in bytes and the record of each whole line.
+
+    Raises ValueError for a line that is not a record.
+    """
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.endswith(b"\n"):  # torn by a crash
+            return
+        try:
+            record = StepRecord.from_json(line[:-1])
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is not a record of a step ({error}): repair it, or move the"
+                f" file away"
+            ) from error
+        yield len(line), record

@@ -1,35 +1,255 @@
-"""`Trackers`: sends the metrics of steps to experiment trackers, none of which can end a run."""
+"""Experiment trackers: the base class, one tracker for each library, and the threads they run in.
+
+A tracker can neither slow down nor end a run: each has a thread, and fails alone.
+"""
 
 from __future__ import annotations
 
 import logging
+import pkgutil
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from hashlib import sha256
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from isp.metrics.tracker import TrackedRun, Tracker, tracker_of
+from isp.utils.environment import require
 from isp.utils.files import read_limited, write_whole
 from isp.utils.text import first_line
 
-__all__ = ["Trackers"]
+__all__ = ["TrackedRun", "Tracker", "Trackers", "check_tracker", "mlflow_name", "tracker_of"]
 
 logger = logging.getLogger(__name__)
 
+
+class TrackedRun(NamedTuple):
+    """Description of a run, given to a tracker when the run begins or resumes."""
+
+    project: str
+    """Name shared by runs that are compared with each other."""
+    name: str
+    folder: Path
+    """Folder for the tracker's own files."""
+    config: Mapping[str, Any] = {}
+    """The configuration, as nested sections of plain values."""
+    last_step: int = 0
+    """Step after which the run resumes; later steps that were logged are run again."""
+    id: str | None = None
+    """Value that `Tracker.init` returned when the run began; None in a new run."""
+
+
+class Tracker:
+    """Base class of trackers; `metrics.report_to: [module:Class]` names one of your own.
+
+    It is created without arguments and used on rank 0 only, in its own thread. An exception ends
+    tracking with a warning; the run continues.
+    """
+
+    def init(self, run: TrackedRun) -> str | None:
+        """Begin a run, or resume it if `run.id` is set; return the id to resume it by, if any."""
+        raise NotImplementedError
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the metrics of a step, by the keys of `metrics.jsonl`."""
+        raise NotImplementedError
+
+    def finish(self, *, failed: bool) -> None:
+        """Send pending data and end."""
+        raise NotImplementedError
+
+
+class _TensorBoard(Tracker):
+    """Event files; TensorBoard ignores repeated steps in earlier files."""
+
+    def init(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = run.last_step + 1 if run.last_step else None
+        inner = run.config.get("metrics", {}).get("save_tb_folder", "tb")
+        self._writer = SummaryWriter(run.folder / inner, purge_step=purge)
+        if run.config and not run.last_step:
+            lines = (f"    {key}: {value}" for key, value in _flat(run.config).items())
+            self._writer.add_text("config", "\n".join(lines), 0)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def finish(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class _WandB(Tracker):
+    """Weights & Biases; repeated steps keep the values logged first."""
+
+    def init(self, run: TrackedRun) -> str:
+        import wandb
+
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            dir=str(run.folder),
+            config=dict(run.config),
+            id=run.id,
+            resume="allow",
+            allow_val_change=True,
+            # Without a network it gives up before the end of a run stops waiting for it.
+            settings=wandb.Settings(login_timeout=30, init_timeout=50),
+        )
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class _Trackio(Tracker):
+    """Trackio of Hugging Face, on this machine or in a Space; runs are resumed by name."""
+
+    def init(self, run: TrackedRun) -> str:
+        import trackio
+
+        name = run.id or run.name
+        resume = "allow" if run.id else "never"
+        config = _flat(run.config)
+        self._run = trackio.init(run.project, name=name, config=config, resume=resume, embed=False)
+        return str(self._run.name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish()
+
+
+class _MLflow(Tracker):
+    """MLflow at `MLFLOW_TRACKING_URI`; the project is the experiment."""
+
+    def init(self, run: TrackedRun) -> str:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient()
+        if run.id is not None:
+            self._id = run.id
+            self._client.update_run(run.id, status="RUNNING")
+            return self._id
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if found is None else None
+        experiment = experiment or found.experiment_id
+        self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
+        flat = _flat(run.config)
+        params = [Param(mlflow_name(key), str(value)[:500]) for key, value in flat.items()]
+        for at in range(0, len(params), 100):  # MLflow's limit for one request
+            self._client.log_batch(self._id, params=params[at : at + 100])
+        return self._id
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1e3)
+        metrics = [
+            Metric(mlflow_name(key), float(value), now, step) for key, value in values.items()
+        ]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def finish(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+
+def mlflow_name(key: str) -> str:
+    """Return `key` as a name for MLflow: at most 250 characters; of punctuation only `_-. /`."""
+    name = re.sub(r"[^\w. /-]", "_", key)
+    if len(name) <= 250:
+        return name
+    return f"{name[:240]}_{sha256(key.encode()).hexdigest()[:9]}"
+
+
+class _SwanLab(Tracker):
+    """SwanLab, by `SWANLAB_MODE`; only runs in the cloud can be resumed."""
+
+    def init(self, run: TrackedRun) -> str | None:
+        import swanlab
+
+        resume = {} if run.id is None else {"id": run.id, "resume": "allow"}
+        self._run = swanlab.init(
+            project=run.project,
+            name=run.name,
+            log_dir=str(run.folder),
+            config=dict(run.config),
+            **resume,
+        )
+        return str(self._run.id) if self._run.mode == "online" else None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def finish(self, *, failed: bool) -> None:
+        self._run.finish("crashed" if failed else "success")
+
+
+_LIBRARIES: dict[str, type[Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "trackio": _Trackio,
+    "mlflow": _MLflow,
+    "swanlab": _SwanLab,
+}
+
+
+def tracker_of(name: str) -> Tracker:
+    """Return the tracker `name` of `metrics.report_to`: a library, or module:Class."""
+    if name in _LIBRARIES:
+        return _LIBRARIES[name]()
+    made: Tracker = pkgutil.resolve_name(name)()
+    return made
+
+
+def check_tracker(name: str) -> None:
+    """Raise ValueError if tracker `name` cannot be used: not installed, or not a `Tracker`."""
+    who = f"metrics.report_to={name}"
+    if name in _LIBRARIES:
+        require(who, name, extra="tensorboard" if name == "tensorboard" else None)
+        return
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"{who}: {error}: is its folder in PYTHONPATH?") from error
+    if not (isinstance(found, type) and issubclass(found, Tracker)):
+        raise ValueError(f"{who} must be a subclass of isp.metrics.Tracker")
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `config` as a flat dict with keys such as `parallel.tensor.size`."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        below = isinstance(value, Mapping) and bool(value)
+        flat |= _flat(value, f"{prefix}{key}.") if below else {f"{prefix}{key}": value}
+    return flat
+
+
+# -- threads ---------------------------------------------------------------------------------
+
 FINISH_SECONDS = 60.0
-"""Time that trackers have, together, to send what is pending at the end of a run."""
+"""Time that all trackers together have to send pending data at the end of a run."""
 MOST_PENDING = 10_000
-"""Calls that wait for a tracker; with more, nothing is sent to it any longer."""
+"""Most calls that may wait for a tracker; with more, nothing is sent to it any longer."""
 
 
 class Trackers(AbstractContextManager["Trackers"]):
-    """The trackers `names` (see `metrics.report_to`) of `run`, each in a thread of its own.
+    """The trackers `names` (see `metrics.report_to`) of `run`, each in its own thread.
 
-    Leaving the context waits until all have finished, for `FINISH_SECONDS` at most. One that fails
-    or hangs is reported in one warning; the run continues. Their ids are kept in `ids` (default:
-    `run.folder`), so that the same run resumed there continues in its trackers.
+    Leaving the context waits for all to finish, at most `FINISH_SECONDS`. A tracker that fails or
+    hangs is reported in one warning; the run continues. Ids of runs are kept in folder `ids`
+    (default: `run.folder`), so that a run resumed there continues in its trackers.
     """
 
     def __init__(self, names: Iterable[str], run: TrackedRun, *, ids: Path | None = None) -> None:
@@ -54,7 +274,7 @@ class Trackers(AbstractContextManager["Trackers"]):
 
 
 class _TrackerThread(threading.Thread):
-    """Makes a tracker's calls in their order; after one that fails, none."""
+    """Thread that makes a tracker's calls in order; after one fails, no more are made."""
 
     def __init__(self, name: str, run: TrackedRun, ids: Path) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
@@ -66,8 +286,8 @@ class _TrackerThread(threading.Thread):
         self.start()
 
     def put(self, call: Callable[[Tracker], None] | None) -> None:
-        """Make `call` after those before it; None is the end."""
-        if self.failed:  # nobody takes it
+        """Queue `call`; None ends the thread."""
+        if self.failed:  # no thread takes it from the queue
             return
         try:
             self._calls.put_nowait(call)
@@ -75,15 +295,17 @@ class _TrackerThread(threading.Thread):
             self.give_up(f"{MOST_PENDING:,} calls wait for it: it hangs, or is too slow")
 
     def run(self) -> None:
+        """Open the tracker and make its calls until the end, or until one fails."""
         tracker: Tracker | None = None
         try:
             tracker = self._open()
             while (call := self._calls.get()) is not None:
                 call(tracker)
-        except Exception as error:  # of a library that we do not know: reported, whatever it is
+        except Exception as error:  # libraries may raise anything; it is reported
             self.give_up(first_line(error))
 
     def give_up(self, why: str) -> None:
+        """Stop sending, with one warning that gives the reason."""
         if not self.failed:
             logger.warning(
                 "nothing more is sent to %s (%s): training continues, and metrics.jsonl has all"
@@ -94,6 +316,7 @@ class _TrackerThread(threading.Thread):
         self.failed = True
 
     def _open(self) -> Tracker:
+        """Create and initialize the tracker; keeps the id of a new run for a resume."""
         known = read_limited(self._id_file).decode() if self._id_file.exists() else None
         self._tracked.folder.mkdir(parents=True, exist_ok=True)
         tracker = tracker_of(self._tracker_name)

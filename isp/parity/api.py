@@ -1,4 +1,4 @@
-"""`isp.check`: layouts of a model that is given against the model alone."""
+"""`isp.check`: layouts of a given model compared with the plain model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from isp.config import ConfigError, sections_from
 from isp.core.mesh import ParallelConfig
 from isp.core.optim.config import OptimizerConfig
 from isp.core.section import KeyRole, defaults_of, section
-from isp.parity.compare import Check, Verdict
+from isp.parity.compare import HEAD, Check, Verdict, heading, line, summary
 from isp.parity.layouts import TOKENS, Layout, layouts_of, most_stages
 from isp.parity.subjects import Subject, num_blocks
-from isp.parity.table import HEAD, heading, line, summary
 from model.config import ModelConfig
 
 __all__ = ["CheckKeys", "CheckResult", "check", "keys_from"]
@@ -24,14 +23,14 @@ __all__ = ["CheckKeys", "CheckResult", "check", "keys_from"]
 
 @section("")
 class CheckKeys:
-    """The keys of a run that a check of a model without a configuration takes."""
+    """Keys that a check accepts for a model without a configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """How it is computed."""
+    """How the model is computed."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How it is split, but for the sizes."""
+    """How it is split; sizes come from the layouts."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The update."""
+    """The update rule."""
 
 
 _DEFAULT = ModelConfig()
@@ -40,14 +39,14 @@ _UNREAD = {
     **defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE),
     "attention_backend": _DEFAULT.attention_backend,
 }
-"""Keys of `model` that a check decides by itself."""
+"""Keys of `model` that a check sets itself, with the only values they may have."""
 
 
 def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None) -> CheckKeys:
-    """The keys that `overrides` of a command line change, for the model `given`, in words.
+    """Return the keys that command-line `overrides` change, for the model described by `given`.
 
-    `folder`: of the model, whose config.json `model.hf_overrides` may change; None: it has none.
-    Raises ConfigError for keys that a check of it has no use for.
+    `folder` is the model's Hugging Face folder, if it has one; `model.hf_overrides` may then change
+    its config.json. Raises ConfigError for keys that have no effect on a check.
     """
     keys = sections_from(CheckKeys, overrides, {} if folder is None else {"model": {"hf": folder}})
     for key, default in {**_UNREAD, "hf": folder}.items():
@@ -56,6 +55,7 @@ def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None
                 f"model.{key} is decided by the check, which computes a small model on the CPU:"
                 f" leave it out"
             )
+    # Sizes and modes would be overwritten by each layout.
     if Layout(1, 1).of(keys.parallel) != keys.parallel:
         raise ConfigError(
             "sizes and modes of parallel are layouts, of which several are checked:"
@@ -66,15 +66,15 @@ def keys_from(overrides: Sequence[str], given: str, *, folder: str | None = None
 
 
 class CheckResult(NamedTuple):
-    """What `check` found; printed, it is the table of `isp check`."""
+    """Result of `check`; prints as the table of `isp check`."""
 
     heading: str
     verdicts: tuple[Verdict, ...]
-    """Of each layout, with the differences of each case."""
+    """A verdict for each layout, with the differences of each case."""
 
     @property
     def agrees(self) -> bool:
-        """Whether all layouts compute what the model alone does."""
+        """Return True if all layouts compute the same as the plain model."""
         return all(verdict.agrees for verdict in self.verdicts)
 
     def __str__(self) -> str:
@@ -85,24 +85,25 @@ class CheckResult(NamedTuple):
 
 
 def check(model: nn.Module, layouts: str = "all", overrides: Sequence[str] = ()) -> CheckResult:
-    """Compare layouts with the model alone, in float64 on CPU ranks of this machine.
+    """Compare layouts of `model` with the plain model, in float64 on CPU ranks of this machine.
 
-    Each layout trains one step, packed or not, recomputed or not. The loss, every gradient, the
-    updated weights and the number of gathers are compared; the model itself stays as it is.
-    `layouts` as of `isp check --layouts`: "all", or a list such as "2x2,4x1,mtp2". `overrides` are
-    those of `isp train`, such as ["--model.checkpoint=1", "--model.checkpoint_offload"].
+    Each layout trains one step: packed and not, recomputed and not. The loss, every gradient, the
+    updated weights and the number of gathers are compared. `model` itself is not changed.
+    `layouts` is as in `isp check --layouts`: "all", or a list such as "2x2,4x1,mtp2". `overrides`
+    are as in `isp train`, such as ["--model.checkpoint=1", "--model.checkpoint_offload"].
 
-    Your own module is run as it is given, with its weights and without dropout, on sequences
-    of 48 tokens or a few more: give one with few and small layers. Of a model of transformers a
-    small one is made by its configuration; a class derived from transformers' is run as given.
+    Your own module runs as it is, with its weights and without dropout, on sequences of 48 tokens
+    or a few more, so pass one with few and small layers. For a model of transformers, a small model
+    with the same structure is made from its configuration; a class that you derive from one of
+    transformers' runs as it is.
 
-    Raises RuntimeError, with the table and what differs first, if a layout differs; ValueError for
-    a model that is not supported, and where torch finds a GPU (its backward starts threads, which
-    ranks that are forked lack): set CUDA_VISIBLE_DEVICES= for the process.
+    Raises RuntimeError, with the table and the first differences, if a layout differs. Raises
+    ValueError if the model is not supported, and where torch finds a GPU: its backward starts
+    threads, which forked ranks lack. Set CUDA_VISIBLE_DEVICES= for the process.
     """
     if torch.cuda.is_available():
         raise ValueError(
-            "isp.check computes on CPU ranks that are forked, which fails beside a GPU: run it with"
+            "isp.check computes on forked CPU ranks, which fail beside a GPU: run it with"
             " CUDA_VISIBLE_DEVICES= (empty) in the environment"
         )
     threads = torch.get_num_threads()
@@ -125,7 +126,7 @@ def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckRes
     chosen, _ = layouts_of(layouts, subject, keys.parallel)
     try:
         comparison = Check(subject, chosen, parallel=keys.parallel, optimizer=keys.optimizer)
-    except (IndexError, RuntimeError) as error:  # of the model alone
+    except (IndexError, RuntimeError) as error:  # raised by the plain model's own code
         raise ValueError(
             f"{subject.name} alone fails on sequences of {TOKENS} tokens: {error}"
         ) from error
@@ -133,12 +134,13 @@ def _check(model: nn.Module, layouts: str, overrides: Sequence[str]) -> CheckRes
 
 
 def _subject_of(model: nn.Module, layers: int = 2, how: ModelConfig = _DEFAULT) -> Subject:
+    """Return a small model of the same class if transformers can make one, else the model."""
     if hasattr(model, "peft_config"):
         raise ValueError("isp.check makes a small model without adapters: give it the base model")
     if hasattr(model, "set_attn_implementation"):
         whole: Any = model
         small = Subject.of_config(whole.config, layers, how)
-        if isinstance(small.model, type(model)):
+        if isinstance(small.model, type(model)):  # a derived class would lose its own code
             return small
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("isp.check runs a module with its weights: make it on the CPU")

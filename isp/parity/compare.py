@@ -1,7 +1,7 @@
-"""`isp check`: layouts of a small model against the plain one, in float64 on CPU.
+"""The check behind `isp check`: layouts of a small model against the plain one, in float64 on CPU.
 
-Compared are the loss, every gradient, their norm, the weights after a step, and how often each
-weight is gathered and its gradient reduced, with what the plan says.
+It compares the loss, every gradient and their norm, and the weights after a step. It also compares
+how often each weight is gathered and its gradient reduced with the prefetch plan.
 """
 
 from __future__ import annotations
@@ -39,36 +39,41 @@ from isp.parity.reference import (
 )
 from isp.parity.subjects import Subject
 from isp.step.train_step import StepOutcome, TrainStep
+from isp.utils.text import counted
 
 __all__ = [
     "CASES",
+    "HEAD",
     "TOLERANCE",
     "Check",
     "CheckCase",
     "Differences",
     "Verdict",
+    "heading",
+    "line",
+    "summary",
     "worst_of",
 ]
 
 TOLERANCE = 1e-9
-"""Largest difference that is none, of float64 sums in other orders."""
+"""Largest relative difference that counts as equal: float64 sums in different orders."""
 
 _Counts = Counter[tuple[Purpose, str]]
 
 _WORDS = {Purpose.WEIGHT: "gathered", Purpose.WEIGHT_GRADIENT: "reduced"}
 
 _LEAST_SCALE = 1e-6
-"""Tensors smaller than this part of the largest one are held against that part of it: a gradient
-that is zero in exact arithmetic is the noise of larger ones."""
+"""Least scale of a tensor, as a share of the largest tensor. A gradient that is zero in exact
+arithmetic is rounding noise of larger ones, and its own size would be no scale."""
 
 
 class CheckCase(NamedTuple):
-    """One way to train in a layout."""
+    """One way to train a step in a layout."""
 
     packed: bool
-    """Rows of several documents, joined, in up to two micro-batches; else rows apart in one."""
+    """Rows of several documents, joined into at most two micro-batches; else one batch of rows."""
     recomputed: bool
-    """All blocks, or as many as a run asks for; else none."""
+    """Recompute all blocks, or as many as the keys say; else none."""
 
     def __str__(self) -> str:
         return (
@@ -83,57 +88,57 @@ CASES = tuple(
 
 
 class Differences(NamedTuple):
-    """Differences from the plain model, each a part of the tensor's largest element."""
+    """Differences from the plain model, each relative to the tensor's largest element."""
 
     loss: float
     grad_norm: float
     gradients: dict[str, float]
-    """By name, in the order of declaration."""
+    """Differences of gradients by name, in order of declaration."""
     weights: dict[str, float]
-    """After the step."""
+    """Differences of the weights after the step, by name."""
     outputs: dict[str, float]
-    """Of modules, in the order of the forward."""
+    """Differences of module outputs, in forward order."""
     gathers: int
-    """Gathers of weights and reductions of their gradients that a rank took part in."""
+    """Number of gathers of weights and reductions of their gradients on a rank."""
     miscounted: tuple[str, ...]
-    """Weights that were gathered or reduced more or less often than planned, as sentences."""
+    """A sentence for each weight that was gathered or reduced more or less often than planned."""
 
     @property
     def agree(self) -> bool:
-        """Whether there are none."""
+        """Return True if all differences are within `TOLERANCE`; outputs are only informative."""
         numbers = self.loss, self.grad_norm, *self.gradients.values(), *self.weights.values()
         return not self.miscounted and all(number <= TOLERANCE for number in numbers)
 
     @property
     def worst_gradient(self) -> tuple[str, float]:
-        """Its name and its difference."""
+        """Return the name and the difference of the worst gradient."""
         return max(self.gradients.items(), key=lambda item: item[1])
 
     @property
     def first_output(self) -> str | None:
-        """The first module in the forward whose output differs."""
+        """Return the first module in the forward whose output differs, if any."""
         return next((n for n, found in self.outputs.items() if found > TOLERANCE), None)
 
 
 class Verdict(NamedTuple):
-    """What came of a layout."""
+    """Result of a layout: its differences case by case, or the failure of a rank."""
 
     layout: Layout
     cases: dict[CheckCase, Differences]
     failure: str = ""
-    """The error of a rank, if one failed."""
+    """Error of the rank that failed; empty if none did."""
 
     @property
     def agrees(self) -> bool:
-        """Whether the layout computes what the plain model does."""
+        """Return True if the layout computes what the plain model does."""
         return not self.failure and all(found.agree for found in self.cases.values())
 
 
 class Check:
-    """A subject, and the plain model's steps that its layouts are compared with.
+    """A subject and the reference steps of its plain model.
 
-    All layouts run on as many ranks, the least common multiple of their sizes, so that those that
-    use fewer have replicas. Raises ValueError for a layout that the model cannot be split in.
+    All layouts run on the same number of ranks, the least common multiple of what they need, so
+    smaller layouts have replicas. Raises ValueError for a layout that the model cannot be split in.
     """
 
     def __init__(
@@ -151,7 +156,8 @@ class Check:
         self.parallel = parallel or ParallelConfig()
         asked = optimizer or OptimizerConfig()
         self.replaced = sorted(asked.rules - {"adamw", "muon"})
-        """Rules that adamw takes the place of."""
+        """Update rules that adamw replaces."""
+        # Only AdamW and Muon have an independent formula in torch to compare with.
         groups = tuple(
             replace(group, rule="adamw") if group.rule in self.replaced else group
             for group in asked.param_groups
@@ -160,11 +166,13 @@ class Check:
         self.optimizer = replace(asked, name=name, param_groups=groups)
         self.max_norm = max_norm
         self.num_ranks = math.lcm(*(layout.num_ranks for layout in layouts))
+        # One batch serves all layouts, so its rows must be divisible by every tensor group.
         width = math.lcm(*(layout.tensor for layout in layouts))
         self.row_tokens = -(-TOKENS // width) * width
         model = subject.language_model(float(any(case.recomputed for case in self.cases)))
         for layout in layouts:
             model.check_layout(layout.of(self.parallel), self.row_tokens)
+        # Each case compares with the reference of its batch: packed or not.
         self._layouts = trained_layouts(model)
         self.references = {
             packed: self._reference(packed)
@@ -172,7 +180,7 @@ class Check:
         }
 
     def run(self, layout: Layout, *, timeout_seconds: float = 300.0) -> Verdict:
-        """Compare one layout, on ranks of its own."""
+        """Compare one layout, on newly forked ranks."""
         try:
             found = run_ranks(self.num_ranks, self.on_rank, layout, timeout_seconds=timeout_seconds)
         except RankError as error:
@@ -180,7 +188,7 @@ class Check:
         return self.verdict(layout, found)
 
     def verdict(self, layout: Layout, of_ranks: Sequence[Sequence[Differences]]) -> Verdict:
-        """The verdict on a layout, from what `on_rank` gave on each rank."""
+        """Return the verdict on a layout from what `on_rank` returned on each rank."""
         of_cases = zip(*of_ranks, strict=True)
         found = [worst_of(of_case) for of_case in of_cases]
         return Verdict(layout, dict(zip(self.cases, found, strict=True)))
@@ -188,24 +196,26 @@ class Check:
     def on_rank(
         self, rank: int, layout: Layout, cases: Sequence[CheckCase] | None = None
     ) -> list[Differences]:
-        """The differences that one of `num_ranks` ranks sees, case by case (None: all)."""
+        """Return the differences that rank `rank` of `num_ranks` sees in each case (None: all)."""
         mesh = Mesh(Topology.create(self.num_ranks, layout.of(self.parallel)), rank)
         chosen = self.cases if cases is None else cases
-        logging.disable(logging.WARNING)  # a run logs it once, this once a case and rank
+        logging.disable(logging.WARNING)  # a run warns once; here each case on each rank would
         try:
             return [self._compare(mesh, layout, case) for case in chosen]
         finally:
             logging.disable(logging.NOTSET)
 
     def _reference(self, packed: bool) -> Reference:
+        """Run the plain model on packed rows or on rows of one document."""
         rows = make_rows(self.num_ranks, self.row_tokens, self.subject.vocab_size, packed=packed)
         return make_reference(self.subject, rows, self.optimizer, self.max_norm, self._layouts)
 
     def _compare(self, mesh: Mesh, layout: Layout, case: CheckCase) -> Differences:
-        """One step on this rank, next to the plain model's."""
+        """Train one step on this rank and return its differences from the plain model."""
         reference = self.references[case.packed]
         count = len(reference.rows.tokens) // mesh[Axis.DATA].size
         first = mesh[Axis.DATA].rank * count
+        # A pipeline needs several micro-batches: one row each. Else the rows are one batch.
         staged = mesh[Axis.PIPELINE].size > 1
         parts = range(first, first + count) if staged else [first]
         size = 1 if staged else count
@@ -223,6 +233,7 @@ class Check:
             device=torch.device("cpu"),
             dtype=torch.float64,
         )
+        # Start from the plain model's weights, so that only the layout can make a difference.
         with torch.no_grad():
             for item in built.parameters:
                 item.parameter.copy_(item.layout.shard(reference.start[item.name]))
@@ -237,6 +248,7 @@ class Check:
         )
         step = TrainStep(built, gradients, optimizer, mesh, micro_num=len(batches))
         noted: dict[str, float] = {}
+        # In a pipeline the step runs its own schedule, and outputs of modules are not compared.
         if staged:
             outcome = step(batches, self.optimizer.lr)
         else:
@@ -258,13 +270,14 @@ class Check:
     def _stepped(
         self, step: TrainStep, batches: Sequence[MicroBatch], first: int, noted: dict[str, float]
     ) -> StepOutcome:
-        """A step of rows from number `first` on; outputs of modules are compared into `noted`."""
+        """Run a step on rows from `first` on; differences of module outputs go into `noted`."""
         reference = self.references[batches[0].cu_seqlens is not None]
         work, outputs, watched = step.start(batches), Outputs(), modules_of(step.chunks)
         for index, batch in enumerate(batches):
             with outputs.of(watched):
                 loss = step.forward(work, index)
             stop = first + batch.tokens.numel() // self.row_tokens
+            # Bring the plain outputs into the order of tokens that context ranks use.
             expected = [
                 whole[first:stop].reshape(len(batch.tokens), -1, *whole.shape[2:])
                 for whole in reference.outputs.values()
@@ -278,10 +291,10 @@ class Check:
 
 
 class _WatchedOptimizer(Zero1Optimizer):
-    """Keeps a copy of the reduced gradients, which a step uses up."""
+    """Optimizer that keeps a copy of the reduced gradients, which a step overwrites."""
 
     reduced: dict[str, Tensor]
-    """This rank's shards, by name."""
+    """Gradients of this rank's shards, by name."""
 
     def step(self, lr: float, **how: Any) -> StepResult:
         items = self._gradients.parameters
@@ -295,11 +308,10 @@ def _note(
     expected: Mapping[str, Tensor],
     mesh: Mesh,
 ) -> None:
-    """Add to `noted` how far outputs are from those expected, [B, S, ..], at this rank's tokens.
+    """Add to `noted` the differences of outputs from `expected` [B, S, ..] at this rank's tokens.
 
-    Those of each rank lie together.
-
-    What a mode has in other shapes than [B, S', ..] is left out.
+    `expected` is ordered such that the tokens of each rank are contiguous. Outputs of other shapes,
+    as some modes have them, are left out.
     """
     tensor = mesh[Axis.TENSOR]
     for name, parts in found.items():
@@ -315,7 +327,7 @@ def _note(
 def _apart(
     built: BuiltModel, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """How far this rank's shards are from their parts of the expected tensors, by name."""
+    """Return the differences of this rank's shards from the expected tensors, by name."""
     least = _LEAST_SCALE * max(tensor.abs().max().item() for tensor in expected.values())
     return {
         item.name: _largest(found[item.name] - item.layout.shard(expected[item.name]))
@@ -325,7 +337,7 @@ def _apart(
 
 
 def _largest(difference: Tensor) -> float:
-    """The largest element; infinite if one is no number."""
+    """Return the largest absolute element; infinite if any is NaN."""
     if not difference.numel():
         return 0.0
     largest = difference.detach().abs().max().item()
@@ -333,23 +345,24 @@ def _largest(difference: Tensor) -> float:
 
 
 def _relative(found: float, expected: float) -> float:
+    """Return the relative difference; infinite if it is NaN."""
     apart = abs(found - expected) / abs(expected)
     return apart if math.isfinite(apart) else math.inf
 
 
 def _counted(built: BuiltModel, transfers: Iterable[TimedTransfer]) -> _Counts:
-    """The transfers of weights and of their gradients, by what they carried."""
+    """Count the gathers of weights and reductions of gradients by parameter."""
     counts: _Counts = Counter()
     names = {f"{layer.name}.{local}": name for layer, local, name in _uses(built)}
     for transfer in transfers:
         if transfer.tag.purpose in _WORDS:
-            name = names[transfer.label.removesuffix(".grad")]  # a shared one has several labels
+            name = names[transfer.label.removesuffix(".grad")]  # a shared weight has several labels
             counts[transfer.tag.purpose, name] += 1
     return counts
 
 
 def _miscounted(built: BuiltModel, counts: _Counts, rank: int, micro_num: int) -> Iterator[str]:
-    """Sentences about transfers of the pipeline's `rank`-th that differ from the plan's."""
+    """Yield a sentence for each count that differs from the plan of this pipeline rank."""
     planned = _planned(built, rank, micro_num)
     for key in sorted(planned.keys() | counts.keys()):
         if counts[key] != planned[key]:
@@ -357,15 +370,16 @@ def _miscounted(built: BuiltModel, counts: _Counts, rank: int, micro_num: int) -
 
 
 def _planned(built: BuiltModel, rank: int, micro_num: int) -> _Counts:
-    """The transfers of a step and of what it launches for the next one, from the plan.
+    """Return the planned transfers of a step, with those that it launches for the next one.
 
-    A weight is gathered once for each of its lifetimes, which are at most one a pass; a gradient is
-    reduced once for each use.
+    A weight is gathered once for each of its lifetimes, of which a pass has at most one; a gradient
+    is reduced once for each use.
     """
     planned: _Counts = Counter()
     if built.communicator is None:
         return planned
     plan: PrefetchPlan = built.communicator.plan(built.order.actions(rank, micro_num))
+    # `start` counts twice: this step's own, and the one launched at its end for the next.
     acts = [*plan.start, *plan.start]
     acts += [act for step in plan.entries for act in (*step.before, *step.after)]
     for act in acts:
@@ -379,7 +393,7 @@ def _planned(built: BuiltModel, rank: int, micro_num: int) -> _Counts:
 
 
 def _uses(built: BuiltModel) -> Iterator[tuple[WeightHolder, str, str]]:
-    """Each use of a sharded weight or bias: the layer, which of the two, its name in the plan."""
+    """Yield each use of a sharded weight or bias: layer, attribute, and name in the plan."""
     declared = tuple(chunk.weight_blocks() for chunk in built.chunks)
     names = weight_names(declared)
     for _, _, use in declared_uses(declared):
@@ -390,7 +404,7 @@ def _uses(built: BuiltModel) -> Iterator[tuple[WeightHolder, str, str]]:
 
 
 def worst_of(of_ranks: Iterable[Differences]) -> Differences:
-    """The largest differences of all ranks."""
+    """Return the largest differences over all ranks."""
     found = list(of_ranks)
 
     def largest(of: Callable[[Differences], dict[str, float]]) -> dict[str, float]:
@@ -406,3 +420,86 @@ def worst_of(of_ranks: Iterable[Differences]) -> Differences:
         gathers=found[0].gathers,
         miscounted=tuple(dict.fromkeys(line for one in found for line in one.miscounted)),
     )
+
+
+# -- the table ------------------------------------------------------------------------------
+
+
+_SHOWN = 3
+"""Number of names shown in a list of differences."""
+
+HEAD = f"{'layout':<12}{'loss':>9}{'norm':>9}{'update':>9}  gathers     result   worst gradient"
+
+
+def heading(check: Check) -> str:
+    """Return lines that say what is compared, how, and on how many ranks."""
+    rules, replaced = " and ".join(sorted(check.optimizer.rules)), ", ".join(check.replaced)
+    step = f"\nthe update is that of {rules}" if rules != "adamw" or replaced else ""
+    if replaced:
+        step += (
+            f", not of {replaced}: only what adamw and muon do to a gradient that is zero but for"
+            f" rounding is as small as that"
+        )
+    return (
+        f"{check.subject.name}, on {check.num_ranks} ranks, each difference relative to its tensor"
+        f"\nin float64 on CPU, {check.subject.ways}{step}"
+    )
+
+
+def line(verdict: Verdict) -> str:
+    """Return a layout's line of the table: its largest differences over all cases."""
+    name = f"{verdict.layout!s:<12}"
+    if verdict.failure:
+        return f"{name}{'-':>9}{'-':>9}{'-':>9}  {'-':<12}FAILED"
+    cases = list(verdict.cases.values())
+    loss, norm = max(c.loss for c in cases), max(c.grad_norm for c in cases)
+    update = max(max(c.weights.values()) for c in cases)
+    gathers = "as planned" if any(c.gathers for c in cases) else "none"
+    gathers = "OTHERS" if any(c.miscounted for c in cases) else gathers
+    worst, apart = max((c.worst_gradient for c in cases), key=lambda found: found[1])
+    result = "ok" if verdict.agrees else "DIFFERS"
+    return f"{name}{loss:9.1e}{norm:9.1e}{update:9.1e}  {gathers:<12}{result:<9}{apart:.1e} {worst}"
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """Return the last lines: an explanation of each layout that differs, and their number."""
+    different = [verdict for verdict in verdicts if not verdict.agrees]
+    if not different:
+        agree = f"all {len(verdicts)} layouts agree" if len(verdicts) > 1 else "the layout agrees"
+        return f"{agree} with the plain model within {TOLERANCE:g}"
+    parts = [f"\n{_explanation(verdict)}\n" for verdict in different]
+    count = f"{len(different)} of {counted(len(verdicts), 'layout')}"
+    differ = "differs" if len(different) == 1 else "differ"
+    return "".join([*parts, f"\n{count} {differ} by more than {TOLERANCE:g}"])
+
+
+def _explanation(verdict: Verdict) -> str:
+    """Return where a layout differs in its first bad case, the earliest module first."""
+    if verdict.failure:
+        return f"{verdict.layout}: {verdict.failure}"
+    wrong = {case: found for case, found in verdict.cases.items() if not found.agree}
+    case, found = next(iter(wrong.items()))
+    where = f"in {len(wrong)} of {len(verdict.cases)} cases, such as rows {case}"
+    return "\n  ".join([f"{verdict.layout}, {where}:", *_faults(found)])
+
+
+def _faults(found: Differences) -> list[str]:
+    """Return a line for each kind of difference: outputs, loss, gradients, weights, transfers."""
+    first = found.first_output
+    faults = []
+    if first is not None:
+        faults.append(f"first in the forward, the output of {first} ({found.outputs[first]:.1e})")
+    elif found.loss > TOLERANCE:
+        faults.append("the loss, and no output of a module before it")
+    for what, apart in (("gradient", found.gradients), ("new weight", found.weights)):
+        names = [name for name, number in apart.items() if number > TOLERANCE]
+        if names:
+            shown = ", ".join(f"{name} ({apart[name]:.1e})" for name in names[:_SHOWN])
+            more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+            faults.append(f"{len(names)} of {len(apart)} {what}s: {shown}{more}")
+    if found.grad_norm > TOLERANCE:
+        faults.append(f"the gradient norm ({found.grad_norm:.1e})")
+    if found.miscounted:
+        more = f" and {len(found.miscounted) - _SHOWN} more" * (len(found.miscounted) > _SHOWN)
+        faults.append(f"transfers: {', '.join(found.miscounted[:_SHOWN])}{more}")
+    return faults

@@ -1,4 +1,4 @@
-"""Ranks as forked processes over gloo, for what a command computes on CPU by itself."""
+"""Forked processes as ranks over gloo, for commands that compute on CPU in one process."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["RankError", "run_ranks"]
 
 
 class RankError(RuntimeError):
-    """A rank failed, died, or did not answer in time; says which, and its traceback."""
+    """A rank raised, died, or did not answer in time; the text names it and has its traceback."""
 
 
 def run_ranks(
     world_size: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0
 ) -> list[Any]:
-    """`fn(rank, *args)` on each of `world_size` ranks; their results in rank order.
+    """Run `fn(rank, *args)` on `world_size` forked ranks and return the results in rank order.
 
-    Ranks begin with a copy of this process's memory, so arguments need not be picklable; results
-    must be. Nothing is left running. Raises RankError for the first rank that fails.
+    Ranks start with a copy of this process's memory, so arguments need not be picklable; results
+    must be. All ranks are ended before this returns. Raises RankError for the first that fails.
     """
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -46,6 +46,7 @@ def run_ranks(
                 daemon=True,
             )
             process.start()
+            # Only the child holds the sending end, so its death closes the pipe.
             sender.close()
             pipes.append(receiver)
             processes.append(process)
@@ -58,6 +59,7 @@ def run_ranks(
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout_seconds: float) -> list[Any]:
+    """Wait for the results of all ranks; the pipe of a rank that died raises EOFError."""
     deadline = time.monotonic() + timeout_seconds
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
@@ -77,6 +79,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout_seconds: flo
 
 
 def _describe_death(rank: int, process: Any) -> str:
+    """Return a sentence about a rank that ended without a result, with its signal if it had one."""
     process.join(5)
     code = process.exitcode
     if code is None or code >= 0:
@@ -94,8 +97,8 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # Garbage of the parent is never collected here: what it owns, such as a store or a compiler,
-    # may wait for threads that only the parent has.
+    # Never collect the parent's garbage here: an object such as a store or a compiler may, when
+    # freed, wait for threads that only the parent has.
     gc.freeze()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
@@ -103,7 +106,7 @@ def _rank_main(
     error, result = "", None
     try:
         store = FileStore(os.path.join(folder, "store"), world_size)
-        # The limit ends ranks whose parent was killed in the middle.
+        # The timeout ends ranks whose parent was killed.
         timeout = timedelta(seconds=timeout_seconds)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
@@ -113,5 +116,5 @@ def _rank_main(
         error = traceback.format_exc()
     sender.send((result, error))
     sender.close()
-    time.sleep(60)  # to be killed when all have answered: a neighbour may still be connecting
-    os._exit(0)  # without tearing groups down: a failed neighbour would make that hang
+    time.sleep(60)  # the parent kills it once all have answered; a neighbor may still be connecting
+    os._exit(0)  # without destroying groups, which hangs if a neighbor has failed

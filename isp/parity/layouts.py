@@ -1,4 +1,4 @@
-"""The layouts that `isp check` and `isp.check` compare."""
+"""Layouts that `isp check` and `isp.check` compare, and the words that name them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from isp.parity.subjects import Subject
 __all__ = ["TOKENS", "Layout", "fault_of", "layouts_of", "most_stages"]
 
 TOKENS = 48
-"""Of a row, at least: several documents, the longest of which exceed a small model's window."""
+"""Least tokens of a row: enough for several documents longer than a small model's window."""
 
 _SIZES = (1, 2, 4)
-"""Of tensor and weight groups, unless others are asked for."""
+"""Sizes of tensor and weight groups for `all`."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of a layout."""
+    """Sizes of one layout."""
 
     tensor: int
     weight: int
     mode: Mode = Mode.ISP
     context: int = 1
-    """Of the tensor ranks those that attend with the same heads."""
+    """Size of the context groups within a tensor group."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     expert: int = 1
-    """Ranks that share a layer's experts."""
+    """Ranks with different experts of a layer."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that it needs at least."""
+        """Return the least number of ranks that the layout needs."""
         return math.lcm(self.tensor, self.weight) * self.pipeline.size
 
     def __str__(self) -> str:
@@ -53,7 +53,8 @@ class Layout:
         return f"{self.mode} {self.tensor}"
 
     def of(self, base: ParallelConfig) -> ParallelConfig:
-        """Its section of a configuration: `base` in these sizes."""
+        """Return `base` with the sizes of this layout."""
+        # Keys of gathering apply to isp mode only.
         weight = base.weight if self.mode.gathers_weights else WeightConfig()
         return ParallelConfig(
             tensor=replace(base.tensor, size=self.tensor, mode=self.mode),
@@ -71,7 +72,7 @@ class Layout:
 
 
 def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
-    """Why the model cannot be split so; empty if it can."""
+    """Return the reason why the model cannot be split so; empty if it can."""
     try:
         subject.language_model(1.0).check_layout(layout.of(parallel), layout.tensor * TOKENS)
     except ValueError as error:
@@ -82,9 +83,10 @@ def fault_of(subject: Subject, layout: Layout, parallel: ParallelConfig) -> str:
 def layouts_of(
     names: str, subject: Subject, parallel: ParallelConfig
 ) -> tuple[list[Layout], list[str]]:
-    """The layouts that `names` lists; with `all` what the model can be split in, else why not.
+    """Return the layouts that `names` lists.
 
-    Raises ConfigError for a word that is no layout, and if the model can be split in none.
+    With "all", return those that the model can be split in, and a sentence about the others.
+    Raises ConfigError for an unknown name, and if the model cannot be split at all.
     """
     if names != "all":
         found = [_layout(name.strip(), names) for name in names.split(",")]
@@ -93,6 +95,7 @@ def layouts_of(
     every += [_with_context(*sizes) for sizes in ((1, 2, 1), (2, 2, 4), (1, 4, 2))]
     others = (mode for mode in Mode if not mode.gathers_weights)
     every += [Layout(tensor, 1, mode) for mode in others for tensor in _SIZES[1:]]
+
     if subject.language_model(1.0).trace.elements(ParameterRole.EXPERT):
         sizes = ((1, 2, 2), (2, 4, 2), (4, 4, 4))
         every += [Layout(tensor, weight, expert=expert) for tensor, weight, expert in sizes]
@@ -107,17 +110,18 @@ def layouts_of(
 
 
 def most_stages(names: str) -> int:
-    """The most pipeline stages of the layouts that `names` lists, and 2 at least."""
+    """Return the largest number of pipeline stages in `names`, and at least 2."""
     found = [] if names == "all" else [_layout(name.strip(), names) for name in names.split(",")]
     return max([2, *(x.pipeline.size * x.pipeline.num_chunks for x in found)])
 
 
 def _with_context(head: int, context: int, weight: int) -> Layout:
+    """Return the layout with `head` x `context` tensor ranks."""
     return Layout(head * context, weight, context=context)
 
 
 def _layout(name: str, text: str) -> Layout:
-    """The layout that a word of a list names."""
+    """Parse one name; suffixes for the pipeline and for experts come off first."""
     if cut := re.fullmatch(r"(.+) (\w+) ([2-9])(?:x([2-9]))?", name):
         schedule = next((s for s in PipelineSchedule if s.lower() == cut[2].lower()), None)
         if schedule is not None:
@@ -137,9 +141,9 @@ def _layout(name: str, text: str) -> Layout:
     if split := re.fullmatch(r"(mtp|msp|fsp) ?([1-9]\d?)", name):
         return Layout(int(split[2]), 1, Mode(split[1]))
     raise ConfigError(
-        f"--layouts {text}: {name!r} is no layout: write all, sizes of the tensor and the weight"
-        f" group such as 2x4,4x1, of head, context and weight group such as 2x2x4, or another mode"
-        f" and its size such as mtp2; behind any of them parallel.expert.size, such as 1x4 ep2, and"
-        f" a pipeline's schedule and size, such as"
-        f" 2x2 1F1B 2, with chunks on a rank as 1x2 Interleaved1F1B 2x2 or 1x1 ZBVZeroBubble 2x2"
+        f"--layouts {text}: {name!r} is no layout: write all, or sizes of the tensor and weight"
+        f" group such as 2x4,4x1, or of head, context and weight group such as 2x2x4, or another"
+        f" mode and its size such as mtp2. Each may be followed by parallel.expert.size, such as"
+        f" 1x4 ep2, and by a pipeline's schedule and size, such as 2x2 1F1B 2, with chunks per rank"
+        f" as in 1x2 Interleaved1F1B 2x2 or 1x1 ZBVZeroBubble 2x2"
     )

@@ -1,4 +1,4 @@
-"""The plain model, unsharded, with each document by itself: what every layout is compared with.
+"""The plain model, unsharded, document by document: the reference for every layout.
 
 R rows, S sequence, V vocabulary
 """
@@ -35,17 +35,17 @@ __all__ = [
 
 
 class GlobalBatch(NamedTuple):
-    """The global batch of a step."""
+    """Global batch of a step."""
 
     tokens: Tensor
-    """[R, S]."""
+    """Token ids [R, S]."""
     labels: Tensor
-    """[R, S], `IGNORED` where there is nothing to predict."""
+    """Labels [R, S]; `IGNORED` where there is nothing to predict."""
     lengths: tuple[tuple[int, ...], ...]
-    """Of the documents of each row, in tokens."""
+    """Lengths of the documents of each row, in tokens."""
 
     def micro_batches(self, first: int, count: int, *, packed: bool) -> list[MicroBatch]:
-        """`count` rows from number `first` on; packed in two micro-batches, if there are two."""
+        """Return `count` rows from `first` on; if `packed`, in two micro-batches if it can be."""
         if not packed:
             part = slice(first, first + count)
             positions = torch.arange(self.tokens.shape[1]).expand(count, -1)
@@ -54,7 +54,7 @@ class GlobalBatch(NamedTuple):
         return [self._packed(a, b) for a, b in zip([first, *ends], ends, strict=False)]
 
     def _packed(self, start: int, stop: int) -> MicroBatch:
-        """Sequences joined to one, [1, n S]."""
+        """Join rows into one sequence [1, n S], with positions that restart at each document."""
         lengths = [length for of_row in self.lengths[start:stop] for length in of_row]
         return MicroBatch(
             self.tokens[start:stop].reshape(1, -1),
@@ -65,9 +65,9 @@ class GlobalBatch(NamedTuple):
 
 
 def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool) -> GlobalBatch:
-    """Random tokens; if packed, documents of unequal lengths, of which one is a single token.
+    """Return random tokens; if `packed`, in documents of unequal lengths, one of a single token.
 
-    A few labels are missing, so no two ranks have as many.
+    A few labels are missing at random, so that ranks have different numbers of labels.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, vocab_size, (rows, length), generator=generator)
@@ -80,13 +80,14 @@ def make_rows(rows: int, length: int, vocab_size: int, *, packed: bool) -> Globa
         if packed:
             cuts = (torch.randperm(length - 2, generator=generator)[:2] + 2).tolist()
             ends = sorted({1, *cuts, length} if row == 0 else {*cuts, length})
+        # The last token of a document has no next one to predict.
         labels[row, [end - 1 for end in ends]] = IGNORED
         lengths.append(tuple(b - a for a, b in zip([0, *ends], ends, strict=False)))
     return GlobalBatch(tokens, labels, tuple(lengths))
 
 
 class Reference(NamedTuple):
-    """What the plain model gives for a step."""
+    """Results of a step of the plain model."""
 
     rows: GlobalBatch
     loss: float
@@ -94,11 +95,11 @@ class Reference(NamedTuple):
     start: dict[str, Tensor]
     """The weights before the step, by name."""
     gradients: dict[str, Tensor]
-    """Before they are clipped."""
+    """Gradients before clipping."""
     weights: dict[str, Tensor]
-    """After the step."""
+    """Weights after the step."""
     outputs: dict[str, Tensor]
-    """[R, S, ..] of each module that gives such, in the order of the forward."""
+    """Outputs [R, S, ..] by module, in forward order; only modules with such outputs."""
 
 
 def make_reference(
@@ -108,8 +109,10 @@ def make_reference(
     max_norm: float,
     layouts: Mapping[str, ParameterLayout],
 ) -> Reference:
-    """A step of the plain model with torch's AdamW and Muon's formula, each document of `rows` by
-    itself; `layouts`: of parameters of the whole model."""
+    """Run a step of the plain model, one document at a time.
+
+    The update is torch's AdamW and Muon's formula. `layouts` has the parameters of the whole model.
+    """
     plain = subject.plain()
     parameters = dict(plain.named_parameters())  # shared ones once
     start = {name: p.detach().clone() for name, p in parameters.items()}
@@ -129,7 +132,8 @@ def make_reference(
                 (loss / valid).backward()
                 total += loss.detach() / valid
                 end += length
-    # A weight that the layouts leave out must have no gradient, and one that has is compared.
+    # A weight without a layout is not trained by layouts, and should have no gradient. One that
+    # does have a gradient is included, so that the comparison fails.
     trained = {
         name: p
         for name, p in parameters.items()
@@ -161,6 +165,7 @@ def _updated(
     groups, moved = [], {}
     for name, parameter in parameters.items():
         known = layouts[name].matrices if name in layouts else None
+        # The run's `decays` is not used: `decayed` is found independently, so that errors show.
         values = group_values(name, config, decays=name in decayed, matrices=known)
         rate = config.lr * values.lr_scale
         groups.append({"params": [parameter], "lr": rate, "weight_decay": values.weight_decay})
@@ -173,6 +178,7 @@ def _updated(
         parameter, matrices = parameters[name], matrices_of(name, layouts[name], config)
         assert parameter.grad is not None
         updates[name] = rate * _orthogonal(parameter.grad, matrices, config.muon)
+        # AdamW then only decays the weight, as Muon does.
         parameter.grad.zero_()
     betas = config.of_adamw("beta1"), config.of_adamw("beta2")
     torch.optim.AdamW(groups, betas=betas, eps=config.of_adamw("eps")).step()
@@ -208,9 +214,9 @@ def _is_norm_or_bias(name: str) -> bool:
 
 
 def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) -> Tensor:
-    """What the first step of Muon takes from a weight at a rate of 1.
+    """Return the first update of Muon at learning rate 1.
 
-    Each matrix alone; `torch.optim.Muon` would round it to bfloat16.
+    Each matrix is handled on its own and in its own dtype; `torch.optim.Muon` would use bfloat16.
     """
     found, update = torch.empty_like(gradient), (1 - keys.momentum) * gradient
     if keys.nesterov:
@@ -224,7 +230,7 @@ def _orthogonal(gradient: Tensor, matrices: Sequence[Matrix], keys: MuonConfig) 
 
 
 def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
-    """The formula of `torch.optim.Muon` for one matrix [A, B], in its own dtype."""
+    """Orthogonalize one matrix [A, B] by the formula of `torch.optim.Muon`, in its own dtype."""
     a, b, c = keys.ns_coefficients
     x = u / max(u.square().sum().sqrt().item(), keys.eps)
     for _ in range(keys.ns_steps):
@@ -234,7 +240,7 @@ def orthogonal(u: Tensor, keys: MuonConfig) -> Tensor:
 
 
 def modules_of(chunks: Iterable[StageModule]) -> dict[str, nn.Module]:
-    """All modules of the chunks' parts, by their names in the model."""
+    """Return all modules of the chunks' parts, by their names in the model."""
     return {
         f"{name}.{below}" if below else name: module
         for chunk in chunks
@@ -244,14 +250,14 @@ def modules_of(chunks: Iterable[StageModule]) -> dict[str, nn.Module]:
 
 
 class Outputs:
-    """The outputs of modules, in the order in which they come."""
+    """Recorder of module outputs, in the order of calls."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Tensor]] = {}
 
     @contextmanager
     def of(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Note those of `modules` that are called in this context."""
+        """Record outputs of `modules` in this context."""
         hooks = [m.register_forward_hook(self._noting(name)) for name, m in modules.items()]
         try:
             yield
@@ -260,27 +266,32 @@ class Outputs:
                 hook.remove()
 
     def take(self) -> dict[str, list[Tensor]]:
-        """What was noted since the last call, by module."""
+        """Return and clear the outputs recorded so far, by module."""
         found, self._found = self._found, {}
         return found
 
     def as_rows(self, rows: int, length: int) -> dict[str, Tensor]:
-        """The outputs of documents [1, n, ..] as [R, S, ..], where all tokens came by once."""
+        """Return outputs of documents [1, n, ..] joined to [R, S, ..].
+
+        Modules are left out if they did not see each token once.
+        """
         joined = {}
         for name, parts in self.take().items():
-            alike = {part.shape[:1] + part.shape[2:] for part in parts} == {
+            same_shape = {part.shape[:1] + part.shape[2:] for part in parts} == {
                 (1, *parts[0].shape[2:])
             }
-            if alike and sum(part.shape[1] for part in parts) == rows * length:
+            if same_shape and sum(part.shape[1] for part in parts) == rows * length:
                 joined[name] = torch.cat(parts, 1).view(rows, length, *parts[0].shape[2:])
         return joined
 
     def _noting(self, name: str) -> Callable[..., None]:
+        """Return a hook that records outputs of module `name`."""
+
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            # Modules of transformers may return a tuple, whose first item is the hidden states.
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, Tensor) and first.dim() >= 3:
-                self._found.setdefault(name, []).append(
-                    first.detach().clone()
-                )  # logits are overwritten
+                # Clone, since the loss overwrites logits in place.
+                self._found.setdefault(name, []).append(first.detach().clone())
 
         return note

@@ -1,4 +1,4 @@
-"""Small models for `isp check`: of a Hugging Face configuration, or of the decoder's keys."""
+"""Small models for `isp check`, from a Hugging Face configuration or the decoder's keys."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from model.decoder import Decoder
 __all__ = ["Subject", "num_blocks", "read_folder"]
 
 _TILE_TOKENS, _LOSS_CHUNK_TOKENS, _SEGMENT = 5, 7, 2
-"""At most, of a small model: with more, it would have one tile, chunk or segment."""
+"""Upper limits for a small model: with more it would have only one tile, chunk or segment."""
 
 _DEFAULT = ModelConfig()
 
 
 def num_blocks(stages: int, how: ModelConfig) -> int:
-    """Blocks of a small model of so many stages: of two segments each, where `how` has those."""
+    """Return the number of blocks for `stages` stages: two segments each if `how` has segments."""
     return stages * (_SEGMENT + 1 if how.checkpoint_segment else 1)
 
 
 class Subject:
-    """A small model that is checked: alone, and as a run builds it.
+    """A small model that is checked, both plain and as a run builds it.
 
-    It is computed as the keys `how` say; of these, sizes are not read.
+    `how` says how it is computed; its keys for sizes are not read.
     """
 
     def __init__(self, name: str, model: nn.Module, how: ModelConfig) -> None:
@@ -55,27 +55,29 @@ class Subject:
             in_place=False,
             loss_chunk_tokens=chunk,
             allow_unchecked=how.allow_unchecked,
+            # `in_place=False`: the plain copies need the model's own modules.
         )
         self.vocab_size = min(self._traced.vocab_rows, self._traced.vocab_size)
 
     @classmethod
     def of_config(cls, config: Any, layers: int = 2, how: ModelConfig = _DEFAULT) -> Subject:
-        """Of the same structure as a large model of transformers.
+        """Return a small model with the structure of a large model of transformers.
 
-        With so many layers at least, if the large one has them.
+        It has at least `layers` layers, if the large model has.
         """
         return cls(config.model_type, tiny_model(config, layers), how)
 
     @classmethod
     def of_module(cls, model: nn.Module, how: ModelConfig = _DEFAULT) -> Subject:
-        """A copy of your own module as it is, in float64 on the CPU, without dropout."""
+        """Return a copy of your own module in float64 on the CPU, without dropout."""
         copied = copy.deepcopy(model).to("cpu").eval()
         return cls(type(model).__name__, kept_in_float64(copied), how)
 
     @classmethod
     def of_decoder(cls, config: ModelConfig, layers: int = 2) -> Subject:
-        """A small decoder with the options of `config`, computed as its keys say."""
-        kv_heads = fewer_heads(config.kv_heads)  # else a layout that a run refuses is checked
+        """Return a small decoder with the options of `config`, computed as its keys say."""
+        # Fewer heads, but so that a layout that a run refuses is refused here, too.
+        kv_heads = fewer_heads(config.kv_heads)
         small = replace(
             config,
             preset=None,
@@ -97,13 +99,14 @@ class Subject:
         decoder = Decoder(small).double()
         with torch.no_grad():
             for parameter in decoder.parameters():
+                # Initial norms of 1 and biases of 0 would hide errors in them.
                 if parameter.dim() < 2:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
         return cls.of_module(decoder, config)
 
     @property
     def ways(self) -> str:
-        """Words on how the plain model and the layouts compute, with versions."""
+        """Description of how the plain model and the layouts compute, with versions."""
         ways = f"torch {torch.__version__}"
         if not hasattr(self.model, "set_experts_implementation"):
             return ways
@@ -115,10 +118,10 @@ class Subject:
         return ways
 
     def plain(self) -> nn.Module:
-        """Return a copy of the model alone, with the initial weights.
+        """Return a copy of the plain model with the initial weights.
 
-        A model of transformers computes attention in plain tensor operations and its experts one by
-        one; a layout takes the ways of a run, in particular grouped products of experts.
+        A transformers model uses eager attention and computes its experts one by one. Layouts
+        compute as a run does, in particular with grouped products of experts.
         """
         model: Any = copy.deepcopy(self.model)
         for choose in ("set_attn_implementation", "set_experts_implementation"):
@@ -127,11 +130,14 @@ class Subject:
         return model  # type: ignore[no-any-return]
 
     def logits(self, plain: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-        """Those of a `plain` copy: [B, S], [B, S] -> [B, S, V]."""
+        """Return the logits of a `plain` copy: ids and positions [B, S] -> [B, S, V]."""
         return self._traced.host.forward(plain, ids, positions)
 
     def language_model(self, checkpoint: float) -> TracedModel:
-        """To be built for a layout: 0: no block is recomputed; 1: those of a run, or all."""
+        """Return the model to build for a layout.
+
+        `checkpoint` 0 recomputes no block; 1 recomputes as many as the run's keys say, or all.
+        """
         recomputation = self._recomputation
         part = checkpoint * (recomputation.checkpoint or 1.0)
         if not part:
@@ -142,16 +148,16 @@ class Subject:
 
 
 def read_folder(folder: Path, overrides: Mapping[str, Any] | None = None) -> Any:
-    """The configuration of the model in a Hugging Face folder; no weights are read.
+    """Return the configuration in a Hugging Face folder, without reading weights.
 
-    `overrides`: `model.hf_overrides`.
-    Raises ValueError for a folder without one, or one that transformers does not know.
+    `overrides` is `model.hf_overrides`. Raises ValueError if the folder has no configuration, or
+    one of a model that transformers does not know.
     """
     kind = read_json(folder / "config.json").get("model_type")
     require(str(folder), "transformers")
     from transformers import logging
 
-    logging.set_verbosity_error()  # of faster kernels, and token ids beyond a small vocabulary
+    logging.set_verbosity_error()  # hides advice on faster kernels and on ids of a large vocabulary
     try:
         if overrides:
             with limited_model(str(folder)):  # builds it, to compare the shapes of its weights

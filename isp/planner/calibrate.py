@@ -1,9 +1,9 @@
-"""Measures the machine at hand: what a rank computes, copies and sends, as a fabric.
+"""Measures this machine (compute, memory copies, links) and describes it as a fabric.
 
-Every rank measures at the same time, as they work at the same time in a run, and the slowest one
-counts. A transfer of n bytes takes latency + n / bandwidth, fitted to sizes from 4 KiB to 16 MiB so
-that the relative errors are least. Between nodes one rank of each sends. What is multiplied is
-random: a GPU takes less power for equal numbers, and is faster than in a run.
+All ranks measure at the same time, as in a run, and the slowest one counts. A transfer of n bytes
+takes latency + n / bandwidth, fitted to sizes from 4 KiB to 16 MiB with the least relative errors.
+Between nodes, one rank of each node sends. Factors of products are random numbers: with equal
+numbers a GPU draws less power and runs faster than in training.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ from isp.planner.fabric import DeviceSpec, Fabric, HostSpec, LinkSpec
 __all__ = ["Line", "calibrate", "fit_line", "measure"]
 
 TRANSFERS = tuple(4096 * 4**i for i in range(7))
-"""Bytes that a rank sends: 4 KiB to 16 MiB."""
+"""Bytes that a rank sends in a measured transfer: 4 KiB to 16 MiB."""
 
 
 class Line(NamedTuple):
-    """A transfer's time."""
+    """The time of a transfer: latency + bytes / bytes_per_second."""
 
     latency_seconds: float
     bytes_per_second: float
 
 
 def fit_line(sizes: Sequence[int], seconds: Sequence[float]) -> Line:
-    """The line through (size, seconds) whose relative errors are least; never below zero."""
+    """Return the line through (size, seconds) with the least relative errors.
+
+    Its latency is never negative, and its bandwidth is finite.
+    """
     x, t = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
     slope, start = np.polyfit(x, t, 1, w=1 / t)
-    if slope <= 0:  # nothing but latency
+    if slope <= 0:  # all sizes take the latency: bandwidth is at least the best one seen
         return Line(float(t.min()), float((x / t).max()))
     return Line(max(0.0, float(start)), 1 / float(slope))
 
 
 def calibrate(*, quick: bool = False) -> Fabric | None:
-    """The fabric of the ranks that torchrun has started, or of this process; None but on rank 0.
+    """Measure the ranks that torchrun has started, or this process; returns None except on rank 0.
 
-    `quick` measures little and badly, to see whether it runs. Raises ConfigError if nodes have
-    unequal numbers of ranks.
+    `quick` checks that measuring works, with small sizes and rough results. Raises ConfigError if
+    nodes have different numbers of ranks.
     """
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -70,12 +73,12 @@ def calibrate(*, quick: bool = False) -> Fabric | None:
 
 
 def measure(mesh: Mesh, device: torch.device, *, quick: bool) -> Fabric:
-    """The fabric of the ranks of `mesh`, whose weight groups are nodes; a collective."""
+    """Return the fabric of the ranks of `mesh`, whose weight groups are nodes; a collective."""
     inside = _link(mesh[Axis.WEIGHT], device, quick)
     between = _link(mesh[Axis.WEIGHT_DATA], device, quick)
     spec = _device(mesh[Axis.WORLD], device, quick)
     ranks = mesh[Axis.WEIGHT].size
-    if inside is None:  # one rank sends to nobody
+    if inside is None:  # a single rank has no link: assume that it copies at memory speed
         inside = LinkSpec(gb_per_second=spec.gb_per_second, latency_us=0.0)
     return Fabric(
         name=f"{spec.name}, {ranks} ranks a node",
@@ -93,6 +96,7 @@ def measure(mesh: Mesh, device: torch.device, *, quick: bool) -> Fabric:
 
 
 def _device(world: Channel, device: torch.device, quick: bool) -> DeviceSpec:
+    """Measure the device of the slowest rank; a collective."""
     size = 256 if quick else (8192 if device.type == "cuda" else 1024)
     wide = _slowest(world, _product_tflops(size, torch.float32, device))
     narrow = _slowest(world, _product_tflops(size, torch.bfloat16, device))
@@ -103,6 +107,7 @@ def _device(world: Channel, device: torch.device, quick: bool) -> DeviceSpec:
         name=device_name(device),
         kind="cuda" if on_gpu else "cpu",
         memory_gib=round(_memory_bytes(device) / 2**30, 2),
+        # `tflops` are those of a large product already, so products reach all of it.
         tflops=_digits(narrow),
         wide_tflops=_digits(wide),
         efficiency=1.0,
@@ -113,40 +118,43 @@ def _device(world: Channel, device: torch.device, quick: bool) -> DeviceSpec:
 
 
 def _product_tflops(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the TFLOP/s of a product of two square matrices."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: a @ b, device) / 1e12
 
 
 def _attention_tflops(length: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the TFLOP/s of causal attention with 4 heads of 64 features."""
     q, k, v = (torch.randn(1, length, 4, 64, device=device).to(dtype) for _ in range(3))
     attend, mask = make_local_attention(device=device, dtype=dtype), AttentionMask(causal=True)
+    # Causal attention computes half of the length^2 pairs, each with 4 FLOPs per feature.
     flops = 4 * length**2 / 2 * 4 * 64
     return flops / _seconds(lambda: attend(q, k, v, mask=mask), device) / 1e12
 
 
 def _copied_bytes(device: torch.device, quick: bool) -> float:
-    """Bytes read and written a second."""
+    """Return the bytes per second that a copy reads and writes on the device."""
     x = torch.ones((1 if quick else 64) * 2**20, device=device)
     y = torch.empty_like(x)
     return 2 * x.nbytes / _seconds(lambda: y.copy_(x), device)
 
 
 def _host_bytes(device: torch.device, quick: bool) -> float:
-    """Bytes a second from the memory of the host."""
+    """Return the bytes per second that are copied from pinned memory of the host."""
     x = pinned_memory.zeros((1 if quick else 64) * 2**20, torch.float32, device)
     y = torch.empty(x.shape, device=device)
     return x.nbytes / _seconds(lambda: y.copy_(x, non_blocking=True), device)
 
 
 def _memory_bytes(device: torch.device) -> float:
-    """Memory for one rank."""
+    """Return the bytes of memory of one rank."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return _node_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _node_bytes() -> float:
-    """Memory of this machine."""
+    """Return the bytes of memory of this machine."""
     info = Path("/proc/meminfo")
     if info.exists():
         return int(info.read_text().split("MemTotal:")[1].split()[0]) * 1024.0
@@ -154,18 +162,20 @@ def _node_bytes() -> float:
 
 
 def _link(channel: Channel, device: torch.device, quick: bool) -> LinkSpec | None:
-    """The link of the channel, by all-gather; None if there is nobody to send to."""
+    """Measure the link of a channel by all-gathers; returns None for a channel of one rank."""
     if channel.size == 1:
         return None
     sizes = TRANSFERS[:3] if quick else TRANSFERS
     line = fit_line(sizes, [_transfer_seconds(channel, size, device) for size in sizes])
     return LinkSpec(
         gb_per_second=_digits(line.bytes_per_second / 1e9),
+        # An all-gather in a ring has size - 1 hops.
         latency_us=_digits(line.latency_seconds / (channel.size - 1) * 1e6),
     )
 
 
 def _transfer_seconds(channel: Channel, sent_bytes: int, device: torch.device) -> float:
+    """Return the seconds of an all-gather in which each rank sends `sent_bytes`."""
     piece = torch.zeros(max(1, sent_bytes // (channel.size - 1) // 4), device=device)
     full = torch.empty(channel.size * piece.numel(), device=device)
     return _slowest(
@@ -181,7 +191,7 @@ def _seconds(
     *,
     choose: Callable[[Sequence[float]], float] = min,
 ) -> float:
-    """The seconds `act` takes, the first time omitted."""
+    """Return the seconds that `act` takes, without its first run, which may allocate or compile."""
     found = []
     for _ in range(6):
         begin = time.perf_counter()
@@ -193,7 +203,7 @@ def _seconds(
 
 
 def _slowest(channel: Channel, value: float, *, largest: bool = False) -> float:
-    """The least of all ranks, or the largest; a collective."""
+    """Return the minimum of `value` over all ranks, or the maximum; a collective."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -203,5 +213,5 @@ def _slowest(channel: Channel, value: float, *, largest: bool = False) -> float:
 
 
 def _digits(value: float) -> float:
-    """Three digits: the rest is noise."""
+    """Round to three significant digits; the rest is noise."""
     return float(f"{value:.3g}")

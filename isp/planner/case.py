@@ -1,4 +1,4 @@
-"""The case to plan: a model, how it is split, and a rank's work in a step."""
+"""The case that is planned: a model in a layout, and the work of a rank in one step."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Coordinates(NamedTuple):
-    """A rank's index along the axes that decide what it does."""
+    """Index of a rank along the axes that decide what it does."""
 
     tensor: int
     weight: int
     zero1: int
     stage: int
-    """In its pipeline; it may have several chunks there."""
+    """Rank in its pipeline; it may have several chunks there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +43,25 @@ class PlanCase:
     parallel: ParallelConfig
     topology: Topology
     rows: int
-    """Rows of a micro-batch, each shared by a tensor group."""
+    """Rows of a micro-batch; a tensor group shares each row."""
     tokens: int
     """Tokens of a row."""
     micro_num: int
     """Micro-batches of a data rank in a step."""
     dtype: _DType = "float32"
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The update rule."""
+    """Settings of the optimizer."""
     on_cpu: bool = False
-    """Ranks on CPU, over gloo: they sum the parts of a reduce-scatter themselves."""
+    """Ranks run on CPU over gloo, and sum the parts of a reduce-scatter themselves."""
     documents: int = 1
-    """Equal documents in a row, for the cost of attention, and for who has which tokens."""
+    """Equal documents in a row; they decide attention's cost and which rank has which tokens."""
     saves_in_background: bool = False
-    """Whether the host has a copy of what a rank saves, as `checkpoint.async_mode` says."""
+    """A background save keeps a copy of a rank's state on the host (`checkpoint.async_mode`)."""
 
     @classmethod
     def of(cls, config: JobConfig, world_size: int, *, on_cpu: bool = False) -> PlanCase:
-        """The case of `config` on `world_size` ranks; documents are samples.
+        """Return the case of `config` on `world_size` ranks; each sample is a document.
 
         Raises ConfigError if the sizes do not fit.
         """
@@ -82,47 +82,48 @@ class PlanCase:
 
     @property
     def language_model(self) -> TracedModel:
-        """What `model` describes."""
+        """The traced model that `model` describes."""
         return language_model(self.model, self.dtype)
 
     @property
     def mode(self) -> Mode:
-        """The mode."""
+        """The tensor-parallel mode."""
         return self.topology.mode
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a number of weights and activations."""
+        """Bytes of an element of weights and activations."""
         size: int = getattr(torch, self.dtype).itemsize
         return size
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of a number of main gradients, master weights and losses: float32 at least."""
+        """Bytes of an element of main gradients, master weights and losses: at least 4."""
         return max(4, self.item_bytes)
 
     def state_bytes(self, name: str, layout: ParameterLayout) -> int:
-        """Bytes of the optimizer states of a number of a weight, master weights left out."""
+        """Return the bytes of optimizer states per element of a parameter, without its master."""
         if (make := optimizer_of(self.optimizer, ())) is not None:
             return count_states(make) * self.wide_bytes
         wide = torch.float64 if self.dtype == "float64" else torch.float32
+        # A torch optimizer is asked for its own states; the built-in rules declare theirs.
         rule = values_of(name, layout, self.optimizer).rule
         kinds = update_rule(self.optimizer, rule).states(wide).values()
         return sum(dtype.itemsize for dtype in kinds)
 
     @property
     def gathers_weights(self) -> bool:
-        """Whether weights travel."""
+        """True if weights are sharded, and gathered for each use."""
         return self.mode.gathers_weights and self.topology.weight > 1
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether weights are gathered once a step, and kept."""
+        """True if weights are gathered once a step, and kept."""
         return self.gathers_weights and not self.parallel.weight.reshard_after_forward
 
     @property
     def sums_locally(self) -> bool:
-        """Whether the parts of a gradient are exchanged and summed by the ranks themselves."""
+        """True if ranks exchange the parts of a gradient and sum them themselves."""
         by = self.parallel.weight.reduce_by
         return by == "all_to_all" or (by == "auto" and self.on_cpu)
 
@@ -133,10 +134,11 @@ class PlanCase:
 
     @property
     def most_keys(self) -> int:
-        """The tensor rank for whose queries most keys are laid out: its memory is the most."""
+        """The tensor rank whose queries see the most keys, and which so takes the most memory."""
         t, windows = self.topology, self.language_model.attention_windows
         if t.context == 1 or not windows:
             return 0
+        # Windows limit how far back the keys of a slice of queries reach.
         lengths = (self.tokens // self.documents,) * self.documents
         laid_out = [
             sum(
@@ -155,18 +157,18 @@ class PlanCase:
 
     @property
     def order(self) -> PipelineOrder:
-        """The stages of a pipeline's ranks, and the order of their work."""
+        """The stages of each pipeline rank, and the order of their work."""
         return PipelineOrder(self.parallel.pipeline)
 
     @property
     def between_stages(self) -> Transfer:
-        """The transfer of a micro-batch to the next stage, whose gradient comes back."""
+        """The transfer of a micro-batch to the next stage; its gradient has the same size."""
         hidden = self.language_model.hidden_size
         sent = self.rows * self.tokens_between * hidden * self.item_bytes
         return Transfer("send", Axis.PIPELINE.value, Tag(Purpose.STAGE_ACTIVATION), sent)
 
     def neighbours(self, rank: int) -> list[tuple[bool, bool]]:
-        """For each chunk of a pipeline's `rank`, whether others have the stages around it."""
+        """Return, for each chunk of a pipeline rank, if the stages around it are on other ranks."""
         own, last = self.order.stages_of(rank), self.order.num_stages - 1
         return [
             (stage > 0 and stage - 1 not in own, stage < last and stage + 1 not in own)
@@ -175,13 +177,13 @@ class PlanCase:
 
     @property
     def few_micro_batches(self) -> int:
-        """So many micro-batches that a step of more repeats itself, [Note: Long steps]."""
+        """Micro-batches after which a longer step only repeats itself, [Note: Long steps]."""
         pipeline = self.parallel.pipeline
         rest = self.micro_num % pipeline.size
         return min(self.micro_num, (2 + pipeline.num_chunks) * pipeline.size + rest)
 
     def place(self, rank: int) -> Coordinates:
-        """`rank`'s place."""
+        """Return the coordinates of a global rank."""
         topology = self.topology
         in_stage = rank % topology.stage
         return Coordinates(
@@ -192,9 +194,9 @@ class PlanCase:
         )
 
     def size(self, axis: Axis) -> int:
-        """Ranks in a group of `axis`; `Topology.size` without listing them."""
+        """Return the ranks in a group of `axis`, without listing them as `Topology.size` does."""
         if axis is Axis.EMBEDDING:
             return min(2, self.topology.pipeline)
-        name = "world_size" if axis is Axis.WORLD else axis.value  # as the topology has them
+        name = "world_size" if axis is Axis.WORLD else axis.value  # fields of Topology
         size: int = getattr(self.topology, name)
         return size

@@ -1,9 +1,9 @@
-"""Seconds of compute of each use of a step on one rank.
+"""Seconds of computation on one rank.
 
-Products take 2 FLOPs for each pair of token and parameter forward, as many for each of the two
-gradients. Attention over a causal document of n tokens has n^2 / 2 pairs of 4 d FLOPs a head; its
-backward multiplies five times where the forward multiplies twice (Dao 2023, FlashAttention-2).
-What only passes over memory (norms, rotations, activation, loss) is counted in bytes.
+A product takes 2 FLOPs for each pair of token and parameter in forward, and twice that in backward.
+Attention over a causal document of n tokens has n^2 / 2 pairs of 4 d FLOPs per head; its backward
+has five products for the forward's two (Dao 2023, FlashAttention-2). Operations that are bound by
+memory bandwidth (norms, rotary embedding, activation, loss) are counted in bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Costs"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the rank at `place`."""
+    """Computation costs of the rank at `place`, in seconds."""
 
     case: PlanCase
     place: Coordinates
@@ -32,42 +32,45 @@ class Costs:
     host: HostSpec = field(default_factory=HostSpec)
 
     def compute(self, event: Compute) -> float:
-        """Seconds of a computation."""
+        """Return the seconds of a computation."""
         return event.amount / self._rates[event.kind]
 
     def before(self, block: Block, number: int) -> float:
-        """Seconds of what precedes the product of a use of a block in forward.
+        """Return the seconds of the memory passes before a use's product in forward.
 
-        Passes over memory, and with the first use of a layer the gaps between its kernels.
+        The first use of a layer also has the gaps between the layer's kernels.
         """
         passes = block.uses[number].passes
-        assert passes is not None, "a traced model says them"
+        assert passes is not None, "a traced model declares them"
         numbers = self.case.tokens_between * passes
         gaps = self.device.layer_us * 1e-6 if number == 0 and len(block.uses) > 1 else 0.0
         return self._over_memory(self.case.rows * numbers * self.case.item_bytes) + gaps
 
     @cached_property
     def update(self) -> float:
-        """Seconds of the norm, the update and packing of what is published.
+        """Return the seconds of the gradient norm, the update, and packing the published weights.
 
-        States on the host travel there and back at the same time, behind the update.
+        Offloaded states travel to the device and back while the update runs.
         """
         case, zero1 = self.case, self.case.topology.zero1
         trained = updated_parameters(case, self.place)
         numbers = sum(p.parameter.numel() for p in trained)
         states = sum(p.parameter.numel() * case.state_bytes(p.name, p.layout) for p in trained)
         wide, item = case.wide_bytes, case.item_bytes
+        # Packing and unpacking what is published passes over the weights three times.
         published = 3 * numbers * item if zero1 > 1 else 0
+        # Read gradient, master and write master and weight; states are read and written.
         updated = (numbers * (3 * wide + item) + 2 * states) / zero1
         passing = 0.0
         if case.optimizer.offload_states:
             passing = (states + (numbers * wide if item < wide else 0)) / zero1
+        # Update and transfer overlap, so the slower of them counts.
         streamed = max(self._over_memory(updated), passing / (self.host.gb_per_second * 1e9))
         return self._over_memory(numbers * wide + published) + streamed
 
     @cached_property
     def of_matrices(self) -> int:
-        """FLOPs of Newton-Schulz for all matrices of the stage."""
+        """Return the FLOPs of Newton-Schulz for all matrices of the stage."""
         asked = self.case.optimizer
         if "muon" not in asked.rules:
             return 0
@@ -79,7 +82,10 @@ class Costs:
         )
 
     def newton_schulz(self, flops: float) -> float:
-        """Seconds of so many FLOPs: in bfloat16, but on CPU and in float64."""
+        """Return the seconds of `flops` of Newton-Schulz, which runs in bfloat16.
+
+        On CPU and in float64 training it runs at the speed of float32.
+        """
         wide = self.case.on_cpu or self.case.dtype == "float64"
         peak = self.device.wide_tflops if wide else self.device.tflops
         return flops / (peak * 1e12 * self.device.efficiency)
@@ -88,7 +94,7 @@ class Costs:
 
     @cached_property
     def _rates(self) -> dict[Work, float]:
-        """FLOPs a second, and bytes."""
+        """Return the units of each kind of work per second (FLOPs or bytes)."""
         device = self.device
         wide = self.case.item_bytes >= 4
         peak = (device.wide_tflops if wide else device.tflops) * 1e12
@@ -100,4 +106,5 @@ class Costs:
         }
 
     def _over_memory(self, num_bytes: float) -> float:
+        """Return the seconds to read or write `num_bytes`."""
         return num_bytes / self._rates[Work.MEMORY]

@@ -1,4 +1,4 @@
-"""Calls and bytes of every collective in a step, exactly as a run counts them."""
+"""Calls and bytes of each collective in a step; they equal the counts of a run."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _ANY = Fabric(
     device=DeviceSpec(name="any", **_SPEEDS, **_SHARES),
     inside=LinkSpec(gb_per_second=1, latency_us=0),
 )
-"""What is sent is the same on every machine."""
+"""A fabric for walks whose times do not matter: traffic is the same on every machine."""
 
 
 class Count(NamedTuple):
-    """Transfers of one kind over one channel."""
+    """Transfers of one kind over one channel in a step."""
 
     calls: int
     sent_bytes: int
 
 
 class Traffic(NamedTuple):
-    """All transfers of a rank in a step."""
+    """All transfers of one rank in a step."""
 
     by_channel: dict[tuple[str, str], Count]
-    """By (kind, channel), as the log has them."""
+    """Counts by (kind, channel), as in the transfer log."""
     by_purpose: dict[Purpose, Count]
-    """By what travels."""
+    """Counts by the purpose of the transfer."""
 
 
 def traffic(case: PlanCase, rank: int) -> Traffic:
-    """The transfers `rank` sends in a step, from the data's broadcast to the published weights.
+    """Return the transfers of `rank` in a step, from the batch's broadcast to published weights.
 
-    [Note: Long steps] In the steady state of a schedule as many micro-batches more as there are
-    ranks in the pipeline send always the same, so a step of many is planned as two short ones.
+    [Note: Long steps] In the steady state of a schedule, each group of as many micro-batches as the
+    pipeline has ranks sends the same, so a long step is extrapolated from two short ones.
     """
     few, period, place = case.few_micro_batches, case.topology.pipeline, case.place(rank)
     found = walk(case, _ANY, rank, few).sent
@@ -59,7 +59,7 @@ def traffic(case: PlanCase, rank: int) -> Traffic:
             {sent: found[sent] + rest * (n - found[sent]) for sent, n in longer.items()}
         )
     send = case.between_stages
-    for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # as many come as go
+    for hop in (send, send._replace(kind="recv", sent_bytes=0)):  # each neighbor sends one back
         found[hop] += case.micro_num * sum(map(sum, case.neighbours(place.stage)))
     found.update(_once_a_step(case, rank))
     by_channel: dict[tuple[str, str], Count] = {}
@@ -71,13 +71,14 @@ def traffic(case: PlanCase, rank: int) -> Traffic:
 
 
 def _add(counts: dict[K, Count], key: K, n: int, sent: Transfer) -> None:
+    """Add `n` transfers to the entry of `key`; no entry for none."""
     calls, size = counts.get(key, (0, 0))
     if n:
         counts[key] = Count(calls + n, size + n * sent.sent_bytes)
 
 
 def _once_a_step(case: PlanCase, rank: int) -> list[Transfer]:
-    """The data, and the gradient of a table of which another stage has a copy."""
+    """Return the batch's broadcast, and the sum of a table that another stage shares."""
     place, heard = case.place(rank), Heard()
     dry = DryRank(case, place, heard)
     dry.share_batch()
@@ -88,7 +89,7 @@ def _once_a_step(case: PlanCase, rank: int) -> list[Transfer]:
 
 
 def scans(case: PlanCase) -> str:
-    """How scans over several ranks are split, in words; "" if there are none."""
+    """Return how scans over several ranks are split, in words; "" without such scans."""
     if not any(call.kind is Kind.SCAN for call in case.language_model.trace.calls):
         return ""
     sent = traffic(case, 0).by_purpose

@@ -1,8 +1,7 @@
-"""The model's declarations of itself, cut for any layout: parameters, and blocks in order.
+"""Parameters and blocks of a model on any rank, from the model's own declarations.
 
-A model is built once a mode, as one rank would have it and without memory; a layout only cuts it
-anew. So the plan knows no shapes or names of its own that
-could differ from those of a run.
+A model is built once per mode on the meta device, as a single rank would have it; a layout only
+cuts that into shards and stages. So a plan has the names and shapes of a run by construction.
 """
 
 from __future__ import annotations
@@ -43,9 +42,10 @@ __all__ = [
 
 @lru_cache(maxsize=64)
 def bare(model: ModelConfig) -> ModelConfig:
-    """Return the model, computed as it is by default, so that layouts share its parameters.
+    """Return `model` with the default values of all keys that say how it is computed.
 
-    It is allowed what `model` is: else a model that a run takes could not be planned.
+    Layouts that differ only in such keys share its parameters. `allow_unchecked` is kept, since
+    a model that a run accepts must be accepted here.
     """
     default = defaults_of(ModelConfig, KeyRole.METHOD)
     return replace(model, **{**default, "allow_unchecked": model.allow_unchecked})
@@ -53,7 +53,7 @@ def bare(model: ModelConfig) -> ModelConfig:
 
 @lru_cache(maxsize=32)
 def _whole(model: ModelConfig, dtype: str, mode: Mode, split: bool, stay: bool) -> StageModule:
-    """All of the model on one rank, which every pipeline cuts."""
+    """Return all of the model on one rank, to be cut by pipelines."""
     traced = language_model(model, dtype)
     (whole,) = shape_only(traced, mode, embed_split_hidden=split, experts_stay=stay)
     return whole
@@ -68,7 +68,10 @@ def _shapes(
     order: PipelineOrder,
     stay: bool,
 ) -> tuple[RankShape, ...]:
-    """Of the ranks of a pipeline; ways of recomputing share all but the marks of blocks."""
+    """Return the part of each rank of a pipeline.
+
+    Ways of recomputation differ only in how blocks are marked, and share the rest.
+    """
     plain = replace(bare(model), mlp_tile_tokens=model.mlp_tile_tokens)
     traced = language_model(plain, dtype)
     if model == plain:
@@ -80,19 +83,19 @@ def _shapes(
 
 
 def shape_of(case: PlanCase, rank: int) -> RankShape:
-    """The part of the model that the `rank`-th rank of a pipeline has."""
+    """Return the part of the model on the `rank`-th rank of a pipeline."""
     split, stay = case.parallel.weight.embed_split_hidden, case.topology.experts_stay
     return _shapes(case.model, case.dtype, case.mode, split, case.order, stay)[rank]
 
 
 def whole_shape(model: ModelConfig, dtype: str, mode: Mode, *, experts_stay: bool) -> RankShape:
-    """All of a model."""
+    """Return the shape of a whole model on one rank."""
     order = PipelineOrder(PipelineConfig())
     return _shapes(model, dtype, mode, False, order, experts_stay)[0]
 
 
 def all_blocks(case: PlanCase) -> list[Block]:
-    """The blocks of all stages, in forward order."""
+    """Return the blocks of all stages, in forward order."""
     order, found = case.order, dict[int, tuple[Block, ...]]()
     for rank in range(order.config.size):
         found |= zip(order.stages_of(rank), shape_of(case, rank).chunks, strict=True)
@@ -100,22 +103,22 @@ def all_blocks(case: PlanCase) -> list[Block]:
 
 
 def trained_parameters(case: PlanCase, place: Coordinates) -> list[ShardedParameter]:
-    """Those of `local_parameters` that are not frozen."""
+    """Return the parameters of `local_parameters` that are not frozen."""
     return [item for item in local_parameters(case, place) if item.parameter.requires_grad]
 
 
 def updated_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
-    """The trained parameters as the optimizer has them: each by itself, however it travels."""
+    """Return the trained parameters one by one, as the optimizer has them."""
     return _parameters(case, place, apart=True)
 
 
 def local_parameters(case: PlanCase, place: Coordinates) -> tuple[ShardedParameter, ...]:
-    """The parameters of the rank at `place`, without memory."""
+    """Return the parameters of the rank at `place` on the meta device, as they are gathered."""
     return _parameters(case, place, apart=False)
 
 
 def _parameters(case: PlanCase, place: Coordinates, *, apart: bool) -> tuple[ShardedParameter, ...]:
-    """As they travel, or trained ones `apart`."""
+    """Return parameters as they are gathered, or the trained ones one by one if `apart`."""
     return _local_parameters(
         bare(case.model),
         case.dtype,
@@ -143,9 +146,10 @@ def _local_parameters(
     spread: int,
     apart: bool,
 ) -> tuple[ShardedParameter, ...]:
-    """Those of the shards number `index` of `parts`; what is replicated stays whole.
+    """Return shard `index` of `parts` of each parameter; replicated parameters stay whole.
 
-    `spread`: ranks that have different experts; `apart`: trained ones, each by itself.
+    `spread` is the number of ranks with different experts. `apart`: only trained parameters, one by
+    one. The arguments are only what matters, so that layouts share cached results.
     """
     found, roles = [], language_model(model, dtype).trace.roles
     stay = spread == parts > 1
@@ -162,22 +166,23 @@ def _local_parameters(
 
 
 BlockKind = tuple[bool, tuple[tuple[Use, tuple[int, ...]], ...]]
-"""A block's kind: whether it is recomputed, its uses, and the weights' shapes."""
+"""Kind of a block: its recomputation, its uses, and the shapes of its weights."""
 
 
 def kind_of(block: Block, shapes: Mapping[str, tuple[int, ...]]) -> BlockKind:
-    """The kind of a block, its weights being of these global shapes."""
+    """Return the kind of a block, given the global shapes of weights by name."""
 
-    def alike(use: Use) -> Use:
+    def nameless(use: Use) -> Use:
+        # Names of weights and biases differ in each layer, and do not make a kind.
         again = use.in_recompute or not block.recomputed
         return use._replace(weight=None, bias=use.bias and "", in_recompute=again)
 
-    uses = ((alike(use), shapes.get(use.weight or "", ())) for use in block.uses)
+    uses = ((nameless(use), shapes.get(use.weight or "", ())) for use in block.uses)
     return block.recomputed, tuple(uses)
 
 
 def kinds_of(case: PlanCase, rank: int, blocks: Iterable[Block]) -> dict[str, BlockKind]:
-    """The kinds of `blocks` of the `rank`-th rank of a pipeline, by name."""
+    """Return the kinds of `blocks` of the `rank`-th rank of a pipeline, by block name."""
     layouts = shape_of(case, rank).layouts.items()
     shapes = {name: layout.global_shape for name, layout in layouts}
     return {block.name: kind_of(block, shapes) for block in blocks}

@@ -1,27 +1,30 @@
-"""What a rehearsal's layers are given: nothing that computes or sends, all of which is noted.
+"""Stand-ins for a rehearsal: weights, host memory, attention, norms and scans that only record.
 
-[Note: One node] Norms and local attention are one kernel each on CUDA, and keep their inputs,
-output and statistics. On CPU a norm is several operations, as on meta, and attention computes in
-float32 at least. What CUDA keeps has not been counted on a device.
+[Note: One node] On CUDA a norm and local attention are one kernel each, which saves its inputs, its
+output and statistics. On CPU and on meta a norm is several operations, and attention computes in
+float32 at least. What CUDA saves has not been measured on a device.
 
-[Note: Workspace] In backward flash attention adds up dq in float32. With shared KV heads versions 3
-and 4 add up dk and dv in float32, too, and version 2 writes those of every query head. `auto` is
-planned as version 2, which takes most, and so are `sdpa` and `cudnn`: what cuDNN takes is not known
-until it is measured. With deterministic kernels version 2 has several copies of dq, which are not
-planned. Source: mha_bwd and mha_varlen_bwd of torch (flash_attn/flash_api.cpp) and of
-flash-attention's hopper/flash_api.cpp, and _flash_attn_bwd of its flash_attn/cute/interface.py.
+[Note: Workspace] In backward flash attention sums dq in float32. With shared KV heads, versions 3
+and 4 sum dk and dv in float32, too; version 2 writes dk and dv of every query head. `auto`, `sdpa`
+and `cudnn` are planned as version 2, which takes the most; cuDNN's own workspace has not been
+measured. The several copies of dq that version 2 makes with deterministic kernels are not planned.
+Source: mha_bwd and mha_varlen_bwd of torch (flash_attn/flash_api.cpp) and of flash-attention's
+hopper/flash_api.cpp, and _flash_attn_bwd of its flash_attn/cute/interface.py.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from isp.core.attention.backend import AttentionBackend
@@ -35,14 +38,18 @@ from isp.core.layers.rank_layers import RankLayers
 from isp.core.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
-from isp.core.mixers.recurrence import Recurrence
+from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.core.optim.buckets import master_dtype
-from isp.core.tensors import tensors_in
-from isp.core.torch_private import TorchDispatchMode, aten_grouped_mm
+from isp.core.tensors import memory_of, tensors_in
+from isp.core.torch_private import (
+    TorchDispatchMode,
+    aten_grouped_mm,
+    disable_current_modes,
+    storage_key,
+)
 from isp.core.weights.declare import WeightHolder
 from isp.core.weights.wp import FullWeights, LocalWeights, WPCommunicator
-from isp.planner.dry_scan import DryRecurrence
-from isp.planner.record import Compute, EventRecorder, Gradient, Reach, Read, Work
+from isp.planner.record import Compute, EventRecorder, Gradient, PeakMemory, Reach, Read, Work
 
 __all__ = [
     "META",
@@ -50,6 +57,7 @@ __all__ = [
     "DryHost",
     "DryLayers",
     "DryProducts",
+    "DryRecurrence",
     "DryWeights",
     "Products",
     "fuse_norms",
@@ -59,7 +67,10 @@ META = torch.device("meta")
 
 
 class DryWeights(WPCommunicator):
-    """Notes who reads weights and has gradients; weights are whole where they are gathered."""
+    """A communicator that records reads of weights and their gradients, and gathers nothing.
+
+    If the layout gathers weights, parameters have their full shapes.
+    """
 
     def __init__(
         self,
@@ -87,7 +98,7 @@ class DryWeights(WPCommunicator):
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
-        if not self._recorder.is_declared(module):  # spread experts, which are not gathered
+        if not self._recorder.is_declared(module):  # an expert on its own rank is never gathered
             return LocalWeights().unshard(module, phase, weight, bias)
         return nullcontext(_Use(self._recorder, module, phase, weight, bias))
 
@@ -101,9 +112,10 @@ class DryWeights(WPCommunicator):
 
 
 class DryProducts:
-    """The route into main gradients: notes that a weight gradient is there.
+    """The route of weight gradients into main gradients; records when a gradient is ready.
 
-    On CPU a product of narrow factors takes memory of its own, [Note: Wide products].
+    On CPU the product of 16-bit factors takes memory of its own, [Note: Wide products]; then there
+    is no main gradient to compute into.
     """
 
     def __init__(
@@ -118,7 +130,7 @@ class DryProducts:
 
     @property
     def main_gradients(self) -> Iterable[Tensor]:
-        """Where products end."""
+        """The main gradients that products are added to."""
         return self._main.values()
 
     def __call__(
@@ -129,7 +141,7 @@ class DryProducts:
 
 
 class _Use:
-    """Shards that stand for full tensors; notes when the weight is read."""
+    """Weights of one use; records when the weight is read."""
 
     def __init__(
         self,
@@ -141,7 +153,7 @@ class _Use:
     ) -> None:
         self.bias = bias
         self._recorder, self._unshard, self._weight = recorder, recorder.use_of(module), weight
-        if phase is Phase.BACKWARD:  # a forward is reached when the layer is called
+        if phase is Phase.BACKWARD:  # in forward the module's hook has recorded it
             recorder.note(Reach(self._unshard, phase))
         elif recorder.is_inside(module):
             recorder.note(Reach(self._unshard, recorder.phase))
@@ -153,7 +165,10 @@ class _Use:
 
 
 class DryHost(HostChannel):
-    """Notes what goes to the host. When it comes back is not the block's to say."""
+    """A host channel that records what goes to the host.
+
+    The walk decides when an input is fetched, so that is not recorded.
+    """
 
     def __init__(self, recorder: EventRecorder) -> None:
         super().__init__(META)
@@ -166,7 +181,7 @@ class DryHost(HostChannel):
 
 
 class DryAttention:
-    """Local attention that attends to nothing; also an `LseKernel` of `attention.backends.lse`."""
+    """Local attention that only records; also an `LseKernel` of `attention.backends.lse`."""
 
     def __init__(self, recorder: EventRecorder, backend: AttentionBackend, on_cpu: bool) -> None:
         self._recorder = recorder
@@ -183,9 +198,11 @@ class DryAttention:
         sinks: Tensor | None = None,
         chosen: Chosen | None = None,
     ) -> Tensor:
-        """q [B, Sq, H, d], k [B, Sk, K, d] and v [B, Sk, K, e] -> [B, Sq, H, e].
+        """Return an empty output [B, Sq, H, e].
 
-        Of chosen keys isp computes the products of all, and keeps the numbers.
+        Shapes: q [B, Sq, H, d], k [B, Sk, K, d], v [B, Sk, K, e]. If keys are chosen per query,
+        the products of all keys are computed all the same, and only the numbers of the chosen keys
+        are saved.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         own = wide if self._on_cpu or chosen is not None else q.dtype  # [Note: One node]
@@ -194,7 +211,7 @@ class DryAttention:
         flops = _flops(q, k, v, mask)
         tensors = (x.to(own) for x in (q, k, v))
         if chosen is None:
-            # that of `SinkAttention` on CUDA, whatever is configured
+            # Sinks always run on variable-length flash attention on CUDA (`SinkAttention`).
             backend = self._backend if sinks is None else AttentionBackend.VARLEN
             numbers, work = None, self._workspace(q, k, v, backend)
         else:
@@ -206,6 +223,7 @@ class DryAttention:
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
+        """Return an empty output and log-sum-exp, as a ring's block of attention."""
         self._recorder.note(Compute(Work.ATTENTION, _flops(q, k, v, mask)))
         dtype = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:-1], dtype=dtype)
@@ -221,12 +239,12 @@ class DryAttention:
         mask: AttentionMask,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._recorder.note(Compute(Work.ATTENTION, _BACKWARD * _flops(q, k, v, mask)))
-        work = self._workspace(q, k, v, AttentionBackend.VARLEN)  # that of `FlashKernel`
+        work = self._workspace(q, k, v, AttentionBackend.VARLEN)  # as `FlashKernel` uses it
         return _gradients((q, k, v), work)
 
     def _workspace(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend) -> int:
-        """Bytes that backward takes besides the gradients: [Note: Workspace]."""
-        if self._on_cpu or q.itemsize > 2:  # flash attention takes 16 bits
+        """Return the bytes that backward takes besides the gradients, [Note: Workspace]."""
+        if self._on_cpu or q.itemsize > 2:  # flash attention takes 16-bit inputs only
             return 0
         work, group = 4 * q.numel(), q.shape[-2] // k.shape[-2]
         if group > 1:
@@ -236,11 +254,11 @@ class DryAttention:
 
 
 _BACKWARD = 2.5
-"""FLOPs of the gradients of attention, as multiples of its own: five products instead of two."""
+"""FLOPs of attention's backward as a multiple of its forward: five products instead of two."""
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> float:
-    """FLOPs of the pairs of a query and a key that the mask lets see each other."""
+    """Return the FLOPs of all pairs of a query and a key that the mask allows."""
     if mask.cu_seqlens is None:
         pairs = q.shape[0] * _pairs_before(k.shape[1], mask.window)
     else:
@@ -255,17 +273,17 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> float:
 
 
 def _pairs_before(length: int, window: int | None) -> float:
-    """Pairs of a query and a key before it, in a causal document."""
+    """Return the pairs of a query and a key in its past, in a causal document."""
     reach = length if window is None else min(length, window)
     return reach * (2 * length - reach) / 2
 
 
 _LOGITS = 3
-"""Of a block of explicit attention, as many at once in backward: softmax, and gradients."""
+"""Tensors of the size of a block's logits that explicit attention's backward holds at once."""
 
 
 def _block(q: Tensor, k: Tensor, mask: AttentionMask) -> int:
-    """Logits of the largest block of explicit attention."""
+    """Return the number of logits in the largest block of explicit attention."""
     lengths = document_lengths(mask, len(q), q.shape[1], k.shape[1])
     queries, keys = (max(each) for each in zip(*lengths, strict=True))
     heads = q.shape[2]
@@ -274,6 +292,8 @@ def _block(q: Tensor, k: Tensor, mask: AttentionMask) -> int:
 
 
 class _Attention(torch.autograd.Function):
+    """Attention as one autograd node that saves what the kernel saves, [Note: One node]."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -302,20 +322,20 @@ class _Attention(torch.autograd.Function):
 def _gradients(qkv: Sequence[Tensor], work: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, k and v, counting a workspace of `work` bytes at their peak."""
     dq, dk, dv = (torch.empty_like(x) for x in qkv)
-    dq.new_empty(work, dtype=torch.uint8)  # seen at its most, and gone
+    dq.new_empty(work, dtype=torch.uint8)  # freed at once; the recorder has seen the peak
     return dq, dk, dv
 
 
 @dataclass(frozen=True, kw_only=True)
 class DryLayers(RankLayers):
-    """Layers of which alike parts are run a few times, and scans on few tokens."""
+    """A rank's layers, with equal tiles run only a few times and scans on few tokens."""
 
     recorder: EventRecorder
     like_cuda: bool
-    """Whether they compute as on CUDA, [Note: One node]."""
+    """True to compute as on CUDA, [Note: One node]."""
 
     def expert_layout(self, shape: tuple[int, ...]) -> ParameterLayout:
-        """Those of the first rank that has different ones, which has most."""
+        """Return the layout of the first expert rank, which has the most experts."""
         if self.expert.size == 1:
             return super().expert_layout(shape)
         return replace(self.sharded_layout(shape, dim=0), parts=self.expert.size)
@@ -324,7 +344,7 @@ class DryLayers(RankLayers):
         return DryRecurrence(kind, self.recorder)
 
     def tiles(self, parts: Sequence[slice]) -> Iterator[slice]:
-        """The first, whose products stand for those of the others."""
+        """Yield the first part only; its products are scaled up to those of all."""
         first, *others = parts
         begin = len(self.recorder.running)
         yield first
@@ -334,13 +354,13 @@ class DryLayers(RankLayers):
         self.recorder.note(Compute(Work.PRODUCT, flops * rows / (first.stop - first.start)))
 
     def each_tile(self, tiles: Sequence[slice]) -> Iterator[slice]:
-        """The third stands for all between it and the last."""
-        *alike, last = tiles
-        yield from alike[:2]
-        if len(alike) > 2:
+        """Yield the first three tiles and the last; the third's events repeat for the rest."""
+        *equal, last = tiles
+        yield from equal[:2]
+        if len(equal) > 2:
             begin = len(self.recorder.running)
-            yield alike[2]
-            self.recorder.running.extend(self.recorder.running[begin:] * (len(alike) - 3))
+            yield equal[2]
+            self.recorder.running.extend(self.recorder.running[begin:] * (len(equal) - 3))
         yield last
 
     @property
@@ -349,7 +369,7 @@ class DryLayers(RankLayers):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Let torch's own norms be one node each, as on CUDA: [Note: One node]."""
+    """Make each torch norm a single autograd node, as on CUDA: [Note: One node]."""
     for norm in model.modules():
         if type(norm) is nn.RMSNorm:
             setattr(norm, "forward", partial(_normed, norm))  # noqa: B010
@@ -361,6 +381,8 @@ def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
+    """A norm as one autograd node that saves its input, its weight and a statistic per row."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
@@ -373,24 +395,25 @@ class _Norm(torch.autograd.Function):
 
 
 def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
-    """What `torch._grouped_mm` gives, which torch knows on the meta device for bfloat16 alone.
+    """Return the empty result of `torch._grouped_mm`, which is bfloat16-only on the meta device.
 
-    Groups of rows, [N, I] and [E, I, O] -> [N, O], or of what is added up, [I, N] and [N, O] ->
-    [E, I, O].
+    [N, I] and [E, I, O] -> [N, O] for groups of rows, or [I, N] and [N, O] -> [E, I, O] for groups
+    of what is summed over.
     """
     groups = offs.shape if b.dim() == 2 else ()
     return a.new_empty(*groups, a.shape[0], b.shape[-1])
 
 
 _CONVOLUTIONS = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
-"""Those of a language model: with a few taps a channel they pass over memory."""
+"""Convolutions of language models, which have a few taps per channel: bound by memory bandwidth."""
 
 
+# torch's counter does not know the in-place product that adds to main gradients.
 _FLOPS = flop_registry | {torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
 
 
 class Products(TorchDispatchMode):
-    """Notes the products of matrices, convolutions, and memory that is made."""
+    """Records products of matrices, convolutions, and the memory that operations make."""
 
     def __init__(self, recorder: EventRecorder) -> None:
         super().__init__()
@@ -410,3 +433,214 @@ class Products(TorchDispatchMode):
                 self._recorder.note(Compute(Work.PRODUCT, count(*args, **kwargs, out_val=out)))
         self._recorder.made(tensors_in(out))
         return out
+
+
+# -- scans -----------------------------------------------------------------------------------
+#
+# [Note: Short scans] The bytes that a scan saves for backward, and its peak, grow equally with each
+# chunk of a segment. So the recurrence itself runs on the meta device on segments of two lengths,
+# `_STEP` tokens apart, and longer ones are extrapolated. This is the memory of ISP's scan in torch;
+# a kernel may take less.
+
+
+_STEP = 64
+"""Tokens between the two lengths; a multiple of every recurrence's chunk."""
+
+
+class DryRecurrence:
+    """A `Recurrence` whose scans and summaries are recorded instead of computed."""
+
+    def __init__(self, kind: Recurrence, recorder: EventRecorder) -> None:
+        self._kind = kind
+        self._recorder = recorder
+        self.summary_size = kind.summary_size
+        self.state_size = kind.state_size
+        self.flops = kind.flops
+        self.after = kind.after
+
+    def scan(
+        self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Record a scan; shapes as `Recurrence.scan`."""
+        rows = sum(lengths), len(lengths)
+        out, states = self._noted(rows, self.flops(inputs), inputs, lengths, initial)
+        return out, states
+
+    def summary(self, inputs: Inputs, lengths: Sequence[int]) -> Tensor:
+        """Record a summary; its FLOPs are a scan's times the ratio of summary to state size."""
+        flops = self.flops(inputs) * self.summary_size(inputs) // self.state_size(inputs)
+        (found,) = self._noted((len(lengths),), flops, inputs, lengths, None)
+        return found
+
+    def _noted(
+        self,
+        rows: tuple[int, ...],
+        flops: int,
+        inputs: Inputs,
+        lengths: Sequence[int],
+        initial: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        """Return results with these rows, computed at `flops` a token.
+
+        A scan has two results (outputs and states), a summary has one.
+        """
+        begin = () if initial is None else (initial,)
+        segment = _Segment(
+            self._kind,
+            len(rows) == 1,
+            tuple(map(_Like.of, inputs.of_heads)),
+            tuple(map(_Like.of, inputs.of_groups)),
+            tuple(map(_Like.of, begin)),
+            tuple(None if x is None else _Like.of(x[None]) for x in inputs.constants),
+        )
+        counts = Counter(lengths)
+        # Segments of equal lengths take the same, so measure each length once.
+        taken = {n: _taken(segment, n) for n in counts}
+        total = tuple(sum(counts[n] * taken[n].sizes[i] for n in counts) for i in range(3))
+        first = taken[lengths[0]]
+        results = (x.rows(n) for x, n in zip(first.results, rows, strict=True))
+        found: tuple[Tensor, ...] = _Scanned.apply(
+            flops * sum(lengths),
+            self._recorder,
+            total,
+            first.saves,
+            tuple(results),
+            *(x for xs in (*inputs, begin) for x in xs if x is not None),
+        )
+        return found
+
+
+class _Like(NamedTuple):
+    """Shape and dtype of a tensor, without its first dim."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Like:
+        return cls(x.shape[1:], x.dtype)
+
+    def rows(self, length: int) -> Tensor:
+        """Return an empty tensor with `length` rows."""
+        return _memory(length, *self.shape, dtype=self.dtype)
+
+
+class _Scanned(torch.autograd.Function):
+    """A scan as one autograd node, with the bytes of the measured one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        flops: int,
+        recorder: EventRecorder,
+        sizes: tuple[int, int, int],
+        saves: tuple[bool, ...],
+        results: tuple[Tensor, ...],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.flops, ctx.recorder, (kept, most, ctx.most) = flops, recorder, sizes
+        ctx.inputs = [(x.shape, x.dtype) for x in inputs]
+        recorder.note(Compute(Work.SCAN, flops))
+        _memory(most)  # freed at once; the recorder has seen the peak
+        saved = (x for x, is_saved in zip(inputs, saves, strict=True) if is_saved)
+        ctx.save_for_backward(_memory(kept), *saved)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.recorder.note(Compute(Work.SCAN, 3 * ctx.flops))  # one forward and two gradients
+        kept, *_ = ctx.saved_tensors
+        _memory(max(0, ctx.most - kept.nbytes))
+        kept.untyped_storage().resize_(0)  # the scan's loop frees chunk after chunk
+        gradients = (_memory(*shape, dtype=dtype) for shape, dtype in ctx.inputs)
+        return None, None, None, None, None, *gradients
+
+
+def _memory(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Return an empty tensor on the meta device."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class _Segment(NamedTuple):
+    """A run of tokens of one document, of any length; a key of the cache."""
+
+    kind: Recurrence
+    summarised: bool
+    of_heads: tuple[_Like, ...]
+    of_groups: tuple[_Like, ...]
+    initial: tuple[_Like, ...]
+    """The state before the segment: one entry if there is one."""
+    constants: tuple[_Like | None, ...]
+
+    def inputs(self, tokens: int) -> tuple[Inputs, Tensor | None]:
+        """Return inputs of `tokens` tokens, and the state before them."""
+        of_heads, of_groups = (
+            tuple(x.rows(tokens).requires_grad_() for x in of)
+            for of in (self.of_heads, self.of_groups)
+        )
+        constants = (None if x is None else x.rows(1)[0].requires_grad_() for x in self.constants)
+        initial = next((x.rows(1).requires_grad_() for x in self.initial), None)
+        return Inputs(of_heads, of_groups, tuple(constants)), initial
+
+    def run(self, inputs: Inputs, initial: Tensor | None) -> tuple[Tensor, ...]:
+        """Run the recurrence, and return its results."""
+        tokens = [len(inputs.of_heads[0])]
+        if self.summarised:
+            return (self.kind.summary(inputs, tokens),)
+        return self.kind.scan(inputs, tokens, initial)
+
+
+class _Taken(NamedTuple):
+    """Results of a segment's scan, and the bytes it takes besides its inputs."""
+
+    kept: int
+    """Saved for backward."""
+    forward: int
+    """Peak in forward."""
+    backward: int
+    """Peak in backward, saved bytes included."""
+    saves: tuple[bool, ...]
+    """Flags of the inputs that are saved."""
+    results: tuple[_Like, ...]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.kept, self.forward, self.backward
+
+
+def _taken(segment: _Segment, tokens: int) -> _Taken:
+    """Return the bytes of a segment of `tokens` tokens, [Note: Short scans]."""
+    short = min(tokens, 2 * _STEP + tokens % _STEP)
+    base, steps = _measured(segment, short), (tokens - short) // _STEP
+    if not steps:
+        return base
+    pairs = zip(base.sizes, _measured(segment, short + _STEP).sizes, strict=True)
+    kept, forward, backward = (a + steps * (b - a) for a, b in pairs)
+    return base._replace(kept=kept, forward=forward, backward=backward)
+
+
+@lru_cache(maxsize=1024)
+def _measured(segment: _Segment, tokens: int) -> _Taken:
+    """Measure a short segment by running it on the meta device."""
+    saved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def keep(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        saved[storage_key(memory)] = memory
+        return x
+
+    # The rehearsal's own modes must not record this run.
+    with disable_current_modes(), torch.enable_grad():
+        inputs, initial = segment.inputs(tokens)
+        with PeakMemory() as made:
+            with saved_tensors_hooks(keep, lambda x: x):
+                out, *others = segment.run(inputs, initial)
+            results = tuple(map(_Like.of, (out, *others)))
+            del others  # no gradient enters through the final states
+            given = (x for of in (*inputs, (initial,)) for x in of if x is not None)
+            saves = tuple(saved.pop(memory_of(x), None) is not None for x in given)
+            kept = sum(memory.nbytes() for memory in saved.values())
+            forward, made.peak_bytes = made.peak_bytes, 0
+            out.backward(torch.empty_like(out))
+    # The output and its gradient were made in here, but are memory of the caller.
+    return _Taken(kept, forward, made.peak_bytes - 2 * out.nbytes, saves, results)

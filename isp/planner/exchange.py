@@ -1,4 +1,4 @@
-"""How keys and values reach the ranks of a context group, where that is left to be chosen."""
+"""Choice of how context ranks exchange keys and values, where the configuration says auto."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ GIB = 2**30
 def choose_exchange(
     config: JobConfig, world_size: int, usable_bytes: int | None, *, on_cpu: bool
 ) -> tuple[JobConfig, str]:
-    """Return `config` with `auto` replaced, by the ring if a gather takes too much memory, and why.
+    """Return `config` with `auto` resolved to gather or ring, and the reason for the choice.
 
-    The reason is for people; it is empty where there is no context group. `usable_bytes`: memory of
-    a rank; None: no limit is known. A run that cannot be planned gathers.
+    Ring is chosen if gather is planned to exceed `usable_bytes` of a rank (None: no known limit)
+    and ring takes less. A model that cannot be planned gathers. The reason is for logs; it is empty
+    without a context group.
     """
     asked = config.parallel.sequence_2D.exchange
     if config.topology(world_size).context == 1:
         return (config, "")
     if asked is not ContextExchange.AUTO:
+        # Layers with a window gather in either case.
         windows = config.language_model.attention_windows
         gathers = asked is ContextExchange.RING and all(window for window, _ in windows)
-        note = ", but all layers have a window, and gather" if gathers else ""
+        note = ", but all layers have a window, and those gather" if gathers else ""
         return (config, f"{asked}, as configured{note}")
     if not on_cpu and config.training.dtype not in ("bfloat16", "float16"):
-        return (config, f"gather (auto): no kernel merges blocks of {config.training.dtype}")
+        return (config, f"gather (auto): no kernel merges ring blocks of {config.training.dtype}")
     gather, ring = (
         with_exchange(config, kind) for kind in (ContextExchange.GATHER, ContextExchange.RING)
     )
     if usable_bytes is None:
-        return (gather, "gather (auto): no limit of memory is known")
+        return (gather, "gather (auto): the memory limit of a rank is not known")
     try:
         taken, in_ring = (
             Planned(c, world_size, on_cpu).peak(c.data.seq_len).total for c in (gather, ring)
@@ -44,11 +46,11 @@ def choose_exchange(
         return (gather, f"gather (auto): {error}")
     sizes = f"{taken / GIB:.1f} GiB of {usable_bytes / GIB:.1f}"
     if taken <= usable_bytes or in_ring >= taken:
-        return (gather, f"gather (auto), which is planned to take {sizes}")
+        return (gather, f"gather (auto): planned to take {sizes}")
     return (ring, f"ring (auto), {in_ring / GIB:.1f} GiB; a gather would take {sizes}")
 
 
 def with_exchange(config: JobConfig, exchange: ContextExchange) -> JobConfig:
-    """`config` with this in the place of what it asks for."""
+    """Return `config` with this exchange of keys and values."""
     two = replace(config.parallel.sequence_2D, exchange=exchange)
     return replace(config, parallel=replace(config.parallel, sequence_2D=two))

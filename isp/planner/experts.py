@@ -1,12 +1,12 @@
-"""Weights of experts or their tokens: which of the two are less to send.
+"""Traffic of mixture-of-experts layers: gather the experts' weights, or exchange tokens.
 
 [Note: Crossing] Gathering sends all E experts of a layer twice, and their gradients once;
-exchanging sends each token to its k experts and back, forward and backward. An expert of SwiGLU has
-3 H I numbers, so with all in one dtype they send the same at
+exchanging sends each token to its k experts and back, in forward and in backward. A SwiGLU expert
+has 3 H I parameters, so with one dtype for everything both send the same at
 
     3 * E * 3 H I = 4 * tokens * k * H,  tokens of a rank = 9 I (E / k) / 4
 
-and with more tokens gathering sends less. Of p ranks, p - 1 parts of p are sent in both.
+With more tokens than that, gathering sends less. On p ranks both send (p - 1) / p of it.
 """
 
 from __future__ import annotations
@@ -30,65 +30,69 @@ __all__ = [
 ]
 
 PASSES, TRIPS = 3, 4
-"""Of weights: two gathers and a reduction; of tokens: there and back, forward and backward."""
+"""Passes of weights (two gathers and a reduction) and trips of tokens (there and back, in forward
+and in backward)."""
 
 
 class ExpertLayer(NamedTuple):
-    """Sizes of a layer's experts."""
+    """Sizes of the experts of one layer."""
 
     num_experts: int
     used: int
-    """Experts of a token."""
+    """Experts that each token goes to."""
     width: int
     """Features of a token."""
     numbers: int
-    """Of the weights of an expert."""
+    """Parameters of one expert."""
 
     def gathered(self, passes: float = PASSES) -> float:
-        """Numbers that travel with the weights, in a micro-batch."""
+        """Return the elements sent to gather and reduce the weights, per micro-batch."""
         return passes * self.num_experts * self.numbers
 
     def exchanged(self, tokens: int, trips: float = TRIPS) -> float:
-        """Numbers that travel with a rank's tokens."""
+        """Return the elements sent to exchange a rank's tokens."""
         return trips * tokens * self.used * self.width
 
 
 def crossing_tokens(
     layers: Iterable[ExpertLayer], *, passes: float = PASSES, trips: float = TRIPS
 ) -> float:
-    """Tokens of a rank from which on gathering sends less [Note: Crossing]."""
+    """Return the tokens of a rank from which on gathering sends less, [Note: Crossing]."""
     layers = list(layers)
     gathered = sum(layer.gathered(passes) for layer in layers)
     return gathered / sum(layer.exchanged(1, trips) for layer in layers)
 
 
 class ExpertTraffic(NamedTuple):
-    """What a rank would send for experts in a micro-batch, either way."""
+    """Bytes that a rank would send for experts in a micro-batch, either way."""
 
     layers: tuple[ExpertLayer, ...]
     tokens: int
-    """Of the rank, in a micro-batch."""
+    """Tokens of the rank in a micro-batch."""
     crossing: float
-    """Tokens with which both ways send the same."""
+    """Tokens at which both ways send the same."""
     gathered: int
-    """Bytes, if all ranks gather all experts."""
+    """Bytes sent if all ranks gather all experts."""
     exchanged: int
-    """Bytes, if each expert lies on one rank."""
+    """Bytes sent if each expert is on one rank."""
     ranks: tuple[int, int]
-    """Planned: those that tokens travel between, and those that gather the same experts."""
+    """As planned: ranks that exchange tokens, and ranks that gather the same experts."""
     gathers: bool
-    """Whether weights can be gathered, as in isp mode."""
+    """True if weights can be gathered, as in isp mode."""
 
     @property
     def less(self) -> str:
-        """The way that sends less; none where each rank has all experts and nothing is sent."""
+        """Return the way that sends less, or "-" if nothing is sent: all experts on every rank."""
         if not self.gathers or self.ranks == (1, 1):
             return "-"
         return "gather" if self.tokens >= self.crossing else "exchange"
 
     @property
     def way(self) -> str:
-        """The planned way, with ! if the other sends less: of both together one alone does."""
+        """Return the planned way, with "!" if the other would send less.
+
+        A layout that combines both ways is always beaten by one of them.
+        """
         spread, gather = self.ranks
         worse = spread > 1 if self.less == "gather" else gather > 1 and self.less == "exchange"
         planned = f"{spread} x {gather}" if spread > 1 else "gather" if self.gathers else "-"
@@ -113,33 +117,35 @@ class ExpertTraffic(NamedTuple):
         )
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the values for JSON."""
         return {**self._asdict(), "layers": [x._asdict() for x in self.layers], "less": self.less}
 
 
 def expert_layers(case: PlanCase) -> tuple[ExpertLayer, ...]:
-    """The layers with experts that are gathered in isp mode, in order."""
+    """Return the sizes of the model's expert layers, in order."""
     model, found = case.language_model, []
     for call in model.trace.calls:
         if call.route is not None:
             own = model.shape.get_submodule(call.module).parameters(recurse=False)
             stacks = [p.shape for p in own if p.dim() == 3]
+            # The stacked weights of experts are the layer's parameters of three dims, [E, .., ..].
             numbers = sum(shape[1] * shape[2] for shape in stacks)
             found.append(ExpertLayer(stacks[0][0], call.route, call.width, numbers))
     return tuple(found)
 
 
 def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
-    """That of a case whose model has experts; None of another.
+    """Return the expert traffic of `case`; None if its model has no experts.
 
-    Gradients count by the dtype that they are summed in, experts as if each rank had as many as the
-    first, which is what is sent, and tokens of recomputed blocks go there and back once more.
+    Gradients count in the dtype they are reduced in. Each rank counts as having as many experts as
+    the first, since uneven splits are padded. Recomputed blocks send tokens there and back again.
     """
     layers = expert_layers(case)
     if not layers:
         return None
     is_wide = case.parallel.weight.reduce_dtype == "float32" and not case.sums_locally
     wide = case.wide_bytes if is_wide else case.item_bytes
+    # Weights that stay gathered are sent once a step instead of twice a micro-batch.
     gathers = 1 / case.micro_num if case.keeps_gathered else PASSES - 1
     passes, trips = gathers + wide / case.item_bytes, TRIPS + 2 * case.model.checkpoint
     topology = case.topology
@@ -158,7 +164,7 @@ def expert_traffic(case: PlanCase) -> ExpertTraffic | None:
 
 
 def with_spread_experts(config: JobConfig, spread: int) -> JobConfig:
-    """The configuration with tokens that travel between `spread` ranks to their experts."""
+    """Return `config` with tokens exchanged between `spread` ranks."""
     expert = replace(config.parallel.expert, size=spread)
     rest = replace(config.parallel.expert_weight, size=None)
     parallel = replace(config.parallel, expert=expert, expert_weight=rest)
@@ -166,9 +172,9 @@ def with_spread_experts(config: JobConfig, spread: int) -> JobConfig:
 
 
 def spread_instead(case: PlanCase, config: JobConfig, *, fits: bool) -> Iterator[JobConfig]:
-    """The layout with tokens that travel to experts on one rank each, where that may be better.
+    """Yield `config` with each expert on one rank, if that may be better.
 
-    That is where it sends less, and where experts that are gathered, or whole, do not fit.
+    It may be where exchanging tokens sends less, or where gathered (or whole) experts do not fit.
     """
     found, ranks = expert_traffic(case), case.topology.weight
     if (

@@ -1,4 +1,4 @@
-"""A machine in numbers: what devices compute, how fast bytes travel inside and between nodes."""
+"""A machine in numbers: compute of its devices, and speed of links inside and between nodes."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 @section("device")
 class DeviceSpec:
-    """`device`: one rank's device."""
+    """`device`: the device of one rank."""
 
     name: str
-    """As its maker calls it."""
+    """Name that its maker gives it."""
     cuda_names: tuple[str, ...] = ()
-    """Names that CUDA gives such devices, by which `isp train --parallel auto` finds the fabric."""
+    """Names that CUDA gives such devices; `isp train --parallel auto` finds the fabric by them."""
     kind: Literal["cuda", "cpu"] = "cuda"
-    """Kind of kernels on it, which decides what they keep."""
+    """Kind of its kernels, which decides what they save for backward."""
     memory_gib: Positive
     """Memory, in GiB."""
     usable: Share = 0.92
@@ -58,96 +58,96 @@ class DeviceSpec:
     efficiency: Share
     """Share of the peak that matrix products reach."""
     attention_efficiency: Share
-    """Share of the peak that attention reaches."""
+    """Share of the peak that attention kernels reach."""
     scan_efficiency: Share = 0.05
-    """Share of the peak that scans reach; assumed where nobody has measured it."""
+    """Share of the peak that scans reach; the default is an assumption."""
     gb_per_second: Positive
-    """Bandwidth of the memory, in 1e9 bytes a second."""
+    """Memory bandwidth, in 1e9 bytes per second."""
     memory_efficiency: Share = 0.8
-    """Share of it that passes over memory reach."""
+    """Share of the bandwidth that operations bound by memory reach."""
     layer_us: NotNegative = 0.0
-    """Gaps between the kernels of a block's forward; its backward has twice as much."""
+    """Gaps between the kernels of a block's forward, in microseconds; backward has twice that."""
 
     @property
     def usable_bytes(self) -> int:
-        """The bytes for tensors."""
+        """Return the bytes of memory for tensors."""
         return int(self.memory_gib * 2**30 * self.usable)
 
 
 @section("link")
 class LinkSpec:
-    """`inside` or `between`: what a device sends with, inside a node or to another one."""
+    """`inside` or `between`: the link of a device to others in its node, or to other nodes."""
 
     gb_per_second: Positive
-    """One way, of one device, in 1e9 bytes a second."""
+    """Bandwidth of one device in one direction, in 1e9 bytes per second."""
     latency_us: NotNegative
-    """Of a hop from one device to the next: see `Fabric.latency`."""
+    """Latency of a hop between devices, in microseconds: see `Fabric.latency`."""
     efficiency: Share = 1.0
     """Share of the bandwidth that collectives reach."""
 
     @property
     def bytes_per_second(self) -> float:
-        """The bandwidth reached."""
+        """Return the bandwidth that collectives reach."""
         return self.gb_per_second * 1e9 * self.efficiency
 
 
 @section("host")
 class HostSpec:
-    """`host`: a node's own memory, and the link of each device to it."""
+    """`host`: the memory of a node, and the link of each device to it."""
 
     memory_gib: Positive | None = None
-    """Memory of a node that its ranks share, in GiB; null: not known, and no limit."""
+    """Memory of a node, shared by its ranks, in GiB; null: not known, and not limited."""
     usable: Share = 0.9
-    """Share of the memory for what a plan counts; the rest is the system's and the processes'."""
+    """Share of the memory that a plan may fill; the rest is for the system and its processes."""
     gb_per_second: Positive = 25.0
-    """Each way, of one device, in 1e9 bytes a second."""
+    """Bandwidth of one device in each direction, in 1e9 bytes per second."""
 
     def usable_bytes(self, ranks: int) -> int | None:
-        """The bytes for each of a node's `ranks`; None: no limit is known."""
+        """Return the bytes for each of a node's `ranks`, or None if the memory is not known."""
         if self.memory_gib is None:
             return None
         return int(self.memory_gib * 2**30 * self.usable / ranks)
 
 
 class Spread(NamedTuple):
-    """A group's ranks over nodes."""
+    """Number of a group's ranks, and of those in one node."""
 
     size: int
     per_node: int
-    """Ranks of the group in one node."""
+    """Ranks of the group in each node."""
 
 
 @section("")
 class Fabric:
-    """Nodes of equal devices; ranks fill one node after the other."""
+    """A cluster of nodes with equal devices; ranks fill one node after the other."""
 
     name: str
-    """For people."""
+    """Name in reports."""
     source: str = ""
     """Origin of the numbers."""
     measured: bool = False
     """Whether efficiencies were measured on such a machine; false: assumed, as `source` says."""
     devices_per_node: Ranks
-    """Ranks in a node."""
+    """Number of ranks in a node."""
     device: DeviceSpec
-    """A rank's device."""
+    """Device of a rank."""
     inside: LinkSpec
-    """Between the devices of a node."""
+    """Link between the devices of a node."""
     between: LinkSpec | None = None
-    """Between nodes, of one device; null: there is one node."""
+    """Link of one device to other nodes; null if there is one node only."""
     host: HostSpec = field(default_factory=HostSpec)
-    """The memory of a node."""
+    """Memory of a node."""
     straggling: NotNegative = 0.01
-    """By what share of its compute a step grows whenever the number of nodes doubles: all ranks
+    """Share of compute by which a step grows each time the number of nodes doubles, since all ranks
     wait for the slowest."""
 
     @property
     def on_cpu(self) -> bool:
-        """Whether ranks compute on CPU."""
+        """Return True if ranks compute on CPU."""
         return self.device.kind == "cpu"
 
     def check(self, world_size: int) -> None:
-        """Raise ConfigError if this machine cannot have so many ranks."""
+        """Raise ConfigError if the machine does not have `world_size` devices."""
         if world_size > self.devices_per_node and self.between is None:
             raise ConfigError(
                 f"--world {world_size} is more than the {self.devices_per_node} devices of"
@@ -155,12 +155,12 @@ class Fabric:
             )
 
     def wire(self, case: PlanCase, axis: Axis) -> str:
-        """The wire the group along `axis` uses: `inside` or `between`."""
+        """Return the wire that the groups along `axis` use: `inside` or `between`."""
         spread = self.spread(case, axis)
         return "between" if spread.size > spread.per_node else "inside"
 
     def spread(self, case: PlanCase, axis: Axis) -> Spread:
-        """The spread of a group along `axis` over nodes."""
+        """Return how a group along `axis` is spread over nodes."""
         size, stride = case.size(axis), _stride(case, axis)
         node = self.devices_per_node
         if (size - 1) * stride < node:
@@ -168,21 +168,23 @@ class Fabric:
         return Spread(size, max(1, node // stride))
 
     def seconds(self, case: PlanCase, transfer: Transfer) -> float:
-        """The time of a transfer with nothing else under way.
+        """Return the seconds of a transfer while nothing else is in flight.
 
-        Ring collectives between nodes are as fast as the links of all the group's ranks in a node
-        together, but no faster than inside; an all-to-all sends by each rank's own link.
+        Ring collectives between nodes use the links of all the group's ranks in a node together,
+        but are no faster than inside a node; in an all-to-all each rank uses its own link.
         """
         if transfer.kind in (TO_HOST, FROM_HOST):
             return transfer.sent_bytes / (self.host.gb_per_second * 1e9)
         spread = Spread(2, 2) if transfer.kind == "send" else self.spread(case, axis_of(transfer))
+        # The next stage is on another node once a stage fills a node.
         if transfer.kind == "send" and case.topology.stage >= self.devices_per_node:
             spread = Spread(2, 1)
         latency, inside = self.latency(spread, transfer.kind), self.inside
         if spread.size == spread.per_node:
             return latency + transfer.sent_bytes / inside.bytes_per_second
-        assert self.between is not None, "checked before"
+        assert self.between is not None, "`check` has refused this"
         if transfer.kind == "all_to_all":
+            # Parts for the own node and for others travel at the same time.
             away = (spread.size - spread.per_node) / (spread.size - 1)
             there = transfer.sent_bytes * away / self.between.bytes_per_second
             here = transfer.sent_bytes * (1 - away) / inside.bytes_per_second
@@ -191,11 +193,11 @@ class Fabric:
         return latency + transfer.sent_bytes / rate
 
     def latency(self, spread: Spread, kind: str) -> float:
-        """Seconds of the hops that a transfer of no bytes takes.
+        """Return the seconds of a transfer of no bytes, which are those of its hops.
 
-        A gather or a reduce-scatter is a ring through all ranks; an all-reduce chains the ranks of
-        a node and is a tree over nodes, there and back; of the others, all hops double those
-        reached. Source: NCCL, src/graph/tuning.cc.
+        An all-gather or reduce-scatter is a ring through all ranks. An all-reduce is a chain inside
+        each node and a tree over nodes, both there and back. Other transfers reach twice as many
+        ranks with each hop. Source: NCCL, src/graph/tuning.cc.
         """
         nodes = spread.size // spread.per_node
         if kind in ("all_gather", "reduce_scatter"):
@@ -209,31 +211,32 @@ class Fabric:
         return (inside * self.inside.latency_us + between * outside) * 1e-6
 
     def straggling_over(self, world_size: int) -> float:
-        """The cost of the slowest of so many ranks, as a share of compute."""
+        """Return the time lost to the slowest of `world_size` ranks, as a share of compute."""
         return self.straggling * math.log2(max(1.0, world_size / self.devices_per_node))
 
     @property
     def title(self) -> str:
-        """The name, and whether its speed is assumed."""
+        """The name, with a note if its efficiencies are assumed."""
         return self.name + ("" if self.measured else " (efficiencies assumed, not measured)")
 
     def to_yaml(self) -> str:
-        """The file that gives this fabric."""
+        """Return the YAML file that describes this fabric."""
         plain = TypeAdapter(Fabric).dump_python(self, mode="json")
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def _doublings(size: int) -> int:
+    """Return the number of doublings from 1 to at least `size`."""
     return math.ceil(math.log2(size))
 
 
 def axis_of(transfer: Transfer) -> Axis:
-    """The axis along which a transfer goes."""
+    """Return the axis of a transfer's channel; reductions may have a channel of their own."""
     return Axis(transfer.channel.removesuffix("_reduce"))
 
 
 def _stride(case: PlanCase, axis: Axis) -> int:
-    """Ranks from one member of a group to the next."""
+    """Return the distance in ranks between neighbors in a group along `axis`."""
     topology = case.topology
     match axis:
         case Axis.HEAD:
@@ -254,22 +257,22 @@ def _stride(case: PlanCase, axis: Axis) -> int:
 
 
 def known_fabrics() -> list[str]:
-    """Names of the fabrics that come with the project."""
+    """Return the names of the fabrics that ship with ISP."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load_fabric(name: str | Path) -> Fabric:
-    """The fabric in a YAML file, or one of `known_fabrics`.
+    """Return the fabric in a YAML file, or one of `known_fabrics` by its name.
 
-    Raises ConfigError with every fault of the file.
+    Raises ConfigError with all faults of the file.
     """
     path = Path(name)
     if path.suffix != ".yaml" and not path.exists():
         path = FOLDER / f"{name}.yaml"
         if not path.exists():
             raise ConfigError(
-                f"--fabric {name}: neither a file nor a fabric that comes with isp:"
-                f" {', '.join(known_fabrics())}; `isp calibrate` measures this machine"
+                f"--fabric {name}: neither a file nor a fabric that ships with isp"
+                f" ({', '.join(known_fabrics())}); `isp calibrate` measures this machine"
             )
     try:
         file = read_yaml(path)
@@ -279,6 +282,7 @@ def load_fabric(name: str | Path) -> Fabric:
 
 
 def _validate(path: Path, values: dict[str, Any], origins: dict[KeyPath, str]) -> Fabric:
+    """Build the fabric from a file's values; faults name the line and the key."""
     try:
         return TypeAdapter(Fabric).validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:

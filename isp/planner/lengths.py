@@ -1,14 +1,14 @@
-"""How a layout's memory grows with the length of sequences, and the longest that fits.
+"""Memory as a function of the sequence length, and the longest sequence that fits.
 
-Most owners are affine in the tokens, so two lengths give a fixed part and one for each token; what
-is larger at one length than at another may be another moment of the step. The longest sequence is
-looked for by those lines and found by rehearsals of it and of the next, which does not fit.
+Most owners are affine in the number of tokens, so rehearsals at two lengths give a fixed part and a
+slope. Different lengths may peak at different moments of the step, so the lines only guide the
+search: the result is confirmed by a rehearsal of that length and of the next, which does not fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,77 +18,94 @@ from isp.planner.case import PlanCase
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, busiest, moments, peak
 
-__all__ = ["Budget", "Growth", "Longest", "Planned", "Show", "silent"]
+__all__ = [
+    "OPTIONS",
+    "Budget",
+    "Growth",
+    "LadderStep",
+    "Longest",
+    "MemoryOption",
+    "Planned",
+    "Show",
+    "changes",
+    "climb",
+    "silent",
+    "with_keys",
+]
 
 GRAIN = 1024
-"""Tokens: only multiples of this, and of the layout's own, are looked at."""
+"""Granularity in tokens: only multiples of it, and of the tensor group's size, are tried."""
 
 
 Show = Callable[[Sequence[Any], str], Iterable[Any]]
-"""Gives items one by one, and shows how many were taken; what is done with them is in words."""
+"""Progress display: yields `items` one by one under the title `what`."""
 
 
 def silent(items: Sequence[Any], what: str) -> Iterable[Any]:
-    """`items`, with nothing shown."""
+    """Return `items` without showing progress."""
     return items
 
 
 class Budget(NamedTuple):
-    """Bytes that a rank may take."""
+    """Bytes that a rank may use."""
 
     device: int
+    """Bytes of device memory for tensors."""
     host: int | None
-    """None: no limit is known."""
+    """Bytes of host memory; None if the limit is not known."""
 
     @classmethod
     def of(cls, fabric: Fabric, world_size: int) -> Budget:
-        """A rank's part of a node of `fabric`."""
+        """Return the budget of one rank: a device of `fabric` and a share of its node's memory."""
         ranks = min(world_size, fabric.devices_per_node)
         return cls(fabric.device.usable_bytes, fabric.host.usable_bytes(ranks))
 
     def excess(self, memory: Memory) -> int:
-        """Bytes by which `memory` is too much; below 0 if it fits."""
+        """Return the bytes by which `memory` exceeds the budget; negative or zero if it fits."""
         over = memory.total - self.device
         return over if self.host is None else max(over, memory.host - self.host)
 
     def fits(self, memory: Memory) -> bool:
-        """Whether there is enough of both."""
+        """Return True if `memory` fits on the device and on the host."""
         return self.excess(memory) <= 0
 
     def on_host(self, memory: Memory) -> bool:
-        """Whether it is the host whose memory ends first."""
+        """Return True if the host's memory is exceeded by more than the device's."""
         return self.host is not None and memory.host - self.host > memory.total - self.device
 
 
 class Growth(NamedTuple):
-    """Bytes of each owner at one moment: a fixed part, and so many for a token of a rank."""
+    """Bytes of each owner at the peak, as a fixed part and a slope in the tokens of a rank."""
 
     fixed: Memory
+    """Bytes at zero tokens, by the line through two lengths."""
     per_token: Memory
-    """Its bytes are no whole numbers."""
+    """Bytes per token; not whole numbers."""
     seq_len: int
-    """Tokens of the sequences at which the moment is the largest."""
+    """Sequence length, in tokens, of the peak."""
     tokens: int
-    """Those of them that a rank holds, between the linears."""
+    """Tokens of a micro-batch that a rank holds between the linears at that length."""
     memory: Memory
+    """The peak itself."""
 
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence that fits, and why the next does not."""
+    """The longest sequence that fits, and the reason why the next one does not."""
 
     seq_len: int
-    """0: none fits."""
+    """Length in tokens; 0 if none fits."""
     memory: Memory
-    """Of the shortest that was tried if none fits."""
+    """Its memory; the memory of the shortest length tried if none fits."""
     next_len: int
+    """The next length that was tried, in tokens."""
     beyond: Memory | str
-    """Memory of the next one, or why there is none."""
+    """Memory of that length, or the reason for its refusal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A configuration as it is, with sequences of any length."""
+    """A configuration whose memory is planned for any sequence length."""
 
     config: JobConfig
     world_size: int
@@ -96,11 +113,14 @@ class Planned:
 
     @cached_property
     def unit(self) -> int:
-        """Lengths are multiples of it, in tokens."""
+        """Granularity of the lengths that are tried, in tokens."""
         return math.lcm(GRAIN, self.config.parallel.tensor.size)
 
     def case(self, seq_len: int) -> PlanCase:
-        """The case of sequences of `seq_len` tokens.  Raises ConfigError if there are none."""
+        """Return the case with sequences of `seq_len` tokens.
+
+        Raises ConfigError if the configuration does not allow that length.
+        """
         try:
             longer = replace(self.config, data=replace(self.config.data, seq_len=seq_len))
             longer.check_folder_model()
@@ -109,13 +129,13 @@ class Planned:
         return PlanCase.of(longer, self.world_size, on_cpu=self.on_cpu)
 
     def peak(self, seq_len: int) -> Memory:
-        """The memory of sequences of `seq_len` tokens."""
+        """Return the peak memory with sequences of `seq_len` tokens."""
         return peak(self.case(seq_len))
 
     def growth(self, seq_len: int) -> Growth:
-        """The lines through the largest moment of `seq_len` tokens and of half as many.
+        """Return the lines through the peak at `seq_len` tokens and the same moment at half of it.
 
-        Of more if half are too few to try. Raises ConfigError if those are refused.
+        `seq_len` is raised to two units if it is less. Raises ConfigError if a length is refused.
         """
         longer = max(2 * self.unit, seq_len)
         shorter = longer // 2 // self.unit * self.unit
@@ -131,6 +151,7 @@ class Planned:
         )
         few = self.case(shorter)
         below = next(m for m in moments(few, rank) if m.moment == most.moment)
+        # Compare the same moment of the step: the peak at half the length may be another one.
         tokens, less = (c.rows * c.tokens_between for c in (case, few))
         names = (*most.by_owner(), "host")
         slopes: Any = {n: (getattr(most, n) - getattr(below, n)) / (tokens - less) for n in names}
@@ -138,18 +159,20 @@ class Planned:
         return Growth(Memory(**fixed), Memory(**slopes), longer, tokens, most)
 
     def longest(self, budget: Budget) -> Longest:
-        """The longest sequence that `budget` has memory for.
+        """Return the longest sequence that fits into `budget`.
 
-        Raises ConfigError if the shortest that is tried is refused.
+        Raises ConfigError if the shortest length is refused.
         """
         low = self._try(1, budget)
         if isinstance(low.found, str):
             raise ConfigError(f"sequences of {self.unit:,} tokens, the shortest tried: {low.found}")
         if low.excess > 0:
             return Longest(0, low.found, self.unit, low.found)
+        # Extrapolate until a length does not fit; `low` and `high` then bracket the longest.
         high = self._try(max(2, self.config.data.seq_len // self.unit), budget)
         while high.excess <= 0:
             low, high = high, self._try(_beyond(low, high), budget)
+        # Interpolate; halve instead whenever interpolation did not halve the bracket.
         halve = False
         while (gap := high.units - low.units) > 1:
             middle = self._try(_between(low, high, halve=halve), budget)
@@ -159,6 +182,7 @@ class Planned:
         return Longest(low.units * self.unit, low.found, high.units * self.unit, high.found)
 
     def _try(self, units: int, budget: Budget) -> _Tried:
+        """Plan a length of `units`; a refused length counts as too long."""
         try:
             memory = self.peak(units * self.unit)
         except ConfigError as error:
@@ -167,25 +191,149 @@ class Planned:
 
 
 class _Tried(NamedTuple):
-    """A length, in units, and what it takes."""
+    """A length that was tried, and its memory."""
 
     units: int
     excess: float
-    """Bytes that are too many; infinite where the length is refused."""
+    """Bytes over the budget; infinite if the length is refused."""
     found: Memory | str
 
 
 def _beyond(low: _Tried, high: _Tried) -> int:
-    """Where a line through two lengths that fit says that the first is which does not."""
+    """Return the length at which the line through two fitting lengths leaves the budget."""
     slope = (high.excess - low.excess) / (high.units - low.units)
     more = int(-high.excess / slope) + 1 if slope > 0 else high.units
     return high.units + max(1, high.units // 64, min(more, 31 * high.units))
 
 
 def _between(low: _Tried, high: _Tried, *, halve: bool) -> int:
-    """Where a line through both says that memory ends, or the middle; neither of the two."""
+    """Return the length at which the line through both meets the budget, or the middle.
+
+    It is never one of the two, so the search ends.
+    """
     share = 0.5
     if not halve and math.isfinite(high.excess):
         share = low.excess / (low.excess - high.excess)
     guess = low.units + int(share * (high.units - low.units))
     return min(max(guess, low.units + 1), high.units - 1)
+
+
+# -- the memory ladder: options that save memory, from cheap to costly ------------------------
+
+
+Keys = Mapping[str, Any]
+"""Values of configuration keys, by `section.key`."""
+
+
+class MemoryOption(NamedTuple):
+    """A named set of keys that saves memory."""
+
+    name: str
+    keys: Keys
+    of_states: bool = False
+    """True if it saves memory that does not grow with the sequence length."""
+
+
+WITHOUT: Keys = {
+    "model.checkpoint": 0.0,
+    "model.checkpoint_keeps_attention": False,
+    "model.checkpoint_distribute_activations": False,
+    "model.checkpoint_norm_outputs": False,
+    "model.checkpoint_mlp_activation": False,
+    "model.loss_chunk_tokens": 0,
+    "model.mlp_tile_tokens": 0,
+    "model.checkpoint_offload": False,
+    "model.checkpoint_segment": 0,
+    "optimizer.offload_states": False,
+    "optimizer.moment_dtype": "float32",
+}
+"""Keys of the first step, without any option."""
+RECOMPUTE: Keys = {
+    "model.checkpoint": 1.0,
+    "model.checkpoint_keeps_attention": False,
+    "model.checkpoint_norm_outputs": False,
+    "model.checkpoint_mlp_activation": False,
+}
+OPTIONS = (
+    MemoryOption("loss in chunks of tokens", {"model.loss_chunk_tokens": 4096}),
+    MemoryOption(
+        "recompute norms and activations",
+        {"model.checkpoint_norm_outputs": True, "model.checkpoint_mlp_activation": True},
+    ),
+    MemoryOption(
+        "recompute all but attention", {**RECOMPUTE, "model.checkpoint_keeps_attention": True}
+    ),
+    MemoryOption("recompute all", RECOMPUTE),
+    MemoryOption("MLP in tiles of tokens", {"model.mlp_tile_tokens": 8192}),
+    MemoryOption("inputs of blocks on the host", {"model.checkpoint_offload": True}),
+    MemoryOption("inputs of every 4th block", {"model.checkpoint_segment": 4}),
+    MemoryOption("moments in bfloat16", {"optimizer.moment_dtype": "bfloat16"}, of_states=True),
+    MemoryOption("states on the host", {"optimizer.offload_states": True}, of_states=True),
+)
+
+
+class LadderStep(NamedTuple):
+    """An option together with all earlier ones that help."""
+
+    option: str
+    keys: Keys
+    """All keys of the ladder up to this step."""
+    longest: Longest
+    growth: Growth
+    """Growth of memory at that length."""
+    taken: bool
+    """True if sequences are at least as long with it as without; later steps build on it."""
+
+
+def climb(planned: Planned, budget: Budget, *, progress: Show = silent) -> list[LadderStep]:
+    """Return the longest sequence with each option, in order.
+
+    Options that this model or layout refuses are left out.
+    """
+    keys: Keys = WITHOUT
+    steps: list[LadderStep] = []
+    reached = 0
+    options = [MemoryOption("no option", {}), *_ordered(planned, budget)]
+    for option in progress(options, "longest sequences with each step of the memory ladder"):
+        more = {**keys, **option.keys}
+        try:
+            there = replace(planned, config=with_keys(planned.config, more))
+        except ValueError:
+            continue
+        longest = there.longest(budget)
+        reaches = longest.seq_len or -budget.excess(longest.memory)
+        # Where nothing fits at all, compare by how many bytes are missing.
+        taken = not steps or reaches >= reached
+        growth = there.growth(longest.seq_len or planned.config.data.seq_len)
+        steps.append(LadderStep(option.name, more, longest, growth, taken))
+        if taken:
+            keys, reached = more, reaches
+    return steps
+
+
+def with_keys(config: JobConfig, keys: Keys) -> JobConfig:
+    """Return `config` with these keys changed.  Raises ValueError if it does not allow them."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in keys.items():
+        section, key = path.split(".")
+        sections.setdefault(section, {})[key] = value
+    changed = {name: replace(getattr(config, name), **of) for name, of in sections.items()}
+    return replace(config, **changed)
+
+
+def changes(config: JobConfig, keys: Keys) -> list[str]:
+    """Return the command-line words that change `config` to these keys."""
+    words = []
+    for path, value in keys.items():
+        section, key = path.split(".")
+        if getattr(getattr(config, section), key) != value:
+            words.append(f"--{path} {str(value).lower()}")
+    return words
+
+
+def _ordered(planned: Planned, budget: Budget) -> Sequence[MemoryOption]:
+    """Return the options in the order to try them: by cost, or those of states first."""
+    states = replace(planned, config=with_keys(planned.config, WITHOUT)).peak(planned.unit).states
+    if states < budget.device:
+        return OPTIONS
+    return sorted(OPTIONS, key=lambda option: not option.of_states)

@@ -1,4 +1,4 @@
-"""What `isp plan` says of a layout's memory, its longest sequence and the ladder: text, or JSON."""
+"""Reports of `isp plan`, as text or JSON: memory of a layout, longest sequence, memory ladder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from isp.planner.case import PlanCase
 from isp.planner.counts import scans
 from isp.planner.experts import expert_traffic
 from isp.planner.fabric import Fabric
-from isp.planner.ladder import LadderStep, changes
-from isp.planner.lengths import Budget, Growth, Longest, Planned
+from isp.planner.lengths import Budget, Growth, LadderStep, Longest, Planned, changes
 from isp.planner.memory import Memory
 from isp.planner.report import largest, model_of
 from isp.profile.table import aligned
@@ -23,29 +22,31 @@ GIB, KIB = 2**30, 2**10
 
 
 class MemoryPlan(NamedTuple):
-    """The results for a configuration."""
+    """Results of `isp plan` for one configuration."""
 
     planned: Planned
     exchange: str
-    """How keys and values reach context ranks, and why so; empty without any."""
+    """How context ranks exchange keys and values, with the reason; empty without context ranks."""
     fabric: Fabric
     budget: Budget
     memory: Memory
-    """Of the configuration as it is."""
+    """Memory of the configuration as it is."""
     growth: Growth
     longest: Longest | None
-    """None if it was not asked for."""
+    """The longest sequence; None if it was not searched for."""
     steps: Sequence[LadderStep]
+    """Steps of the ladder; empty if it was not searched for."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is a length that fits: the configuration's, or any, if it was asked for."""
+        """Return True if the configuration fits, or any length if the longest was searched for."""
         if self.longest is not None:
             return self.longest.seq_len > 0
         return self.budget.fits(self.memory)
 
 
 def lengths_as_text(plan: MemoryPlan) -> str:
+    """Return the report as text."""
     parts = [_head(plan), _owners(plan.growth), _verdict(plan)]
     if plan.longest is not None:
         parts += [_end(plan, plan.longest), _ladder(plan), _advice(plan, plan.longest)]
@@ -53,7 +54,7 @@ def lengths_as_text(plan: MemoryPlan) -> str:
 
 
 def lengths_as_json(plan: MemoryPlan) -> str:
-    """The same as one JSON object; bytes and tokens."""
+    """Return the report as a JSON object, in bytes and tokens."""
     plain: dict[str, Any] = {
         "world": plan.planned.world_size,
         "fabric": plan.fabric.name,
@@ -81,6 +82,7 @@ def lengths_as_json(plan: MemoryPlan) -> str:
 
 
 def _plain(memory: Memory | str) -> dict[str, Any] | str:
+    """Return memory as JSON values, or the reason why there is none."""
     if isinstance(memory, str):
         return memory
     return {"bytes": memory.by_owner(), "host": memory.host, "moment": memory.moment}
@@ -105,7 +107,7 @@ def _sizes(memory: Memory) -> dict[str, int]:
 
 
 def _case(plan: MemoryPlan) -> PlanCase:
-    """The configuration as it is."""
+    """Return the case of the configuration as it is."""
     return plan.planned.case(plan.planned.config.data.seq_len)
 
 
@@ -113,6 +115,7 @@ def _case(plan: MemoryPlan) -> PlanCase:
 
 
 def _head(plan: MemoryPlan) -> str:
+    """Return model, layout and memory in lines of a title and a value."""
     budget, case = plan.budget, _case(plan)
     t = case.topology
     host = "" if budget.host is None else f", {_gib(budget.host)} GiB of its host's"
@@ -130,6 +133,7 @@ def _head(plan: MemoryPlan) -> str:
 
 
 def _owners(growth: Growth) -> str:
+    """Return the table of memory by owner, fixed and per token."""
     memory, fixed, per_token = growth.memory, _sizes(growth.fixed), _sizes(growth.per_token)
     rows = [
         (name, _gib(fixed[name]), f"{per_token[name] / KIB:,.1f}", _gib(size))
@@ -146,6 +150,7 @@ def _owners(growth: Growth) -> str:
 
 
 def _line(growth: Growth) -> tuple[str, str]:
+    """Return the cells of a growth's totals: fixed GiB, KiB a token."""
     return _gib(growth.fixed.total), f"{growth.per_token.total / KIB:,.1f}"
 
 
@@ -165,6 +170,7 @@ def _end(plan: MemoryPlan, longest: Longest) -> str:
 
 
 def _too_much(memory: Memory, plan: MemoryPlan) -> str:
+    """Return the reason why `memory` does not fit, with the host's part if that is the reason."""
     if plan.budget.on_host(memory):
         copies = ", with the copies that checkpoint.async_mode=disabled does without"
         found = copies if plan.planned.config.checkpoint.copies_state else ""
@@ -173,6 +179,7 @@ def _too_much(memory: Memory, plan: MemoryPlan) -> str:
 
 
 def _ladder(plan: MemoryPlan) -> str:
+    """Return the table of the ladder, a row for each step."""
     head = ("with", "fixed GiB", "KiB a token", "longest sequence", "GiB", "host GiB", "ends with")
     rows = [head]
     for step in plan.steps:
@@ -192,6 +199,7 @@ def _ladder(plan: MemoryPlan) -> str:
 
 
 def _reason(beyond: Memory | str, budget: Budget) -> str:
+    """Return the owner that ends the length, for a cell of the table."""
     if isinstance(beyond, str):
         return "a length that is refused"
     if budget.on_host(beyond):
@@ -201,7 +209,7 @@ def _reason(beyond: Memory | str, budget: Budget) -> str:
 
 
 def _advice(plan: MemoryPlan, longest: Longest) -> str:
-    """The keys with which the configuration fits, if it needs any, and of the longest."""
+    """Return the overrides with which the configuration fits, and those of the longest length."""
     config, seq_len = plan.planned.config, plan.planned.config.data.seq_len
     fits, lines, enough = plan.budget.fits(plan.memory), [], None
     if not fits:
@@ -222,7 +230,7 @@ def _advice(plan: MemoryPlan, longest: Longest) -> str:
 
 
 def _gib(num_bytes: float) -> str:
-    """Two decimals, of little four; 0 has no sign."""
+    """Return GiB with two decimals, or four for small sizes; zero has no sign."""
     size = num_bytes / GIB
     digits = 4 if 0.00005 <= abs(size) < 0.1 else 2
     return f"{round(size, digits) + 0.0:,.{digits}f}"

@@ -1,96 +1,114 @@
-"""The memory of a rank by owner, at the moment of a step at which it takes most.
+"""Memory of one rank by owner, at the moment of a training step when it peaks.
 
-P parameters of a rank's stage, w ranks of a weight group, z of a zero1 group
+P: parameters of the rank's stage; w: ranks of a weight group; z: ranks of a zero1 group
 
-    weights     P / w of the training dtype           what is replicated counts whole
+    weights     P / w in the training dtype           (a replicated weight counts whole)
     gradients   P / w in float32                      main gradients, in buckets
-    optimizer   P / (w z) in float32                  master weights, none where they are the
-                                                      weights themselves
-                and as the update rule says           states: 2 P / (w z) in float32 for adamw,
-                                                      with the masters on the host if offloaded
+    optimizer   P / (w z) in float32                  master weights; none in float32 training
+                plus the states of the update rule    adamw: 2 P / (w z) in float32;
+                                                      on the host with `offload_states`
 
-in the modes that split features with t in the place of w. This is the hybrid ZeRO of Rajbhandari
-et al. 2020 with three sizes of its own (Chen et al. 2023, AMSP, arXiv 2311.00257). Activations and
-attention are what a rehearsal keeps (`isp.planner.rehearsal`), for as many micro-batches as the
-schedule does; the pools follow from the plan of gathers and from the gradients in flight. `work` is
-what is in hand besides: what a block has computed again, gradients of activations, copies for a
-collective, full gradients on their way. What lies in the memory of the host is counted apart.
+In the modes that split features, replace w by t, the size of the tensor group. This is the hybrid
+ZeRO of Rajbhandari et al. 2020 with three independent sizes (Chen et al. 2023, AMSP, arXiv
+2311.00257). A rehearsal (`isp.planner.rehearsal`) gives the activations and attention that a
+micro-batch keeps; the pipeline schedule says how many micro-batches are alive at once. The prefetch
+plan and the reductions in flight give the pool. `work` is everything else: recomputed activations,
+gradients of activations, copies for collectives, full weight gradients in flight. Memory of the
+host is counted apart.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from isp.core.mesh import ParallelConfig
+from isp.core.mesh.config import Prefetch
 from isp.core.mesh.partition import chunk_range
 from isp.core.optim.buckets import pads_little
+from isp.core.weights.prefetch_plan import WeightOpKind, plan
 from isp.core.weights.sharded_parameter import ShardedParameter
-from isp.core.weights.uses import ActionKind, Block
+from isp.core.weights.uses import Action, ActionKind, Block, Chunks
 from isp.planner.case import Coordinates, PlanCase
 from isp.planner.declared import (
+    bare,
     local_parameters,
     shape_of,
     trained_parameters,
     updated_parameters,
 )
-from isp.planner.flights import Flights, alike_in_weights, gather_pool, reductions
 from isp.planner.rank import DryRank, Heard
 from isp.planner.record import Saved
 from isp.planner.rehearsal import records_of, rehearsal
 
-__all__ = ["Memory", "busiest", "memory", "moments", "peak", "states"]
+__all__ = [
+    "Flights",
+    "Memory",
+    "busiest",
+    "gather_pool",
+    "memory",
+    "moments",
+    "only_weights",
+    "peak",
+    "reductions",
+    "states",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a rank, by owner."""
+    """Bytes of one rank, by owner."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     pool: int = 0
-    """Buffers that weights are gathered into and gradients reduced into."""
+    """Buffers for gathered weights and for reduced gradients."""
     activations: int = 0
     attention: int = 0
     loss: int = 0
-    """Logits of a chunk of tokens, and the gradients that are computed with their loss."""
+    """Logits of one loss chunk, and the gradients that are computed together with the loss."""
     work: int = 0
     host: int = 0
-    """In the memory of the host, with copies for background saves: no part of `total`."""
+    """Bytes in the memory of the host, background-save copies included; not part of `total`."""
     moment: str = ""
-    """Moment of the maximum."""
+    """The moment of the step that these bytes belong to."""
 
     @property
     def total(self) -> int:
-        """All of it on the device."""
+        """Return all bytes on the device."""
         return sum(self.by_owner().values())
 
     @property
     def states(self) -> int:
-        """The part independent of the batch: weights, gradients, optimizer."""
+        """Return the bytes that do not depend on the batch: weights, gradients, optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     def by_owner(self) -> dict[str, int]:
-        """Bytes on the device by the owner's name."""
+        """Return the bytes on the device by the owner's name."""
         owners = (f.name for f in fields(self) if f.name not in ("host", "moment"))
         return {name: getattr(self, name) for name in owners}
 
 
 def states(case: PlanCase, place: Coordinates) -> Memory:
-    """Weights, gradients and optimizer of a rank."""
+    """Return the bytes of a rank's weights, gradients and optimizer states."""
     trained, parts = trained_parameters(case, place), case.topology.zero1
     numbers = sum(p.parameter.numel() for p in local_parameters(case, place))
     padded = sum(_padded(case, p) for p in trained)
+    # A float32 weight is its own master, so a master costs memory only in 16-bit training.
     master_bytes = case.wide_bytes if case.item_bytes < case.wide_bytes else 0
     weights, on_host = numbers * case.item_bytes, case.optimizer.offload_states
+    # The optimizer holds only its zero1 share of each parameter.
     kept = sum(
         _owned(p.layout.local_shape, parts, place.zero1)
         * (master_bytes + case.state_bytes(p.name, p.layout))
         for p in updated_parameters(case, place)
     )
+    # A background save copies all state to the host first.
     copies = weights + kept if case.saves_in_background else 0
     return Memory(
         weights=weights,
@@ -101,24 +119,30 @@ def states(case: PlanCase, place: Coordinates) -> Memory:
 
 
 def peak(case: PlanCase) -> Memory:
-    """The memory of the rank that takes most, at its most; of the host the most of all."""
+    """Return the peak of the rank that takes the most memory; `host` is the maximum of all ranks.
+
+    Only the ranks of `busiest` are compared.
+    """
     found = [m for rank in busiest(case) for m in moments(case, rank)]
     return replace(max(found, key=lambda m: m.total), host=max(m.host for m in found))
 
 
 def busiest(case: PlanCase) -> list[int]:
-    """Ranks one of which takes most: first stages keep most micro-batches, the last has logits."""
+    """Return candidates for the rank with the most memory, as global ranks.
+
+    The first stages keep the most micro-batches; the last has the logits.
+    """
     stage, last = case.topology.stage, case.topology.pipeline - 1
     return sorted(rank * stage + case.most_keys for rank in {0, min(1, last), last})
 
 
 def memory(case: PlanCase, rank: int) -> Memory:
-    """The memory of `rank` at its most."""
+    """Return the memory of `rank` at its peak."""
     return max(moments(case, rank), key=lambda m: m.total)
 
 
 def moments(case: PlanCase, rank: int) -> list[Memory]:
-    """The memory of `rank` at each moment of a step at which it may be at its most."""
+    """Return the memory of `rank` at each moment of a step that may be its peak."""
     place = case.place(rank)
     flights, reduce_pool = reductions(case, place)
     pool = gather_pool(case, place) + reduce_pool
@@ -127,20 +151,22 @@ def moments(case: PlanCase, rank: int) -> list[Memory]:
 
 
 def _padded(case: PlanCase, item: ShardedParameter) -> int:
-    """Numbers of a main gradient, with what fills its last rows up to equal parts."""
+    """Return the elements of a main gradient, padded to equal row shards where it is scattered."""
     rows, *rest = item.layout.local_shape
     parts = case.topology.zero1 if _is_scattered(case, item) else 1
     return -(-rows // parts) * parts * prod(rest)
 
 
 def _is_scattered(case: PlanCase, item: ShardedParameter) -> bool:
-    """Whether each rank of the zero1 group has the sums of its own rows alone."""
+    """Return True if each zero1 rank keeps only its own rows of the summed gradient."""
     parts = case.topology.zero1
+    # Scattering needs one group for both: the replicas that are summed over and the zero1 ranks.
     same = parts == case.topology.weight_data == case.size(item.layout.reduce_over)
     return parts > 1 and same and pads_little(item.layout.local_shape[0], parts)
 
 
 def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
+    """Return the elements of the `index`-th of `parts` row shards."""
     rows = chunk_range(shape[0], parts, index)
     return len(rows) * prod(shape[1:])
 
@@ -151,13 +177,17 @@ def _owned(shape: tuple[int, ...], parts: int, index: int) -> int:
 def _moments(
     case: PlanCase, place: Coordinates, fixed: Memory, flights: Flights
 ) -> Iterator[Memory]:
+    """Yield each backward of the last micro-batch, then the gradient sums and the update."""
     kept = _kept(case, place)
     waiting = _most_waiting(case, place, kept)
     between = _between_stages(case, place)
-    if place.stage < case.topology.pipeline - 1:  # the last of another micro-batch
+    # The last input that the latest forward sent to the host is still on the device, too. On the
+    # last stage that micro-batch goes backward next, and `_backward` counts it.
+    if place.stage < case.topology.pipeline - 1:
         between += sum(own.on_both for own in kept)
     fixed = replace(fixed, host=fixed.host + _most_on_host(case, place, kept))
     for own, older in zip(kept, waiting, strict=True):
+        # While one chunk goes backward, `older` micro-batches still wait for their own.
         base = replace(
             fixed,
             activations=older.activations + own.ends + between + _batch(case),
@@ -165,6 +195,7 @@ def _moments(
         )
         yield from _backward(case, place, base, own, flights)
     if case.on_cpu:
+        # On CPU ranks exchange the parts of a reduce-scatter and sum them themselves.
         items = (p for p in trained_parameters(case, place) if _is_scattered(case, p))
         received = sum(_padded(case, p) for p in items) * case.wide_bytes
         yield replace(fixed, work=received, moment="the sums over replicas")
@@ -174,7 +205,7 @@ def _moments(
 def _backward(
     case: PlanCase, place: Coordinates, base: Memory, own: _Chunk, flights: Flights
 ) -> Iterator[Memory]:
-    """The moments of the last backward through a chunk."""
+    """Yield the moments of the last backward pass through one chunk, in their order."""
 
     def moment(name: str, kept: Saved, work: int, loss: int = 0) -> Memory:
         return replace(
@@ -190,12 +221,15 @@ def _backward(
     if own.head is not None:
         in_loss = rehearsal(case, place).in_loss
         yield moment("the loss", kept, flights[own.head.name].before, in_loss)
-    kept = _sum(own.saved)  # the input that comes back is rehearsed
+    # From here on the host input of a block is part of its record, as the rehearsal fetched it.
+    kept = _sum(own.saved)
     of_blocks = records_of(case, place, own.layers)
     found, taken = _found_again(own.layers), case.between_stages.sent_bytes
     for block, held in zip(reversed(own.layers), reversed(own.saved), strict=True):
+        # Backward frees a block's saved tensors, so memory shrinks from the last layer on.
         kept = Saved(kept.activations - held.activations, kept.attention - held.attention)
         record = of_blocks[block.name]
+        # Inputs that were recomputed for a segment stay until their block has gone backward.
         again = Saved(found[block.name] * taken)
         work = record.work + flights[block.name].before
         yield moment(f"the backward of {block.name}", _sum([kept, record.saved, again]), work)
@@ -205,30 +239,31 @@ def _backward(
 
 
 class _Chunk(NamedTuple):
-    """Memory one micro-batch keeps in a chunk."""
+    """Memory that one micro-batch keeps in one chunk of a pipeline rank."""
 
     table: Block | None
-    """What the chunk has of the model before the layers."""
+    """The block before the layers, if this chunk has it."""
     layers: tuple[Block, ...]
     head: Block | None
-    """What it has behind them."""
+    """The block after the layers, if this chunk has it."""
     saved: list[Saved]
-    """By layer."""
+    """Saved memory of each layer."""
     ends: int
+    """Bytes that table and head keep, and those that all blocks share."""
 
     @property
     def total(self) -> Saved:
-        """Of all layers and ends."""
+        """Return the saved memory of all layers and of the ends."""
         return _sum([*self.saved, Saved(self.ends)])
 
     @property
     def on_both(self) -> int:
-        """Of what goes to the host the part that is on the device, too: the last input."""
+        """Return the bytes of an offloaded input that are on the device as well: the last one."""
         return max((saved.host for saved in self.saved), default=0)
 
 
 def _kept(case: PlanCase, place: Coordinates) -> list[_Chunk]:
-    """What the chunks of a rank keep."""
+    """Return the memory that one micro-batch keeps in each chunk of a rank."""
     found, last = [], case.order.num_stages - 1
     stages, chunks = case.order.stages_of(place.stage), shape_of(case, place.stage).chunks
     for stage, chunk in zip(stages, chunks, strict=True):
@@ -243,6 +278,7 @@ def _kept(case: PlanCase, place: Coordinates) -> list[_Chunk]:
 
 
 def _sum(parts: Iterable[Saved]) -> Saved:
+    """Return the sum of all fields."""
     activations = attention = host = 0
     for part in parts:
         activations += part.activations
@@ -252,7 +288,11 @@ def _sum(parts: Iterable[Saved]) -> Saved:
 
 
 def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
-    """The inputs of blocks before each, which were computed again for it and are still there."""
+    """Return, for each block, how many recomputed inputs before its own are still there.
+
+    A segment keeps the input of its first block only; the backward of its last block recomputes the
+    inputs of the others first.
+    """
     found, number = {}, 0
     for block in layers:
         number = 0 if block.input_kept else number + 1
@@ -261,7 +301,7 @@ def _found_again(layers: tuple[Block, ...]) -> dict[str, int]:
 
 
 def _most_on_host(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> int:
-    """Bytes of the buffers that are lent at once."""
+    """Return the peak bytes of host buffers in use at once."""
     live = most = 0
     for action in case.order.actions(place.stage, case.few_micro_batches):
         size = kept[action.chunk].total.host
@@ -271,12 +311,13 @@ def _most_on_host(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> int
 
 
 def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> list[Saved]:
-    """For each chunk the most that other micro-batches keep when one of it goes back.
+    """Return, for each chunk, the peak that other micro-batches keep while one goes backward.
 
-    Where a backward is split, the inputs of the linears and the gradients of their outputs wait
-    for its second half; that is taken to be as much as a forward keeps without recomputation.
+    With a split backward, the inputs of linears and the gradients of their outputs wait for the
+    second half. This is planned as the memory that a forward keeps without recomputation.
     """
     actions = case.order.actions(place.stage, case.few_micro_batches)
+    # Micro-batches and chunks whose backward is split.
     halves = {a[1:] for a in actions if a.kind is ActionKind.WEIGHT_GRADIENT}
     plain = replace(
         case.model,
@@ -288,7 +329,8 @@ def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> lis
     )
     waiting = _kept(replace(case, model=plain), place) if halves else ()
     sizes = [own.total for own in (*kept, *waiting)]
-    live = [0] * len(sizes)  # and behind them, where there are any, the second halves
+    # Counts of waiting micro-batches by chunk, followed by counts of waiting second halves.
+    live = [0] * len(sizes)
     most = [Saved() for _ in kept]
     for kind, micro_batch, chunk in actions:
         if kind is ActionKind.FORWARD:
@@ -308,28 +350,30 @@ def _most_waiting(case: PlanCase, place: Coordinates, kept: list[_Chunk]) -> lis
 
 
 def _batch(case: PlanCase) -> int:
-    """Tokens, labels and positions of a micro-batch."""
+    """Return the bytes of tokens, labels and positions (int64) of a micro-batch."""
     return 3 * case.rows * case.tokens * 8
 
 
 def _between_stages(case: PlanCase, place: Coordinates) -> int:
-    """The bytes on their way to each neighbour, and of the gradient that came from behind.
+    """Return the bytes of tensors in transfer to and from the neighbor stages.
 
-    That gradient is there until the chunk's backward ends.
+    The gradient that came from the next stage counts once more: it stays until the chunk's backward
+    ends.
     """
     ends = case.neighbours(place.stage)
-    count = sum(map(sum, ends)) + any(behind for _, behind in ends)
+    count = sum(map(sum, ends)) + any(following for _, following in ends)
     return count * case.between_stages.sent_bytes
 
 
 def _update(case: PlanCase, place: Coordinates) -> int:
-    """States on their way through the device, and then updated weights, packed and gathered."""
-    alike, place = alike_in_weights(case), place._replace(tensor=0)
-    return max(_streamed(alike, place), _published(alike, place))
+    """Return the work bytes of the update: streamed states, or the weights being published."""
+    reduced, place = only_weights(case), place._replace(tensor=0)
+    return max(_streamed(reduced, place), _published(reduced, place))
 
 
 @lru_cache(maxsize=1024)
 def _streamed(case: PlanCase, place: Coordinates) -> int:
+    """Return the bytes of optimizer states that pass through the device."""
     asked = case.optimizer
     if asked.moment_dtype == "float32" and not asked.offload_states and "muon" not in asked.rules:
         return 0
@@ -338,15 +382,144 @@ def _streamed(case: PlanCase, place: Coordinates) -> int:
 
 @lru_cache(maxsize=1024)
 def _published(case: PlanCase, place: Coordinates) -> int:
+    """Return the bytes of updated weights, packed and gathered over the zero1 group."""
     size, heard = case.topology.zero1, Heard()
+    # Each bucket is sent to size - 1 ranks; packed and gathered it takes size + 1 times its bytes.
     DryRank(case, place, heard).publisher.launch()
     return sum(transfer.sent_bytes for transfer in heard) // max(1, size - 1) * (size + 1)
 
 
 def _full_gradient(case: PlanCase, place: Coordinates, block: Block) -> int:
-    """Bytes of the largest weight gradient of a block where it stays on the rank."""
+    """Return the bytes of the block's largest weight gradient in modes that do not gather."""
     if case.gathers_weights:
         return 0
     numbers = {item.name: item.parameter.numel() for item in local_parameters(case, place)}
     weights = (use.weight for use in block.uses if use.weight is not None)
     return max((numbers[weight] for weight in weights), default=0) * case.item_bytes
+
+
+# -- weights and gradients in flight, and their pools -----------------------------------------
+
+
+class _InFlight(NamedTuple):
+    """Bytes of full gradients whose reduction is in flight."""
+
+    before: int
+    """Bytes at the start of a block's backward."""
+    after: int
+    """Bytes at its end."""
+
+
+Flights = defaultdict[str, _InFlight]
+"""Full gradients in flight by block, in the last backward pass."""
+
+
+def reductions(case: PlanCase, place: Coordinates) -> tuple[Flights, int]:
+    """Return the full gradients in flight, and the bytes of the pool that they are reduced into."""
+    found: dict[str, _InFlight] = {}
+    pool_bytes = 0
+    receives = case.on_cpu and case.topology.zero1 > 1
+    # Otherwise every gradient is added in place and nothing is in flight.
+    if case.gathers_weights or receives:
+        blocks = _blocks(case, place)[::-1]
+        records = records_of(case, place, blocks)
+        order = tuple((b.name, tuple(records[b.name].gradients(b))) for b in blocks)
+        reduced = replace(case, micro_num=1)
+        if case.gathers_weights:
+            few = min(case.micro_num, 4)  # by then the amount in flight repeats
+            reduced = only_weights(case, micro_num=few)
+        if not receives:
+            reduced = replace(reduced, topology=replace(reduced.topology, zero1=1))
+        found, pool_bytes = _reduced(reduced, place._replace(tensor=0, zero1=0), order)
+    return defaultdict(lambda: _InFlight(0, 0), found), pool_bytes
+
+
+@lru_cache(maxsize=1024)
+def _reduced(
+    case: PlanCase, place: Coordinates, order: tuple[tuple[str, tuple[str, ...]], ...]
+) -> tuple[dict[str, _InFlight], int]:
+    """Return the bytes that reductions hold in the last backward pass, and those of their pool.
+
+    `GradientReducer` holds what it sends, `MainGradients` what it receives to add up.
+    """
+    rank, found = DryRank(case, place, Heard()), {}
+    uses = Counter(name for _, names in order for name in names)
+
+    def in_flight() -> int:
+        return rank.reducer.bytes_in_flight + rank.gradients.received_bytes
+
+    for number in range(case.micro_num):
+        # Only the last micro-batch is recorded: later launches may still wait for earlier ones.
+        last = number == case.micro_num - 1
+        if last:
+            rank.expect_last(uses)
+        for block, names in order:
+            before = in_flight()
+            for name in names:
+                rank.deliver(name, last=last)
+            found[block] = _InFlight(before, in_flight())
+    return found, rank.pool.reserved_bytes
+
+
+def gather_pool(case: PlanCase, place: Coordinates) -> int:
+    """Return the bytes of the pool that weights are gathered into.
+
+    It has buffers for two units, or for all weights if they stay gathered.
+    """
+    if not case.gathers_weights:
+        return 0
+    chunks = shape_of(case, place.stage).chunks
+    rank = DryRank(case, place, Heard())
+    layouts = {name: rank.travels(name).layout for name in rank.parameters}
+    uses = (use for block in _blocks(case, place) for use in block.uses)
+    names = {name for v in uses for name in (v.weight, v.bias) if name is not None}
+    # Weights with the same number of elements share buffers.
+    kinds = tuple((name, prod(layouts[name].global_shape)) for name in sorted(names))
+    actions = case.order.actions(place.stage, case.few_micro_batches)
+    reserved = _reserved(chunks, actions, case.parallel.weight.prefetch, kinds)
+    a_name = {kind: name for name, kind in kinds}
+    pieces = {kind: layouts[a_name[kind]] for kind in reserved}
+    return case.item_bytes * sum(
+        reserved[kind] * prod(layout.piece_shape) * layout.parts for kind, layout in pieces.items()
+    )
+
+
+@lru_cache(maxsize=512)
+def _reserved(
+    chunks: Chunks,
+    actions: tuple[Action, ...],
+    prefetch: Prefetch,
+    kinds: tuple[tuple[str, int], ...],
+) -> Counter[int]:
+    """Return how many buffers of each kind the pool has allocated by the end of a step."""
+    steps, kind_of = plan(chunks, actions, prefetch), dict(kinds)
+    leased: Counter[int] = Counter()
+    reserved: Counter[int] = Counter()
+    acts = [*steps.start, *(act for step in steps.entries for act in (*step.before, *step.after))]
+    for act in acts:
+        for kind in (kind_of[name] for name in act.parameters):
+            if act.kind is WeightOpKind.GATHER:
+                leased[kind] += 1
+                reserved[kind] = max(reserved[kind], leased[kind])
+            elif act.kind is WeightOpKind.FREE:
+                leased[kind] -= 1
+    return reserved
+
+
+def only_weights(case: PlanCase, micro_num: int = 1) -> PlanCase:
+    """Return the case without what does not affect weights, so that more layouts share a result."""
+    parallel = case.parallel
+    return replace(
+        case,
+        model=bare(case.model),
+        parallel=ParallelConfig(weight=parallel.weight, pipeline=parallel.pipeline),
+        topology=replace(case.topology, tensor=1, context=1),
+        rows=1,
+        tokens=1,
+        micro_num=micro_num,
+    )
+
+
+def _blocks(case: PlanCase, place: Coordinates) -> list[Block]:
+    """Return the blocks of all chunks of a rank."""
+    return [block for chunk in shape_of(case, place.stage).chunks for block in chunk]

@@ -1,4 +1,4 @@
-"""The time of a step, by walking through a short one and repeating what repeats."""
+"""Predicts the time of a step from a simulation of few micro-batches, extrapolated to all."""
 
 from __future__ import annotations
 
@@ -23,37 +23,38 @@ _FORWARD = ActionKind.FORWARD
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Seconds of a step of the rank that takes longest."""
+    """Predicted times of one step, in seconds, for the rank that takes longest."""
 
     step: float
     """From the start of a step to that of the next."""
     exposed: float
-    """For which transfers, and slower ranks, are waited for."""
+    """Seconds spent waiting for transfers and for slower ranks."""
     bubble: float
-    """For which a stage waits for others."""
+    """Seconds a stage waits for other stages."""
     communication: float
-    """Of all transfers, one after the other."""
+    """Durations of all transfers, summed."""
     model_flops: float
-    """Of a rank, by the rule of `ModelConfig.flops`: recomputation is not counted."""
+    """FLOPs of a rank by the rule of `ModelConfig.flops`, which leaves out recomputation."""
     tokens: int
-    """Of the global batch."""
+    """Tokens of the global batch."""
 
     @property
     def tflops(self) -> float:
-        """Model TFLOP/s of a rank."""
+        """Return the model TFLOP/s of a rank."""
         return self.model_flops / self.step / 1e12
 
     def tgs(self, world_size: int) -> float:
-        """Tokens a rank a second."""
+        """Return tokens per rank and second."""
         return self.tokens / self.step / world_size
 
 
 def predict(case: PlanCase, fabric: Fabric) -> Prediction:
-    """The step of `case` on `fabric`."""
+    """Predict the step of `case` on `fabric`."""
     if case.topology.pipeline == 1:
         step, exposed, bubble, busy = _one_stage(case, fabric)
     else:
         step, exposed, bubble, busy = _pipeline(case, fabric)
+    # Stragglers slow down computing only, not the time that is spent waiting anyway.
     straggling = fabric.straggling_over(case.topology.world_size) * (step - exposed - bubble)
     documents = case.rows * case.documents * case.micro_num
     lengths = [case.tokens // case.documents] * documents
@@ -69,7 +70,10 @@ def predict(case: PlanCase, fabric: Fabric) -> Prediction:
 
 
 def _one_stage(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, float]:
-    """Step, exposed, bubble and communication; the third micro-batch of four stands for more."""
+    """Return step, exposed, bubble and communication seconds without a pipeline.
+
+    At most four micro-batches are simulated; each further one takes as long as the third.
+    """
     few = min(case.micro_num, 4)
     walked = walk(case, fabric, 0, few)
     step, exposed = walked.working + walked.tail, walked.waiting
@@ -84,9 +88,11 @@ def _one_stage(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, flo
 
 
 def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, float]:
+    """Return step, exposed, bubble and communication seconds of a pipeline."""
     few, period = case.few_micro_batches, case.topology.pipeline
     order, walks = case.order, _walks(case, fabric, few)
     costs = {
+        # The typical duration of each action gives the timeline of all stages.
         (order.stages_of(rank)[chunk], kind): _typical(walked, chunk, kind)
         for rank, walked in enumerate(walks)
         for chunk in range(case.parallel.pipeline.num_chunks)
@@ -94,6 +100,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
     }
     halves = _weight_gradients(case, fabric)
 
+    # A split backward puts its weight gradients off, into an action of its own.
     def cost(stage: int, kind: ActionKind) -> float:
         if kind is ActionKind.WEIGHT_GRADIENT:
             return halves[stage]
@@ -103,6 +110,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
     end, times = timeline(order, few, cost, send=send).end, (case.micro_num - few) / period
 
     def whole(short: float, longer: float) -> float:
+        """Extrapolate from a short and a one period longer step, [Note: Long steps]."""
         return short + times * (longer - short)
 
     longer_walks = walks
@@ -110,6 +118,7 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
         end = whole(end, timeline(order, few + period, cost, send=send).end)
         longer_walks = _walks(case, fabric, few + period)
     if case.keeps_gathered:
+        # The first forwards also gather the weights for all later ones, one stage after another.
         end += sum(map(_first_beyond_typical, walks))
     pairs = list(zip(walks, longer_walks, strict=True))
     work = max(whole(short.working, longer.working) for short, longer in pairs)
@@ -119,12 +128,13 @@ def _pipeline(case: PlanCase, fabric: Fabric) -> tuple[float, float, float, floa
 
 
 def _walks(case: PlanCase, fabric: Fabric, micro_num: int) -> list[Walked]:
-    """The walk of each rank of a pipeline; ranks that have the like do the like."""
+    """Simulate each rank of a pipeline, once for ranks with the same kinds of blocks."""
     known: dict[object, Walked] = {}
     found = []
     for rank in range(case.topology.pipeline):
         chunks = shape_of(case, rank).chunks
-        warm_up = rank if case.gathers_weights else 0  # decides what is gathered once
+        # The number of warm-up forwards decides which weights are gathered only once.
+        warm_up = rank if case.gathers_weights else 0
         key = warm_up, tuple(tuple(kinds_of(case, rank, chunk).values()) for chunk in chunks)
         if key not in known:
             known[key] = walk(case, fabric, rank * case.topology.stage, micro_num)
@@ -133,20 +143,22 @@ def _walks(case: PlanCase, fabric: Fabric, micro_num: int) -> list[Walked]:
 
 
 def _typical(walked: Walked, chunk: int, kind: ActionKind) -> float:
+    """Return the median duration of a chunk's actions of one kind."""
     return median(took for a, took, _ in walked.actions if a.chunk == chunk and a.kind is kind)
 
 
 def _first_beyond_typical(walked: Walked) -> float:
-    """Seconds that the first forwards of a rank's chunks, which gather for all, take beyond others.
+    """Return by how many seconds a rank's first forwards exceed the typical forward.
 
-    The first micro-batch comes by the stages one after the other.
+    They gather the weights for the whole step, and the first micro-batch passes through the stages
+    one after the other, so these seconds add up over ranks.
     """
     firsts = {a.chunk: took for a, took, _ in reversed(walked.actions) if a.kind is _FORWARD}
     return sum(took - _typical(walked, chunk, _FORWARD) for chunk, took in firsts.items())
 
 
 def _weight_gradients(case: PlanCase, fabric: Fabric) -> dict[int, float]:
-    """Seconds of the weight gradients of each stage, which a split backward puts off."""
+    """Return the seconds of each stage's weight gradients, which a split backward puts off."""
     costs, place = Costs(case, case.place(0), fabric.device, fabric.host), case.place(0)
 
     def seconds(rank: int, blocks: tuple[Block, ...]) -> float:
@@ -164,7 +176,10 @@ def _weight_gradients(case: PlanCase, fabric: Fabric) -> dict[int, float]:
 
 
 def _put_off(block: Block, record: BlockRecord) -> Iterator[Compute]:
-    """Each product whose weight gradient waits: none of layers that compute in parts."""
+    """Yield the products whose weight gradient is put off.
+
+    A layer that computes its gradient in parts cannot put it off.
+    """
     waits = True
     for event in record.forward:
         if isinstance(event, Read):

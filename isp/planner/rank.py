@@ -1,7 +1,7 @@
-"""A rank's weights without memory, and what moves them and their gradients, over dry channels.
+"""One rank of a layout on the meta device: runtime classes over channels that only log transfers.
 
-Those who move are the runtime's own: `gather`, `GradientReducer`, `MainGradients` and
-`Publisher`.
+`gather`, `GradientReducer`, `MainGradients` and `Publisher` are the runtime's own, so a plan sends
+exactly the transfers of a run.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _OF_WEIGHTS = (Axis.WEIGHT, Axis.EXPERT_WEIGHT)
 
 
 class Heard(list[Transfer]):
-    """A listener that keeps the transfers."""
+    """A listener that collects the transfers it hears of."""
 
     def launched(self, transfer: Transfer) -> Callable[[], object]:
-        """A transfer sets off."""
+        """Append a transfer; its wait does nothing."""
         self.append(transfer)
         return lambda: None
 
 
 class DryRank:
-    """The rank at `place`; `listener` hears of all that it would send."""
+    """The rank at `place`, without memory; `listener` hears of each transfer it would send."""
 
     def __init__(self, case: PlanCase, place: Coordinates, listener: Listener) -> None:
         self.case, self._place = case, place
@@ -54,59 +54,66 @@ class DryRank:
             Axis.WEIGHT: place.weight,
             Axis.EXPERT_WEIGHT: place.weight % case.topology.expert_weight,
             Axis.ZERO1: place.zero1,
-            Axis.STAGE: place.zero1 * case.topology.weight + place.weight,  # of a first replica
+            # The first rank of the stage with these coordinates.
+            Axis.STAGE: place.zero1 * case.topology.weight + place.weight,
         }
         self.pool = MemoryPool()
-        """Buffers gradients are reduced into."""
+        """Pool of the buffers that gradients are reduced into."""
 
     def __getitem__(self, axis: Axis) -> DryChannel:
-        """The channel along `axis`."""
+        """Return the channel along `axis`."""
         return self._channel(axis, axis.value)
 
     @cached_property
     def gradients(self) -> MainGradients:
-        """The main gradients, which no autograd fills."""
+        """Main gradients without hooks on autograd; `deliver` fills them."""
         gradients = MainGradients(self.trained, self, rows_of=self[Axis.ZERO1])
-        gradients.close()
+        gradients.close()  # no hooks: nothing goes backward here
         return gradients
 
     @cached_property
     def optimizer(self) -> Zero1Optimizer:
-        """The optimizer, of each parameter by itself."""
+        """The optimizer, which updates each parameter on its own."""
         updated = updated_parameters(self.case, self._place)
         gradients = MainGradients(updated, self, rows_of=self[Axis.ZERO1])
         gradients.close()
+        # On CUDA the runtime runs Newton-Schulz in bfloat16.
         dtype = None if self.case.on_cpu else torch.bfloat16
         config, names = self.case.optimizer, self.case.language_model.trained_names
         return Zero1Optimizer(gradients, self, config, names=names, matrix_dtype=dtype)
 
     @cached_property
     def publisher(self) -> Publisher:
-        """The way of updated weights to the zero1 group."""
+        """The all-gathers of updated weights over the zero1 group."""
         return Publisher(self.trained, self[Axis.ZERO1])
 
     @cached_property
     def reducer(self) -> GradientReducer:
-        """The sums of gradients over the weight group."""
+        """The reductions of gradients over the weight group."""
         weight = self.case.parallel.weight
         config = ISPCommModelConfig.of(weight, META)
+        # With `reduces_apart` reductions have a process group of their own.
         apart = "_reduce" * weight.reduces_apart
         reducer = GradientReducer(
             {a: self._channel(a, f"{a}{apart}") for a in _OF_WEIGHTS},
             self.pool,
             dtype=config.reduce_dtype,
+            # Without overlap each reduction is waited for at once.
             max_bytes_in_flight=config.max_reduce_bytes if weight.overlap else 0,
         )
         reducer.sink = self.gradients
         return reducer
 
     def travels(self, name: str) -> ShardedParameter:
-        """Parameter `name` as it is gathered: of spread experts, those of this rank's group."""
+        """Return parameter `name` with the layout it is gathered in.
+
+        A spread expert is gathered within this rank's group only.
+        """
         item = self.parameters[name]
         return replace(item, layout=item.layout.of_group)
 
     def deliver(self, name: str, *, last: bool) -> None:
-        """A gradient of parameter `name` is there; `last`: of a step."""
+        """Take a gradient of parameter `name`, as in backward; `last`: of the step's last pass."""
         if self.case.gathers_weights:
             self._reduce(name)
             if not self.case.parallel.weight.overlap:
@@ -117,7 +124,7 @@ class DryRank:
                 self.gradients.collect(self.parameters[name].parameter)
 
     def _reduce(self, name: str) -> None:
-        """Set the sum of the full gradient of a parameter on its way."""
+        """Launch the reduction of a parameter's full gradient."""
         sharded = self.travels(name)
         dtype = sharded.parameter.dtype
         full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
@@ -125,9 +132,9 @@ class DryRank:
         self.reducer.launch(sharded, full, place)
 
     def expect_last(self, uses: Mapping[str, int]) -> None:
-        """Buckets may travel once the gradient of each parameter has come as often as it is used.
+        """Let buckets be reduced as soon as each parameter has as many gradients as `uses` says.
 
-        What is not of `uses`, which autograd brings, is taken to be there at once.
+        Parameters without a use get theirs from autograd, and count as complete at once.
         """
         self._uses = Counter(uses)
         self.gradients.expect_last()
@@ -136,27 +143,28 @@ class DryRank:
                 self.gradients.collect(item.parameter)
 
     def gather(self, name: str) -> None:
-        """Set the full tensor of parameter `name` on its way."""
+        """Launch the all-gather of parameter `name`."""
         gather([self.travels(name)], self, MemoryPool())
 
     def all_reduce_numbers(self, axis: Axis, shape: tuple[int, ...] = ()) -> None:
-        """Add up numbers of the step along `axis`, and wait for the sum."""
+        """Sum metrics along `axis`, and wait for the result."""
         number = torch.empty(shape, dtype=torch.float64, device=META)
         self[axis].all_reduce_(number, tag=Tag(tensor="metrics")).wait()
 
     def share_batch(self) -> None:
-        """Send tokens, labels and positions of a step to the ranks of a sequence."""
+        """Broadcast tokens, labels and positions of a step within the tensor group."""
         case = self.case
         shape = (case.micro_num, 3, case.rows, case.tokens)
         batch = torch.empty(shape, dtype=torch.int64, device=META)
         self[Axis.TENSOR].broadcast_(batch, tag=Tag(Purpose.DATA, tensor="batch")).wait()
 
     def add_tied(self, name: str) -> None:
-        """Sum the gradient of a table that two stages have."""
+        """Sum the gradient of an embedding table that the first and last stage share."""
         gradient = self.gradients.summed(self.parameters[name].parameter)
         self[Axis.EMBEDDING].all_reduce_(gradient, tag=Tag(Purpose.REPLICA_GRADIENT, name))
 
     def _channel(self, axis: Axis, name: str) -> DryChannel:
+        # Where the backend has no reduce-scatter, ranks exchange parts and sum them themselves.
         return DryChannel(
             name,
             self.case.size(axis),

@@ -1,4 +1,4 @@
-"""What a block of a model does for one micro-batch, in order, and the recorder of it."""
+"""The event record of a block for one micro-batch, and the recorder that writes it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from isp.core.comm.tag import Purpose, Transfer
 from isp.core.mesh.phase import Phase
-from isp.core.tensors import memory_of
-from isp.core.torch_private import storage_key
+from isp.core.tensors import memory_of, tensors_in
+from isp.core.torch_private import TorchDispatchMode, storage_key
 from isp.core.weights.declare import DeclaredBlock, WeightHolder
 from isp.core.weights.uses import Block
 
@@ -25,6 +25,7 @@ __all__ = [
     "EventRecorder",
     "Gradient",
     "Launch",
+    "PeakMemory",
     "Reach",
     "Read",
     "Saved",
@@ -33,34 +34,34 @@ __all__ = [
 
 
 class Launch(NamedTuple):
-    """A transfer is launched."""
+    """Launch of a transfer."""
 
     transfer: Transfer
 
 
 class Arrive(NamedTuple):
-    """A transfer is waited for, and there."""
+    """Wait for a transfer, which then has arrived."""
 
-    behind: int
-    """Its place among those launched on the device: 0 is the last one."""
+    age: int
+    """Transfers launched on the device since: 0 for the latest."""
 
 
 class Reach(NamedTuple):
-    """A use begins; in backward only that of a layer whose input has a gradient."""
+    """Start of a use; in backward only if the layer's input needs a gradient."""
 
     use: int
     phase: Phase
 
 
 class Read(NamedTuple):
-    """The weight of a use is read."""
+    """Read of a use's weight."""
 
     use: int
     phase: Phase
 
 
 class Work(Enum):
-    """What limits a computation, and the unit of its amount."""
+    """The resource that bounds a computation; its value names the unit of the amount."""
 
     PRODUCT = "FLOPs of a product of matrices"
     ATTENTION = "FLOPs of local attention"
@@ -69,14 +70,14 @@ class Work(Enum):
 
 
 class Compute(NamedTuple):
-    """The rank computes; in backward, all gradients together."""
+    """A computation; in backward it covers the gradients of all its inputs."""
 
     kind: Work
     amount: float
 
 
 class Gradient(NamedTuple):
-    """The gradient of the weight, or bias, of a use is there."""
+    """The gradient of a use's weight or bias is ready."""
 
     use: int
     is_bias: bool
@@ -86,37 +87,37 @@ Event = Launch | Arrive | Reach | Read | Compute | Gradient
 
 
 class Saved(NamedTuple):
-    """Bytes that are kept for backward, by who keeps them."""
+    """Bytes that forward keeps for backward, by owner."""
 
     activations: int = 0
     attention: int = 0
     host: int = 0
-    """In the host's memory: no part of `total`."""
+    """Bytes in the memory of the host, not part of `total`."""
 
     @property
     def total(self) -> int:
-        """Both, on the device."""
+        """Return the bytes on the device."""
         return self.activations + self.attention
 
 
 class BlockRecord(NamedTuple):
-    """A block's work for one micro-batch."""
+    """The work of one block for one micro-batch."""
 
     forward: tuple[Event, ...]
     backward: tuple[Event, ...]
-    """With what is recomputed for it."""
+    """Events of backward, recomputation included."""
     saved: Saved
-    """Memory kept from the one to the other."""
+    """Memory kept between forward and backward."""
     work: int
-    """Bytes in hand besides what was saved, where both together take most in its backward."""
+    """Peak of the bytes in backward beyond `saved`."""
 
     def without_input(self) -> BlockRecord:
-        """The same of a recomputed block whose input is not kept, nor brought back."""
+        """Return the record of a recomputed block that neither keeps nor fetches its input."""
         forward, backward = (tuple(e for e in record if not _is_of_input(e)) for record in self[:2])
         return BlockRecord(forward, backward, Saved(), self.work)
 
     def gradients(self, block: Block) -> Iterator[str]:
-        """The parameters whose gradients the backward of a block gives, in order."""
+        """Yield the names of the parameters whose gradients backward delivers, in order."""
         for event in self.backward:
             if isinstance(event, Gradient):
                 name = block.uses[event.use].bias if event.is_bias else block.uses[event.use].weight
@@ -125,21 +126,23 @@ class BlockRecord(NamedTuple):
 
     @property
     def again(self) -> Iterator[Event]:
-        """Its forward, as it is computed again for what it gives."""
+        """Yield forward's events when it is recomputed to get its output."""
         for event in self.forward:
             if isinstance(event, Reach | Read):
                 yield event._replace(phase=Phase.RECOMPUTE)
             elif not _is_of_input(event):
+                # The input is offloaded once only, in the first forward.
                 yield event
 
 
 def _is_of_input(event: Event) -> bool:
+    """Return True for the transfer of a block's input to or from the host."""
     return isinstance(event, Launch) and event.transfer.tag.purpose is Purpose.BLOCK_INPUT
 
 
 @dataclass(slots=True)
 class _Kept:
-    """Memory that is kept for backward."""
+    """Memory that forward keeps for backward."""
 
     block: int
     memory: torch.UntypedStorage
@@ -147,46 +150,51 @@ class _Kept:
 
 
 class EventRecorder:
-    """Notes what happens, under the block in which it does."""
+    """Records the events of a rehearsal, by the block in which they happen.
+
+    It also follows memory: what autograd saves in forward, and the peak of what exists in backward.
+    Storages are known by the address of their C++ object, which lives as long as they do.
+    """
 
     def __init__(self) -> None:
         self.phase = Phase.FORWARD
         self.attends = False
-        """Whether local attention runs."""
+        """True while local attention runs."""
         self._block = 0
         self._ahead = 0
-        """The block that what is kept belongs to: the next from a block's last use on."""
+        """The block that owns memory saved now: from a block's last use on it is the next one."""
         self._launched = 0
-        """Transfers of blocks that were launched so far."""
-        self._known: set[int] = set()
+        """Number of the transfers that blocks have launched."""
+        self._known: set[int] = set()  # storages that exist before and after: weights, token ids
         self._reached: set[tuple[int, int]] = set()
-        """Blocks and uses that forward has come to."""
+        """Blocks and uses that forward has reached."""
         self._kept: dict[int, _Kept] = {}
-        """By the storage."""
+        """Memory kept for backward, by storage."""
         self._places: dict[int, tuple[int, int]] = {}
-        """Block and use, by the id of the module that is called there."""
+        """Block and use, by the id of the module whose call starts the use."""
         self._lasts: set[int] = set()
-        """Those of the last uses of blocks."""
+        """Ids of the modules of each block's last use."""
         self._inside: set[int] = set()
-        """The ids of layers that are used in a call that began with another use."""
+        """Ids of layers that are used inside the call that started another use."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
-        """By block, and whether in forward."""
+        """Events by block, and True for forward."""
         self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = (
             weakref.WeakValueDictionary()
         )
-        """Memory there in backward: what was kept, and what is made."""
+        """Storages that exist in backward: kept ones, and those made since."""
         self._owners: dict[int, int] = {}
-        """The block that has kept it, by the storage."""
+        """The block that kept a storage, by storage."""
         self._peaks: defaultdict[int, int] = defaultdict(int)
-        """Bytes there at most while a block goes back, by block."""
+        """Peak bytes while a block goes backward, by block."""
+        # Holds delivered gradients, so that their addresses are not reused for other storages.
         self._delivered: list[torch.UntypedStorage] = []
         self._looked: int | None = None
-        """The block that went back when all memory was looked at last."""
+        """The block that went backward when memory was last summed; None if it has grown since."""
         self._offloaded: Counter[int] = Counter()
-        """Bytes in the host's memory, by block."""
+        """Bytes on the host, by block."""
 
     def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
-        """Note when a use of `blocks`, all that are run, is reached."""
+        """Install the hooks that record the start of each use of `blocks`."""
         for b, block in enumerate(blocks):
             block.module.register_forward_pre_hook(partial(self._enters, b))
             block.module.register_forward_hook(partial(self._leaves, b))
@@ -194,7 +202,7 @@ class EventRecorder:
             for v, place in enumerate(block.uses):
                 module = place.layer if place.at is None else place.at
                 assert isinstance(module, nn.Module), f"nothing is called at {place.use.name}"
-                if id(module) in called:
+                if id(module) in called:  # the layer has no call of its own to hook
                     self._places[id(place.layer)] = b, v
                     self._inside.add(id(place.layer))
                     continue
@@ -206,52 +214,52 @@ class EventRecorder:
             self._lasts.add(id(module))
 
     def forget(self) -> None:
-        """What was noted so far was for practice."""
+        """Discard what was recorded so far, as a warm-up."""
         for noted in (self._events, self._reached, self._kept, self._offloaded):
             noted.clear()
         self._block = self._ahead = self._launched = 0
 
     def note(self, event: Event) -> None:
-        """Something happens in the block that runs."""
+        """Record an event in the block that runs."""
         self.running.append(event)
 
     @property
     def running(self) -> list[Event]:
-        """The events of the block that runs, in its direction."""
+        """Return the events of the block that runs, in its direction."""
         return self._events[self._block, self.phase is Phase.FORWARD]
 
     def launched(self, transfer: Transfer) -> Callable[[], None]:
-        """A transfer is launched."""
+        """Record a launch, and return a function that records its wait (protocol `Listener`)."""
         self._launched += 1
         number = self._launched
         self.note(Launch(transfer))
         return lambda: self.note(Arrive(self._launched - number))
 
     def offload(self, transfer: Transfer) -> None:
-        """What the block that comes next is given goes to the host."""
+        """Record that the input of the next block goes to the host."""
         self._events[self._ahead, True].append(Launch(transfer))
         self._offloaded[self._ahead] += transfer.sent_bytes
 
     def use_of(self, layer: WeightHolder) -> int:
-        """The use of a layer in its block."""
+        """Return the index of a layer's use in its block."""
         return self._places[id(layer)][1]
 
     def is_declared(self, layer: WeightHolder) -> bool:
-        """Whether a block declares a use of a layer."""
+        """Return True if a block declares a use of the layer."""
         return id(layer) in self._places
 
     def is_inside(self, layer: WeightHolder) -> bool:
-        """Whether the use of a layer is no call of its own."""
+        """Return True if the layer's use is part of the call that started another use."""
         return id(layer) in self._inside
 
     def record(self, block: int, saved: Saved) -> BlockRecord:
-        """A block's work, of which `saved` is kept."""
+        """Return the record of a block that keeps `saved`."""
         forward, backward = (tuple(self._events[block, of]) for of in (True, False))
         work = max(0, self._peaks[block] - saved.total)
         return BlockRecord(forward, backward, saved, work)
 
     def turn(self, num_blocks: int) -> list[Saved]:
-        """The forward is over: what each block keeps; what is there is watched from here on."""
+        """Switch from forward to backward: return what each block keeps, and watch memory now."""
         found = self.saved(num_blocks)
         for key, kept in self._kept.items():
             self._alive[key], self._owners[key] = kept.memory, kept.block
@@ -260,49 +268,49 @@ class EventRecorder:
         return found
 
     def made(self, tensors: Iterable[Tensor]) -> None:
-        """An operation gave these."""
+        """Record new tensors, and update the peak of the block that goes backward."""
         if self.phase is Phase.FORWARD:
             return
         own, looked = self._block, self._looked
         for x in tensors:
             memory = x.untyped_storage()
-            key = storage_key(memory)
-            if key not in self._known and key not in self._alive:
-                self._alive[key] = memory
-                self._owners.pop(key, None)  # of memory that was there before
+            if storage_key(memory) not in self._known and storage_key(memory) not in self._alive:
+                self._alive[storage_key(memory)] = memory
+                # The address may be that of a storage that is gone, and had an owner.
+                self._owners.pop(storage_key(memory), None)
                 looked = None
-        if looked == own:  # no more than there was
+        if looked == own:  # nothing was made since the last sum, so it cannot have grown
             return
         self._looked = own
+        # Memory that other blocks keep is counted as theirs (`Saved`), not as this block's work.
         there = (m.nbytes() for key, m in self._alive.items() if self._owners.get(key, own) == own)
         self._peaks[own] = max(self._peaks[own], sum(there))
 
     def delivered(self, gradient: Tensor) -> None:
-        """A weight's gradient is somebody else's from here on."""
+        """Stop counting a weight's gradient, which the gradient reduction owns from now on."""
         memory = gradient.untyped_storage()
         self._alive.pop(storage_key(memory), None)
-        self._delivered.append(memory)  # autograd hands it on, which makes nothing
+        self._delivered.append(memory)  # autograd passes it on, and it must not look new
         self._known.add(storage_key(memory))
 
     def know(self, tensors: Iterable[Tensor]) -> None:
-        """These are there in any case."""
+        """Exclude these tensors from all counts, since they exist anyway."""
         self._known = {*map(memory_of, tensors)}
 
     def at_loss(self, block: int) -> None:
-        """What is kept from here on is the loss's, as if that were block number `block`."""
+        """Count memory saved from now on for the loss, as if it were block number `block`."""
         self._ahead = block
 
     def keep(self, x: Tensor) -> Tensor:
-        """Autograd keeps x."""
+        """Record that autograd saves `x`; for `saved_tensors_hooks`."""
         memory = x.untyped_storage()
-        key = storage_key(memory)
-        if key not in self._known:
-            kept = self._kept.setdefault(key, _Kept(self._ahead, memory))
+        if storage_key(memory) not in self._known:
+            kept = self._kept.setdefault(storage_key(memory), _Kept(self._ahead, memory))
             kept.by_attention |= self.attends
         return x
 
     def saved(self, num_blocks: int) -> list[Saved]:
-        """Bytes each block keeps, memory once, for the first that does."""
+        """Return the bytes that each block keeps; a storage counts for the first block only."""
         found = [(0, 0)] * num_blocks
         for kept in self._kept.values():
             others, attention = found[kept.block]
@@ -312,31 +320,72 @@ class EventRecorder:
         return [Saved(*sizes, self._offloaded[b]) for b, sizes in enumerate(found)]
 
     def _enters(self, block: int, *_: object) -> None:
+        """Make `block` the running one, in forward."""
         if self.phase is Phase.FORWARD:
             self._block = block
 
     def _leaves(self, block: int, module: nn.Module, _: Any, y: Any) -> None:
-        """A block that is computed again may be so before a use's gradient is there."""
+        """Switch to the block as soon as the gradient of its output is there.
+
+        A recomputed block computes before any gradient of its uses.
+        """
         y = y[0] if isinstance(y, tuple) else y
         if self.phase is Phase.FORWARD and y.requires_grad:
             y.register_hook(lambda _: self._goes_back(block))
 
     def _begins(self, module: nn.Module, _: Any) -> None:
+        """Record the start of a use."""
         block, use = self._places[id(module)]
         if self.phase is Phase.FORWARD:
-            if (block, use) in self._reached:  # a loss that runs what is behind the head again
+            if (block, use) in self._reached:  # a loss may run the layers after the head twice
                 return
             self._reached.add((block, use))
         self._enters(block)
         self.note(Reach(use, self.phase))
 
     def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:
-        """A block goes back from the moment at which the gradient of a use's result is there."""
+        """Switch to the block as soon as the gradient of a use's output is there."""
         if self.phase is not Phase.FORWARD or not y.requires_grad:
-            return  # within a layer that computes its own gradient it requires none
+            return  # a layer that computes its own gradient runs its parts without autograd
         block, _ = self._places[id(module)]
         self._ahead = block + (id(module) in self._lasts)
         y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:
+        """Make `block` the one that goes backward."""
         self._block = block
+
+
+class PeakMemory(TorchDispatchMode):
+    """Measures the peak bytes of tensors made in this context, on any device, meta included.
+
+    Bytes are counted after each operation, so memory that one uses internally is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        """Most bytes that existed at once."""
+        self._bytes = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {*map(memory_of, tensors_in(args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for x in tensors_in(out):
+            if memory_of(x) not in given:  # a view or in-place result makes no memory
+                self._add(x.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return out
+
+    def _add(self, memory: UntypedStorage) -> None:
+        """Count a storage until it is freed."""
+        key, size = storage_key(memory), memory.nbytes()
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self._bytes -= size
+
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(memory, freed)
+            self._bytes += size

@@ -1,17 +1,17 @@
-"""A micro-batch's acts in each block, in order: the model itself, run without ranks or numbers.
+"""Runs the model itself on the meta device and records what each block does for a micro-batch.
 
-The model goes forward and back once on the meta device, over channels of the layout's sizes that
-say what would travel. So what is planned is what the layers do, in the order in which they do it,
-and what autograd keeps of it.
+The model goes forward and backward once, over channels of the layout's sizes that log transfers. So
+a plan has the layers' own operations in their order, and what autograd saves of them.
 
-At most two blocks of a kind are run, and stand for all of it. Kinds are told apart by what the
-blocks declare and by the shapes of their weights.
+Of each kind of block at most two are run. Blocks of a kind declare the same uses, of weights of the
+same shapes.
 
-[Note: Plain loss] Tables and head are rehearsed with layers that are not recomputed. A rehearsal of
-layers that are goes back from a sum, and is of use for them alone.
+[Note: Plain loss] The records of the first and last block (table and head) and of the loss come
+from a rehearsal without recomputation. A rehearsal with recomputed layers goes backward from a sum
+instead of the loss, and only its layers' records are used.
 
-[Note: Segments] Blocks are rehearsed as if each kept its input. One that does not, because it is
-computed again for it, does what the others do but keep it and bring it back.
+[Note: Segments] Each block is rehearsed as if it kept its input. A block that recomputes its input
+does the same, except that it neither keeps nor fetches it.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ from isp.planner.dry import (
     Products,
     fuse_norms,
 )
-from isp.planner.made import Made
-from isp.planner.record import BlockRecord, Compute, EventRecorder, Work
+from isp.planner.record import BlockRecord, Compute, EventRecorder, PeakMemory, Work
 from model.config import ModelConfig
 
 __all__ = ["Rehearsal", "record_of_kind", "records_of", "rehearsal"]
 
 
 class Rehearsal(NamedTuple):
-    """A micro-batch of a model."""
+    """Results of a rehearsal: records by kind of block, and the memory of the loss."""
 
     records: dict[BlockKind, BlockRecord]
     shared: int
@@ -69,15 +68,15 @@ class Rehearsal(NamedTuple):
     loss: int
     """Bytes that the loss keeps."""
     in_loss: int
-    """Bytes that it makes, where they are most; what it keeps among them."""
+    """Peak of the bytes that the loss makes, those it keeps included."""
     splits_logits: bool
-    """Whether a rank has the losses of its whole sequence."""
+    """True if a rank has a part of the logits of all tokens, and so the losses of all tokens."""
 
 
 def records_of(
     case: PlanCase, place: Coordinates, blocks: Iterable[Block]
 ) -> dict[str, BlockRecord]:
-    """The record of `blocks` at `place`, by name."""
+    """Return the records of `blocks` at `place`, by block name."""
     blocks = list(blocks)
     kinds = kinds_of(case, place.stage, blocks)
     found = {kind: record_of_kind(case, place, kind) for kind in set(kinds.values())}
@@ -89,7 +88,7 @@ def records_of(
 
 
 def record_of_kind(case: PlanCase, place: Coordinates, kind: BlockKind) -> BlockRecord:
-    """The record of blocks of `kind` at `place`."""
+    """Return the record of blocks of `kind` at `place`."""
     recomputed, uses = kind
     found = rehearsal(case, place, recomputed=recomputed).records
     assert kind in found, f"no block with {[use.name for use, _ in uses]} was rehearsed"
@@ -97,9 +96,10 @@ def record_of_kind(case: PlanCase, place: Coordinates, kind: BlockKind) -> Block
 
 
 def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -> Rehearsal:
-    """A micro-batch on the rank at `place`, all layers recomputed or none.
+    """Rehearse a micro-batch on the rank at `place`, with all layers recomputed or none.
 
-    Where all are in a run, one without is of use for what is not in them, and has plain layers.
+    If a run recomputes all layers, the rehearsal without is used only for what is not in layers,
+    and its layers are plain. See [Note: Plain loss].
     """
     topology, parallel = case.topology, case.parallel
     part = _RankPart(
@@ -126,15 +126,15 @@ def rehearsal(case: PlanCase, place: Coordinates, *, recomputed: bool = False) -
         parallel.expert.num_chunks,
         topology.experts_stay,
     )
-    model = _alike_layers(case.model, recomputed)
+    model = _uniform_layers(case.model, recomputed)
     return _rehearsed(model, part, case.rows, case.tokens, case.dtype, case.on_cpu)
 
 
 @lru_cache(maxsize=64)
-def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
-    """The model with all of its layers recomputed, or none."""
+def _uniform_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
+    """Return the model with all of its layers recomputed, or none."""
     if not recomputed and model.checkpoint == 1.0:
-        # No layer is left to show the rest, but the loss and the last norm are.
+        # Only table, head and loss are taken from this rehearsal: share it with other models.
         chunk, compiled = model.loss_chunk_tokens, model.compile
         model = replace(bare(model), loss_chunk_tokens=chunk, compile=compiled)
     return replace(
@@ -148,32 +148,32 @@ def _alike_layers(model: ModelConfig, recomputed: bool) -> ModelConfig:
 
 
 class _RankPart(NamedTuple):
-    """What decides a rank's part of a micro-batch."""
+    """The part of the layout that decides a rank's work for a micro-batch; a key of the cache."""
 
     sequence: Topology
-    """Of the ranks of a sequence alone."""
+    """Topology of the ranks of one sequence."""
     place: int
     gathers_weights: bool
     wide_gradients: bool
-    """Whether weight gradients travel in float32 at least."""
+    """True if weight gradients are reduced in float32 at least."""
     vocab_parallel_loss: bool
     exchange: ContextExchange
     scan: SequenceScan
     documents: int
     """Equal documents in a row."""
     expert: int
-    """Ranks that have different experts; tokens are taken to go to all alike."""
+    """Ranks with different experts; tokens are assumed to be spread evenly."""
     expert_chunks: int
     experts_stay: bool
 
     def channel(self, axis: Axis, recorder: EventRecorder) -> DryChannel:
-        """The channel along `axis`, of which `recorder` hears."""
+        """Return a channel along `axis` that reports to `recorder`."""
         axis = self.sequence.channel_axis(axis)
         index = self.sequence.index(axis, self.place)
         return DryChannel(axis.value, self.sequence.size(axis), index, recorder)
 
     def ranks(self, windows: Windows, recorder: EventRecorder) -> SequenceRanks:
-        """The ranks of the sequence, for a model with these windows."""
+        """Return the ranks of the sequence, for a model with these attention windows."""
         return SequenceRanks(
             head=self.channel(Axis.HEAD, recorder),
             context=self.channel(Axis.CONTEXT, recorder),
@@ -188,10 +188,14 @@ class _RankPart(NamedTuple):
 def _rehearsed(
     model: ModelConfig, part: _RankPart, rows: int, tokens: int, dtype: str, on_cpu: bool
 ) -> Rehearsal:
-    """What the first of two like layers keeps beyond the second is shared."""
+    """Run the rehearsal of `rehearsal`, cached by its arguments.
+
+    Bytes that the first of two blocks of a kind keeps beyond the second count as shared.
+    """
     recorder, mode, recomputed = EventRecorder(), part.sequence.mode, model.checkpoint > 0
     tensor = part.channel(Axis.TENSOR, recorder)
     own_model = _of_first_and_last(model, dtype, mode, part.experts_stay)
+    # The layers of a run, with weights, host memory and channels replaced by recording ones.
     layers = DryLayers(
         recorder=recorder,
         like_cuda=not on_cpu,
@@ -222,26 +226,28 @@ def _rehearsed(
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
     recorder.follow(blocks)
+    # Token ids are this rank's slice; a vocab-parallel loss needs the labels of all tokens.
     own = tokens // tensor.size if mode.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)
     labels = ids.new_empty(rows, tokens if whole.splits_logits else own)
     weights = [item.parameter for item in parameters]
     logits = rows * tokens * own_model.vocab_size // tensor.size
     products = DryProducts(recorder, weights, on_cpu=on_cpu)
-    if not part.gathers_weights:
+    if not part.gathers_weights:  # weight gradients are computed straight into main gradients
         for linear in linears_of([blocks]):
             linear.weight_gradients = products
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
-        if whole.learns:
+        if whole.learns:  # its first forward keeps more than later ones, so it is not recorded
             _forward(whole, ids, _ends_of(tokens, part.documents))
             recorder.forget()
         with saved_tensors_hooks(recorder.keep, lambda x: x):
             output = _forward(whole, ids, _ends_of(tokens, part.documents))
             recorder.at_loss(len(blocks))
+            # A model without a separate head returns whole logits, which are not cut into chunks.
             headless = whole.trace.head is None
             rest = 0
-            with Made() as made:
+            with PeakMemory() as made:
                 if recomputed:
                     loss = output.sum()
                 else:
@@ -251,26 +257,29 @@ def _rehearsed(
                         else num_loss_chunks(output, labels.numel(), model.loss_chunk_tokens)
                     )
                     loss, rest = _loss(whole, output, labels, chunks, recorder)
-            if not recomputed:  # [Note: Plain loss]
+            if not recomputed:  # [Note: Plain loss]: softmax and its gradient pass over the logits
                 over_logits = Compute(Work.MEMORY, 4 * logits * max(4, output.itemsize))
                 recorder.note(over_logits)
-                recorder.note(over_logits)  # its gradient, too
+                recorder.note(over_logits)
         saved = recorder.turn(len(blocks) + 1)
         loss.backward()
+    # Memory that several blocks save counts for the first of them: its surplus over another block
+    # of the same kind is shared.
     pairs = ((kinds.index(kind), b) for b, kind in enumerate(kinds))
     first, second = next(((a, b) for a, b in pairs if a < b), (0, 0))
     shared = saved[first].total - saved[second].total
+    # Plain blocks beside recomputed ones (the table, the head) come from the other rehearsal.
     own_kinds = ((b, kind) for b, kind in enumerate(kinds) if kind[0] == recomputed)
     by_kind = {kind: recorder.record(b, saved[b]) for b, kind in own_kinds}
-    # Of whole logits the loss's backward makes the gradient.
+    # The loss of whole logits makes their gradient in backward.
     after = logits * max(4, output.itemsize) if headless else 0
-    in_loss = made.most + rest + after
+    in_loss = made.peak_bytes + rest + after
     return Rehearsal(by_kind, shared, saved[-1].total + rest, in_loss, whole.splits_logits)
 
 
 @lru_cache(maxsize=64)
 def _of_first_and_last(model: ModelConfig, dtype: str, mode: Mode, stay: bool) -> TracedModel:
-    """The model with the blocks that are run, so that nobody makes the others for nothing."""
+    """Return the model with only the blocks that are run, so that the others are never built."""
     shape = whole_shape(model, dtype, mode, experts_stay=stay)
     shapes = {name: layout.global_shape for name, layout in shape.layouts.items()}
     (blocks,) = shape.chunks
@@ -281,7 +290,7 @@ def _of_first_and_last(model: ModelConfig, dtype: str, mode: Mode, stay: bool) -
 
 
 def _first_and_last(kinds: Sequence[BlockKind]) -> Sequence[int]:
-    """Where the first of each kind is, and the last: those that are run."""
+    """Return the positions of the first and the last block of each kind."""
     last = {kind: b for b, kind in enumerate(kinds)}
     return sorted({*last.values(), *(kinds.index(kind) for kind in last)})
 
@@ -297,34 +306,34 @@ def _forward(whole: StageModule, ids: Tensor, cu_seqlens: Tensor | None) -> Tens
 
 
 def _ends_of(tokens: int, documents: int) -> Tensor | None:
-    """The `cu_seqlens` of equal documents; None for one."""
+    """Return the `cu_seqlens` of equal documents; None for a single one."""
     if documents == 1:
         return None
     return torch.arange(0, tokens + 1, tokens // documents, dtype=torch.int32)
 
 
 _PRODUCTS = 3
-"""Of a chunk: logits, dx and dW."""
+"""Products in a loss chunk: logits, dx and dW."""
 
 
 def _loss(
     whole: StageModule, output: Tensor, labels: Tensor, chunks: int, recorder: EventRecorder
 ) -> tuple[Tensor, int]:
-    """The loss, and bytes of the gradient of the tokens in chunks that are not run.
+    """Return the loss, and the bytes of the gradient of tokens in loss chunks that are not run.
 
-    [Note: Alike chunks] All chunks but the last are alike, so of many four are run, and the second
-    stands for the rest.
+    [Note: Alike chunks] All loss chunks but the last are equal, so at most four are run, and the
+    events of the second are repeated for those left out.
     """
-    length, alike, rest = output.shape[1], max(0, chunks - 4), 0
-    if alike:
+    length, left_out, rest = output.shape[1], max(0, chunks - 4), 0
+    if left_out:  # cut the tokens so that exactly four chunks are left
         run = 4 * ceil(length / chunks)
         rest = output[:, run:].nbytes
         output, labels = output[:, :run], labels[:, : labels.shape[1] * run // length]
     loss = whole.loss(output, labels, output.new_empty((), dtype=torch.float64))
-    if alike:
+    if left_out:
         events = recorder.running
         is_product = (isinstance(e, Compute) and e.kind is Work.PRODUCT for e in events)
         places = [i for i, found in enumerate(is_product) if found]
         begin, end = places[_PRODUCTS], places[2 * _PRODUCTS]
-        events[end:end] = alike * events[begin:end]
+        events[end:end] = left_out * events[begin:end]
     return loss, rest

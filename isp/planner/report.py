@@ -1,4 +1,4 @@
-"""Reports of a search, as text for people and as JSON for machines."""
+"""Reports of a search over layouts, as text or JSON."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ GIB = 2**30
 
 
 def size_of(num_bytes: int) -> str:
-    """For people."""
+    """Return a size in GiB or MiB."""
     if num_bytes >= GIB:
         return f"{num_bytes / GIB:,.1f} GiB"
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def time_of(seconds: float) -> str:
-    """For people."""
+    """Return a duration in seconds or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def model_of(case: PlanCase) -> str:
-    """The model's name, its parameters and their dtype."""
+    """Return the model's name, its number of parameters and their dtype."""
     name = case.model.hf or case.model.preset
     count = case.language_model.num_parameters
     return f"{f'{name}, ' if name else ''}{count:,} parameters, {case.dtype}"
 
 
 def largest(memory: Memory) -> str:
-    """The memory, and the owners that have most."""
+    """Return the total, its moment, and the three owners with the most bytes."""
     owners = sorted(memory.by_owner().items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {size_of(size)}" for name, size in owners)
     host = f", and {size_of(memory.host)} of the host" if memory.host else ""
@@ -61,7 +61,7 @@ def largest(memory: Memory) -> str:
 
 
 def as_text(found: Found, top: int) -> str:
-    """The ranking, what does not fit, and the fastest layout in detail."""
+    """Return the ranking, what does not fit, and details of the fastest layout."""
     parts, shown = [_head(found)], _shown(found, top)
     if shown:
         marks = ["*" if _is_own(c, found) else "" for c in shown]
@@ -74,7 +74,7 @@ def as_text(found: Found, top: int) -> str:
 
 
 def as_json(found: Found, top: int) -> str:
-    """The same as one JSON object; bytes and seconds."""
+    """Return the report as a JSON object, in bytes and seconds."""
     return json.dumps(
         {
             "world": found.world_size,
@@ -94,6 +94,7 @@ def as_json(found: Found, top: int) -> str:
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:
+    """Return a layout as JSON values."""
     case, config, memory = candidate.case, candidate.config, candidate.memory
     sizes = "tensor", "head", "context", "head_first", "weight", "expert", "pipeline", "zero1"
     prediction = candidate.prediction
@@ -123,6 +124,7 @@ def _plain(candidate: Candidate) -> dict[str, Any]:
 
 
 def _head(found: Found) -> str:
+    """Return ranks, fabric, model, batch and memory."""
     lines = [f"{found.world_size} ranks  {found.fabric.title}"]
     own = () if isinstance(found.own, str) else (found.own,)
     for some in (*own, *found.fitting, *found.too_large)[:1]:
@@ -134,10 +136,13 @@ def _head(found: Found) -> str:
 
 
 def _shown(found: Found, top: int) -> list[Candidate]:
-    """The fastest, the fastest of each mode, and the configuration's own if it fits."""
+    """Return the fastest layouts, the fastest of each mode, and the configuration's own if it fits.
+
+    Of layouts that differ only in weight and zero1 at most two are shown.
+    """
     shown: list[Candidate] = []
     of_kind: Counter[tuple[object, ...]] = Counter()
-    for candidate in found.fitting:  # no more than two that differ in weight and zero1 alone
+    for candidate in found.fitting:
         t, data = candidate.case.topology, candidate.config.data
         sizes = t.tensor, t.context, t.head_first, t.expert > 1, t.pipeline, data.micro_bsz
         kind = t.mode, sizes, candidate.case.keeps_gathered
@@ -153,12 +158,12 @@ def _shown(found: Found, top: int) -> list[Candidate]:
 
 
 def _is_own(candidate: Candidate, found: Found) -> bool:
-    """Whether it is the configuration as it is."""
+    """Return True if `candidate` is the configuration as it is."""
     return isinstance(found.own, Candidate) and found.own.overrides == candidate.overrides
 
 
 def _verdict(found: Found) -> str:
-    """The verdict on the configuration, with the fewest keys to change, of the fastest."""
+    """Return the verdict on the configuration; if it does not fit, the fewest keys to change."""
     own = found.own
     if isinstance(own, str):
         return f"the configuration as it is: {own}"
@@ -171,7 +176,7 @@ def _verdict(found: Found) -> str:
 
 
 def remedy_of(found: Found) -> str:
-    """The remedy where nothing fits, by the layout that takes least."""
+    """Return advice for a search in which nothing fits, from the layout that takes the least."""
     if not found.too_large:
         return "nothing fits: there is no layout at all"
     least = min(found.too_large, key=lambda candidate: candidate.memory.total)
@@ -182,7 +187,7 @@ def remedy_of(found: Found) -> str:
             f"nothing fits: weights, gradients and optimizer alone take {size_of(states)} of a"
             f" rank: use {-(-states * found.world_size // room)} ranks or more"
         )
-    # A hundredth less, as buffers and the largest gradient of a weight do not shrink with tokens.
+    # Leave 1% in reserve: buffers and the largest weight gradient do not shrink with the tokens.
     fitting = int(0.99 * tokens * (room - states) / (total - states))
     return (
         f"nothing fits: a sequence takes {size_of(total - states)} of a rank, beside"
@@ -209,14 +214,14 @@ experts: gather, or tokens travel between so many ranks x those that gather the 
 
 
 def _legend(table: Sequence[Sequence[str]]) -> str:
-    """The meaning of the columns of a table."""
+    """Return the meaning of the columns of a table."""
     return _LEGEND + _OF_EXPERTS * ("experts" in table[0])
 
 
 def table_of(
     shown: Sequence[Candidate], marks: Iterable[str], world_size: int
 ) -> list[tuple[str, ...]]:
-    """`_COLUMNS`, and a row for each of the layouts; without columns that none has anything in."""
+    """Return `_COLUMNS` and a row for each layout, without columns that are empty in all rows."""
     rows = [_row_of(c, mark, world_size) for c, mark in zip(shown, marks, strict=True)]
     _, *columns = zip(*rows, strict=True)
     there = [True, *map(any, columns)]
@@ -224,7 +229,7 @@ def table_of(
 
 
 def _row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]:
-    """A layout in `_COLUMNS`; heads x context if its tensor group is cut so."""
+    """Return a row of `_COLUMNS`; the tensor group as heads x context if it is cut so."""
     t, prediction, config = candidate.case.topology, candidate.prediction, candidate.config
     assert prediction is not None
     tensor, weight, recompute = str(t.tensor), "-", "none"
@@ -250,6 +255,7 @@ def _row_of(candidate: Candidate, mark: str, world_size: int) -> tuple[str, ...]
 
 
 def _too_large(found: Found) -> str:
+    """Return the smallest layout of each group that does not fit, with its memory."""
     if not found.too_large:
         return ""
     room = found.fabric.device.usable_bytes / GIB
@@ -261,7 +267,10 @@ def _too_large(found: Found) -> str:
 
 
 def _refused(found: Found) -> str:
-    """Reasons about the model, each once; those about the batch are as many as there are sizes."""
+    """Return reasons about the model, each once, and modes that the batch leaves without layouts.
+
+    Reasons about the batch exist for each size, so they are summed up in one line.
+    """
     about_batch = (" sequences a step cannot ", " needs as many micro-batches ")
     about_model = [r for r in found.refused if not any(part in r for part in about_batch)]
     reasons: dict[str, str] = {}
@@ -273,14 +282,14 @@ def _refused(found: Found) -> str:
             f"{', '.join(absent)}: no sizes share the sequences of a step evenly over data ranks:"
             f" use more sequences (--batch)"
         )
-    for reason in about_model:  # without the sizes and modes in which others differ
+    for reason in about_model:  # reasons that differ only in numbers and modes count as one
         before_mode = reason.split(":")[0].split(" in ")[0]
         reasons.setdefault("".join(c for c in before_mode if not c.isdigit()), reason)
     return "\n  ".join(["no layouts:", *reasons.values()]) if reasons else ""
 
 
 def newton_schulz_of(case: PlanCase) -> str:
-    """What Newton-Schulz costs the ranks of the first stage, in words; "" without muon."""
+    """Return the cost of Newton-Schulz on rank 0, in words; "" without muon."""
     if "muon" not in case.optimizer.rules:
         return ""
     buckets = DryRank(case, case.place(0), Heard()).optimizer.matrices.buckets
@@ -292,7 +301,7 @@ def newton_schulz_of(case: PlanCase) -> str:
 
 
 def _details(best: Candidate) -> str:
-    """Keys, memory and transfers of the layout of the table's first line."""
+    """Return keys, memory and transfers of the layout in the first row."""
     memory, split, experts = best.memory, scans(best.case), expert_traffic(best.case)
     matrices = newton_schulz_of(best.case)
     sizes = [(f"  {name}", size_of(size)) for name, size in memory.by_owner().items() if size]

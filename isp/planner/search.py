@@ -1,4 +1,4 @@
-"""Every layout of a model on so many ranks: which fit, how long they take, why others do not."""
+"""Search over the layouts of a model: which fit, how fast they are, and why others are refused."""
 
 from __future__ import annotations
 
@@ -32,34 +32,35 @@ from isp.planner.rehearsal import record_of_kind
 __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
 
 RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
-"""`model.checkpoint` and `model.checkpoint_keeps_attention`, the cheapest first."""
+"""Choices of `model.checkpoint` and `model.checkpoint_keeps_attention`, the cheapest first."""
 WALKED = 24
-"""Layouts whose time is predicted, besides the best of each mode by the estimate."""
+"""Layouts whose time is predicted, chosen by the estimate; `WALKED_OF_MODE` more of each mode."""
 WALKED_OF_MODE = 4
 TRIED_TO_STAY = 4
-"""Layouts, the fastest, that are tried with weights that are kept gathered."""
+"""Number of the fastest layouts that are also tried with weights that stay gathered."""
 STAYS_BELOW = 0.99
-"""Share of a step's time, below which weights kept gathered are worth their memory."""
+"""Keeping weights gathered is chosen if it takes less than this share of a step's time."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, and what it would take."""
+    """A layout with its planned memory and time."""
 
     config: JobConfig
     case: PlanCase
     memory: Memory
-    """Of the rank that takes most."""
+    """Memory of the rank that takes the most."""
     prediction: Prediction | None = None
+    """Time of a step; None if it was not predicted."""
 
     @property
     def seconds(self) -> float:
-        """The predicted time of a step; 0 where none was."""
+        """Return the predicted seconds of a step; 0 without a prediction."""
         return self.prediction.step if self.prediction is not None else 0.0
 
     @property
     def overrides(self) -> list[str]:
-        """The words of a command line that ask for it, by which layouts are told apart."""
+        """Return the command-line words that choose this layout; layouts are compared by them."""
         parallel, model, data = self.config.parallel, self.config.model, self.config.data
         t = self.case.topology
         words: dict[str, object] = {
@@ -97,32 +98,32 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A search's result."""
+    """Results of a search."""
 
     world_size: int
     rows: int
-    """Sequences of a step."""
+    """Sequences in a step."""
     fabric: Fabric
     own: Candidate | str
-    """The configuration as it is, or why that is no layout."""
+    """The configuration as it is, or the reason why it is refused."""
     fitting: tuple[Candidate, ...]
-    """Those whose time was predicted, the fastest first."""
+    """Layouts whose time was predicted, the fastest first."""
     num_fitting: int
-    """Number that fit, in all."""
+    """Number of all layouts that fit."""
     too_large: tuple[Candidate, ...]
-    """Of each mode and tensor size without a layout that fits, the smallest."""
+    """The smallest layout of each mode and tensor size of which none fits."""
     refused: tuple[str, ...]
-    """Reasons why sizes are no layout."""
+    """Reasons for the sizes that were refused."""
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether there is memory for it."""
+        """Return True if a rank has enough memory for `candidate`."""
         return Budget.of(self.fabric, self.world_size).fits(candidate.memory)
 
 
 def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int) -> Candidate:
-    """Evaluate `config` as it is, but for a global batch of `rows`.
+    """Plan `config` as it is, with a global batch of `rows` sequences.
 
-    Raises ValueError if its sizes do not fit, or the batch cannot be cut so.
+    Raises ValueError if its sizes do not fit, or the batch is not divisible.
     """
     data = config.topology(world_size).data
     config = _with_batch(config, rows, data, config.data.micro_bsz)
@@ -131,8 +132,9 @@ def evaluate(config: JobConfig, world_size: int, fabric: Fabric, *, rows: int) -
 
 
 def rows_of(config: JobConfig, world_size: int) -> int:
-    """The sequences of a step that `config` asks for on `world_size` ranks."""
+    """Return the sequences per step that `config` asks for on `world_size` ranks."""
     parallel, data = config.parallel, config.data
+    # Each tensor group of a stage reads its own sequences.
     replicas = max(1, world_size // (parallel.tensor.size * parallel.pipeline.size))
     rows = config.training.global_batch_size
     return rows or data.micro_bsz * data.num_micro_batches * replicas
@@ -146,12 +148,12 @@ def search(
     rows: int | None = None,
     progress: Show = silent,
 ) -> Found:
-    """Layouts of `config` with `rows` sequences a step, on `world_size` ranks.
+    """Search the layouts of `config` with `rows` sequences a step on `world_size` ranks.
 
-    None: as many as `config` asks for. Mode, tensor, heads x context, weight, pipeline, zero1,
-    micro-batch and recomputation vary; the rest is that of `config`. Of layouts that differ in
-    recomputation alone the one that recomputes least is kept. Of the fastest whose weights travel
-    also what is faster if they are kept gathered, and fits.
+    Without `rows`, the batch of `config` is kept. Mode, tensor, heads x context, weight, pipeline,
+    zero1, micro-batch and recomputation vary; all other keys are those of `config`. Of layouts that
+    differ in recomputation only, the one that recomputes the least and fits is kept. The fastest
+    layouts that gather weights are also tried with weights that stay gathered.
     """
     rows = rows or rows_of(config, world_size)
     own: Candidate | str
@@ -166,9 +168,11 @@ def search(
     layouts = list(_layouts(config, world_size, fabric, rows, refused))
     for layout in progress(layouts, "memory of layouts"):
         found = _least_recomputed(layout, world_size, fabric, budget)
+        # An exchange left to `auto` is planned as a gather; a ring takes less memory.
         if _may_ring(found) and not budget.fits(found.memory):
             layout = with_exchange(layout, ContextExchange.RING)
             found = _least_recomputed(layout, world_size, fabric, budget)
+        # Experts may also stay on one rank each, and tokens travel to them.
         others = (
             _least_recomputed(other, world_size, fabric, budget)
             for other in spread_instead(found.case, layout, fits=budget.fits(found.memory))
@@ -179,6 +183,7 @@ def search(
                 fitting.append(one)
             elif group not in smallest or one.memory.total < smallest[group].memory.total:
                 smallest[group] = one
+    # Predicting is slow, so only promising layouts are predicted.
     promising = progress(_promising(fitting, fabric), "time of layouts that fit")
     predicted = [replace(c, prediction=predict(c.case, fabric)) for c in promising]
     predicted.sort(key=attrgetter("seconds"))
@@ -188,6 +193,7 @@ def search(
             there = replace(there, prediction=predict(there.case, fabric))
             if there.seconds < STAYS_BELOW * candidate.seconds:
                 kept.append(there)
+    # Report a layout that does not fit only for groups without one that fits.
     there_are = {(c.case.mode, c.case.topology.tensor) for c in fitting}
     return Found(
         world_size=world_size,
@@ -202,6 +208,7 @@ def search(
 
 
 def _with_weights_kept(candidate: Candidate, fabric: Fabric) -> Candidate:
+    """Return the layout with weights that stay gathered after forward."""
     parallel, world_size = candidate.config.parallel, candidate.case.topology.world_size
     weight = replace(parallel.weight, reshard_after_forward=False)
     config = replace(candidate.config, parallel=replace(parallel, weight=weight))
@@ -209,7 +216,7 @@ def _with_weights_kept(candidate: Candidate, fabric: Fabric) -> Candidate:
 
 
 def _may_ring(candidate: Candidate) -> bool:
-    """Whether a ring may take the place of what was planned, a gather."""
+    """Return True if a ring may replace the planned gather of keys and values."""
     exchange = candidate.config.parallel.sequence_2D.exchange
     return candidate.case.topology.context > 1 and exchange is ContextExchange.AUTO
 
@@ -217,16 +224,18 @@ def _may_ring(candidate: Candidate) -> bool:
 def _layouts(
     config: JobConfig, world_size: int, fabric: Fabric, rows: int, refused: dict[str, None]
 ) -> Iterator[JobConfig]:
-    """Every layout that is one; why others are not goes into `refused`."""
+    """Yield all valid layouts; the reasons why others are not are added to `refused`."""
     pipelines = [n for n in divisors(world_size) if n <= min(config.model.num_layers, 32)]
     for mode, tensor, pipeline in product(Mode, divisors(world_size), pipelines):
         if world_size % (tensor * pipeline):
             continue
+
         stage = world_size // pipeline
         weights = divisors(stage) if mode.gathers_weights else [1]
         batches = sorted({1, config.data.micro_bsz})
         cuts = _cuts(config, mode, tensor, fabric)
         for two, weight, micro_bsz in product(cuts, weights, batches):
+            # Replicas of a weight shard, which is a feature shard in the other modes.
             replicas = stage // (weight if mode.gathers_weights else tensor)
             for zero1 in _zero1_sizes(replicas, stage // replicas, fabric):
                 try:
@@ -239,10 +248,10 @@ def _layouts(
 
 
 def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterator[Sequence2DConfig]:
-    """The ways of cutting a tensor group into heads x context, none without a query head.
+    """Yield the ways to cut a tensor group into heads x context, none with more ranks than heads.
 
-    Where that is not asked for, heads alone, and where KV heads would be copied that which copies
-    none, of no more ranks than heads. Which ranks are neighbours matters between nodes.
+    If the configuration does not enable context, the group is heads only; with fewer KV heads, also
+    a cut that copies no KV head. Placement of ranks varies only across nodes, where it matters.
     """
     two, model = config.parallel.sequence_2D, config.model
     contexts = [1]
@@ -263,7 +272,7 @@ def _cuts(config: JobConfig, mode: Mode, tensor: int, fabric: Fabric) -> Iterato
 
 
 def _zero1_sizes(replicas: int, stride: int, fabric: Fabric) -> list[int]:
-    """All replicas, and those of one node."""
+    """Return the zero1 sizes to try: all replicas (-1), and the replicas within one node."""
     fit = (n for n in divisors(replicas) if n * stride <= fabric.devices_per_node)
     inside = max(fit, default=1)
     return [-1] if inside in (1, replicas) else [-1, inside]
@@ -278,11 +287,13 @@ def _with_sizes(
     pipeline: int,
     zero1: int,
 ) -> JobConfig:
+    """Return `config` with these sizes; other pipelines than its own get the 1F1B schedule."""
     config = with_spread_experts(config, 1)
     parallel, stages = config.parallel, config.parallel.pipeline
     if pipeline != stages.size:
         schedule = PipelineSchedule.ONE_F_ONE_B
         stages = replace(stages, size=pipeline, schedule=schedule, num_chunks=1)
+    # The number of micro-batches must suit the pipeline; `_with_batch` sets the final one.
     micro_num = max(config.data.num_micro_batches, 2 * pipeline * stages.num_chunks)
     parallel = replace(
         parallel,
@@ -297,7 +308,7 @@ def _with_sizes(
 
 
 def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobConfig:
-    """The layout with a global batch of `rows`.  Raises ValueError if it cannot be cut so."""
+    """Return the layout with a global batch of `rows`.  Raises ValueError if not divisible."""
     if rows % (data * micro_bsz):
         raise ValueError(
             f"{rows} sequences a step cannot be shared by {data} data ranks in micro-batches of"
@@ -314,9 +325,10 @@ def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobC
 def _least_recomputed(
     config: JobConfig, world_size: int, fabric: Fabric, budget: Budget
 ) -> Candidate:
-    """The layout with as little recomputation as fits; with all of it if none does."""
+    """Return the layout with the least recomputation that fits; with all of it if none fits."""
 
     def with_recompute(fraction: float, keeps: bool) -> Candidate:
+        # Options that need recomputation would be refused without it.
         old, splits = config.model, config.parallel.tensor.mode.splits_sequence
         parts = old.checkpoint_distribute_activations and fraction > 0 and not splits
         model = replace(
@@ -339,15 +351,16 @@ def _least_recomputed(
 
 
 def _candidate(config: JobConfig, world_size: int, fabric: Fabric) -> Candidate:
+    """Return the layout with its memory."""
     case = PlanCase.of(config, world_size, on_cpu=fabric.on_cpu)
     return Candidate(config, case, peak(case))
 
 
-# -- which are worth a closer look -----------------------------------------------------------
+# -- which are worth predicting --------------------------------------------------------------
 
 
 def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
-    """The best by an estimate that knows no order of things, some of each mode among them."""
+    """Return the best layouts by `_estimate`, and some of each mode."""
     ordered = sorted(candidates, key=lambda c: _estimate(c.case, fabric))
     chosen = ordered[:WALKED]
     for mode in Mode:
@@ -357,7 +370,7 @@ def _promising(candidates: list[Candidate], fabric: Fabric) -> list[Candidate]:
 
 
 def _estimate(case: PlanCase, fabric: Fabric) -> float:
-    """Seconds of a step if weights and gradients hide as well as they can."""
+    """Estimate the seconds of a step, with weights and gradients hidden as well as possible."""
     place, stages = case.place(0), case.topology.pipeline
     costs = Costs(case, place, fabric.device, fabric.host)
     kinds: dict[str, BlockKind] = {}
@@ -375,6 +388,7 @@ def _estimate(case: PlanCase, fabric: Fabric) -> float:
 
     first, *layers, last = all_blocks(case)
     block = seconds(layers)
+    # Gathers of weights and reductions of gradients overlap with compute, so the slower one counts.
     if case.gathers_weights:
         counts = Counter(kinds[block.name] for block in layers)
         weights = (n * _weight_seconds(case, fabric, kind) for kind, n in counts.items())
@@ -387,11 +401,11 @@ def _estimate(case: PlanCase, fabric: Fabric) -> float:
 def _block_seconds(
     case: PlanCase, costs: Costs, fabric: Fabric, block: Block, record: BlockRecord
 ) -> float:
-    """Seconds of a block, forward and back, if nothing but weights and gradients hides."""
+    """Return the seconds of a block's forward and backward; only weights and gradients overlap."""
     seconds = 0.0
     for event in (*record.forward, *record.backward):
         match event:
-            case Launch(transfer) if transfer.kind != TO_HOST:  # behind the forward
+            case Launch(transfer) if transfer.kind != TO_HOST:  # offloads hide in forward
                 seconds += fabric.seconds(case, transfer)
             case Compute():
                 seconds += costs.compute(event)
@@ -402,14 +416,14 @@ def _block_seconds(
 
 
 def _weight_seconds(case: PlanCase, fabric: Fabric, kind: BlockKind) -> float:
-    """Seconds of the transfers of a block's weights and gradients."""
+    """Return the seconds to gather a block's weights twice and reduce its gradients."""
     numbers = sum(math.prod(shape) for _, shape in kind[1] if shape)
     sent = int(numbers * case.item_bytes / case.topology.weight * (case.topology.weight - 1))
     return 3 * fabric.seconds(case, Transfer("all_gather", "weight", Tag(Purpose.WEIGHT), sent))
 
 
 def _gradient_seconds(case: PlanCase, fabric: Fabric) -> float:
-    """Seconds of the sum over replicas, and of the weights' way back."""
+    """Return the seconds to sum gradients over replicas and publish the updated weights."""
     topology = case.topology
     if topology.weight_data == 1:
         return 0.0

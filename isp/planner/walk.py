@@ -1,9 +1,9 @@
-"""A rank's step in time: its record, block by block, with what its plan has to do at each use.
+"""Simulates a training step of one rank on a clock: compute, transfers and waiting.
 
-What a block does, and in which order, is on its record (`isp.planner.rehearsal`); what travels with
-the weights is launched by those who do it in a run (`isp.planner.rank`). Here is added what the
-communicator does: going forward a weight is waited for before the next ones are requested; in
-backward they are requested first.
+The records of a rehearsal (`isp.planner.rehearsal`) say what each block does and in which order.
+The runtime's own classes (`isp.planner.rank`) launch the transfers of weights and gradients. This
+file adds the order in which the communicator acts: forward waits for a weight before it requests
+the next ones; backward requests first.
 """
 
 from __future__ import annotations
@@ -34,64 +34,67 @@ __all__ = ["Clock", "Walk", "Walked", "walk"]
 
 @dataclass(frozen=True)
 class Walked:
-    """The measures of a rank's step; seconds."""
+    """Times of one rank's step, in seconds."""
 
     actions: tuple[tuple[Action, float, float], ...]
-    """Each with its duration, and how much of it was waiting."""
+    """Each action with its duration and the part of it that was spent waiting."""
     tail: float
     """From the end of the last action to the end of the step."""
     tail_exposed: float
-    """The waiting part of it."""
+    """The part of `tail` spent waiting."""
     busy: float
-    """Of all transfers, one after the other."""
+    """Durations of all transfers, summed."""
     sent: Counter[Transfer]
-    """All of them but those between stages."""
+    """All transfers except those between stages."""
 
     @property
     def working(self) -> float:
-        """All actions."""
+        """Return the duration of all actions."""
         return sum(took for _, took, _ in self.actions)
 
     @property
     def waiting(self) -> float:
-        """The waiting part of the step."""
+        """Return the time spent waiting in the whole step."""
         return sum(waited for _, _, waited in self.actions) + self.tail_exposed
 
 
 def walk(case: PlanCase, fabric: Fabric, rank: int, micro_num: int) -> Walked:
-    """The step of `rank` with so many micro-batches, as if what other stages send were there."""
+    """Simulate the step of `rank` with `micro_num` micro-batches.
+
+    Tensors from other stages are assumed to be there in time; `predict` adds the bubble.
+    """
     return Walk(case, fabric, rank).run(micro_num)
 
 
 class Clock:
-    """One rank's time: a compute stream, and wires on which transfers queue in order of launch.
+    """Clock of one rank, in seconds, with one compute stream and several wires.
 
-    It advances with what the rank computes and waits for; seconds.
+    Transfers queue on a wire in launch order. Only computing and waiting advance the clock.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.exposed = 0.0
-        """For which the rank waited for transfers."""
+        """Seconds that the rank waited for transfers."""
         self.busy = 0.0
-        """Of all transfers, one after the other."""
-        self._wires: dict[str, float] = {}
+        """Durations of all transfers, summed."""
+        self._wires: dict[str, float] = {}  # the time at which each wire becomes free
         self._arrivals: dict[Hashable, float] = {}
 
     def compute(self, seconds: float) -> None:
-        """Do something else than waiting."""
+        """Advance the clock by a computation."""
         self.now += seconds
 
     def launch(
-        self, key: Hashable, wire: str, seconds: float, *, behind: Hashable | None = None
+        self, key: Hashable, wire: str, seconds: float, *, after: Hashable | None = None
     ) -> None:
-        """Set a transfer on its way, behind what is on its wire, and behind transfer `behind`."""
-        start = max(self.now, self._wires.get(wire, 0.0), self._arrivals.get(behind, 0.0))
+        """Queue a transfer on its wire; it starts after transfer `after` at the earliest."""
+        start = max(self.now, self._wires.get(wire, 0.0), self._arrivals.get(after, 0.0))
         self._wires[wire] = self._arrivals[key] = start + seconds
         self.busy += seconds
 
     def wait(self, key: Hashable) -> None:
-        """Wait for a transfer; free if it is over, or was never launched."""
+        """Wait for a transfer; does nothing if it has ended or was never launched."""
         late = self._arrivals.pop(key, 0.0) - self.now
         if late > 0:
             self.exposed += late
@@ -99,11 +102,11 @@ class Clock:
 
 
 Acts = dict[tuple[Phase, int], tuple[WeightOp, ...]]
-"""The plan's acts before the uses of a block, by phase and use."""
+"""Acts of the prefetch plan before each use of a block, by phase and use."""
 
 
 class Walk:
-    """The state of a walk."""
+    """A simulation of one step: the clock, the dry rank, and what is in flight."""
 
     def __init__(self, case: PlanCase, fabric: Fabric, rank: int) -> None:
         self.case, self.fabric, self.clock = case, fabric, Clock()
@@ -119,22 +122,22 @@ class Walk:
         self._gathers: dict[WeightOp, list[Transfer]] = {}
         self._number = self._launched = 0
         self._published: dict[str | None, Hashable] = {}
-        """The transfer with which a block's weights are there, by weight."""
+        """The transfer that publishes a weight for this step, by weight."""
         self._reached: tuple[Block, int] | None = None
-        """Place of backward, if what passes over memory there is still to be done."""
+        """The use that backward reached last, while the memory passes before it are still due."""
         self._fetched: set[Hashable] = set()
-        """The inputs that have set off from the host, by action and block."""
+        """Inputs that were fetched from the host, by action and block."""
         self._latest: dict[int, int] = {}
-        """The micro-batch that went forward last, by chunk."""
+        """The micro-batch that went forward last in each chunk."""
         self._last = self._travels = False
-        """Whether no later backward goes through this chunk; whether buckets may travel."""
+        """This is the last backward of its chunk; gradient buckets may be reduced."""
         uses = [use for chunk in self.chunks for block in chunk for use in block.uses]
         names = [name for use in uses for name in (use.weight, use.bias)]
         self._uses = Counter(name for name in names if name is not None)
-        """The number of a parameter's gradients in the last backward passes."""
+        """How often each parameter gets a gradient in the last backward passes."""
 
     def run(self, micro_num: int) -> Walked:
-        """Walk through a step."""
+        """Simulate one step and return its times."""
         clock = self.clock
         actions = self.case.order.actions(self.place.stage, micro_num)
         lasts = {a.chunk: a for a in actions if a.kind is ActionKind.BACKWARD}
@@ -157,7 +160,7 @@ class Walk:
         )
 
     def _planned(self, actions: tuple[Action, ...]) -> Iterator[tuple[Span, Acts]]:
-        """Every block of every action, and what the plan has to do in it."""
+        """Yield each block of each action with the acts of the prefetch plan in it."""
         if not self.case.gathers_weights:
             yield from ((span, {}) for span in trace(self.chunks, actions))
             return
@@ -171,14 +174,18 @@ class Walk:
     # -- a block -----------------------------------------------------------------------------
 
     def _pass(self, span: Span, acts: Acts) -> None:
+        """Simulate one block of one action."""
         block = self.chunks[span.action.chunk][span.block]
         record = self.records[block.name]
         forward = span.action.kind is ActionKind.FORWARD
         if forward:
             self._latest[span.action.chunk] = span.action.micro_batch
+            # The first forward after an update waits for the published weights.
             for use in block.uses:
                 self.clock.wait(self._published.get(use.weight))
         elif self._last and not self._travels:
+            # From the last backward on, each parameter's gradient is complete once all uses of it
+            # have delivered, so its bucket may go out.
             self._travels = True
             self.dry.expect_last(self._uses)
         if not forward:
@@ -189,9 +196,9 @@ class Walk:
         self._pass_back(None)
 
     def _bring_back(self, span: Span) -> None:
-        """Wait for a block's input from the host, and set off that of the next to go backward.
+        """Wait for a block's input from the host, and fetch the next one that backward needs.
 
-        That of the last block is still there if no other micro-batch has gone forward since.
+        The last block's input is still on the device if no other micro-batch went forward since.
         """
         chunk, sizes = span.action.chunk, self._host_sizes(span.action.chunk)
         if not sizes[span.block]:
@@ -204,24 +211,26 @@ class Walk:
             self._fetch(span.action, following, sizes[following])
 
     def _host_sizes(self, chunk: int) -> list[int]:
-        """Bytes of the input of each block on the host."""
+        """Return the bytes of each block's input on the host."""
         return [self.records[block.name].saved.host for block in self.chunks[chunk]]
 
     def _fetch(self, action: Action, block: int, size: int) -> None:
-        """Set off a block's input from the host, if it has not."""
+        """Launch the transfer of a block's input from the host, once."""
         key = action, block
         if key not in self._fetched:
             self._fetched.add(key)
             self._launch(key, Transfer(FROM_HOST, HOST, Tag(Purpose.BLOCK_INPUT), size))
 
     def _play(self, event: Event, block: Block, acts: Acts) -> None:
+        """Replay one event of a record."""
         clock = self.clock
         match event:
             case Launch(transfer):
+                # Records count only transfers on the device; host transfers do not shift places.
                 self._launched += transfer.channel != HOST
                 self._launch(("record", self._launched), transfer)
-            case Arrive(behind):
-                clock.wait(("record", self._launched - behind))
+            case Arrive(age):
+                clock.wait(("record", self._launched - age))
             case Reach(use, phase):
                 self._reach(block, use, phase, acts.get((phase, use), ()))
             case Read(use, phase):
@@ -235,25 +244,29 @@ class Walk:
                 self.dry.deliver(name, last=self._last)
 
     def _reach(self, block: Block, use: int, phase: Phase, acts: tuple[WeightOp, ...]) -> None:
+        """Replay the start of a use: memory passes before it, and gathers that are due here."""
         reads = block.uses[use].weight is not None
         if phase is Phase.BACKWARD:
             self._pass_back((block, use))
         elif reads:
             self.clock.compute(self.costs.before(block, use))
+        # Forward gathers at the read instead, after the wait (see `_read`).
         if not reads or (phase is Phase.BACKWARD and self.overlap):
             self._gather(acts)
 
     def _read(self, phase: Phase, acts: tuple[WeightOp, ...]) -> None:
+        """Replay a weight's read: wait for it, and request the next ones in the plan's order."""
         if not self.overlap:
             self._gather(acts)
         for act in acts:
             if act.kind is WeightOpKind.WAIT:
                 self.clock.wait(act.weight)
         if self.overlap and phase is not Phase.BACKWARD:
+            # In backward the gathers were requested in `_reach`, before this wait.
             self._gather(acts)
 
     def _pass_back(self, use: tuple[Block, int] | None) -> None:
-        """Go back through what lies before the use that was reached last, and on to `unshard`."""
+        """Charge backward's memory passes of the use reached last, once it moves on to `use`."""
         if self._reached is not None and self._reached != use:
             self.clock.compute(2 * self.costs.before(*self._reached))
         self._reached = use
@@ -261,29 +274,32 @@ class Walk:
     # -- transfers ---------------------------------------------------------------------------
 
     def launched(self, transfer: Transfer) -> Callable[[], None]:
-        """A transfer of the dry rank sets off."""
+        """Launch a transfer of the dry rank and return its wait (the `Listener` protocol)."""
         self._number += 1
         number = self._number
         self._launch(number, transfer)
         return lambda: self.clock.wait(number)
 
-    def _launch(self, key: Hashable, transfer: Transfer, behind: Hashable | None = None) -> None:
+    def _launch(self, key: Hashable, transfer: Transfer, after: Hashable | None = None) -> None:
+        """Queue a transfer; its duration depends on kind, channel and size only, so cache it."""
         self.sent[transfer] += 1
         like = transfer.kind, transfer.channel, transfer.sent_bytes
         seconds = self._seconds.get(like)
         if seconds is None:
             seconds = self._seconds[like] = self.fabric.seconds(self.case, transfer)
         wire = HOST if transfer.channel == HOST else self._wires[axis_of(transfer)]
-        self.clock.launch(key, wire, seconds, behind=behind)
+        self.clock.launch(key, wire, seconds, after=after)
 
     def _gather(self, acts: Iterable[WeightOp]) -> None:
+        """Launch the gathers among `acts`, each after the publication of its weight."""
         for act in (act for act in acts if act.kind is WeightOpKind.GATHER):
             if act not in self._gathers:
                 self._gathers[act] = self._transfers_of(act.parameters)
             for transfer in self._gathers[act]:
-                self._launch(act.weight, transfer, behind=self._published.get(act.weight))
+                self._launch(act.weight, transfer, after=self._published.get(act.weight))
 
     def _transfers_of(self, names: Iterable[str]) -> list[Transfer]:
+        """Return the transfers that gather these parameters."""
         heard = Heard()
         rank = DryRank(self.case, self.place, heard)
         for name in names:
@@ -293,16 +309,17 @@ class Walk:
     # -- ends of a step ----------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """The weights of the step before are on their way when a step begins."""
+        """Launch the all-gathers of the weights that the previous step has updated."""
         self.dry.publisher.launch()
         buckets = enumerate(self.dry.publisher.buckets, start=1)  # numbered as they are launched
         keys = {item.name: number for number, bucket in buckets for item in bucket.members}
         for block in (block for chunk in self.chunks for block in chunk):
             weights = [use.weight for use in block.uses if use.weight is not None]
             self._published |= dict.fromkeys(weights, max(keys.get(w, 0) for w in weights))
+            # A block's weights may be in several buckets: it waits for the last of them.
 
     def _update(self) -> None:
-        """Rows travel to whole matrices and back beside these, and beside all other updates."""
+        """Simulate the update: Muon's row exchanges overlap with the updates of other weights."""
         buckets = self.dry.optimizer.matrices.buckets if self.costs.of_matrices else []
 
         def multiply(number: int) -> None:
@@ -318,6 +335,7 @@ class Walk:
             buckets[number].finish()
 
     def _end(self) -> None:
+        """Simulate the end of the step: last reductions, update, and the sums of metrics."""
         self.dry.reducer.finish()
         self.dry.gradients.reduce()
         self._update()
@@ -327,6 +345,6 @@ class Walk:
         for axis in (Axis.DATA, Axis.WORLD, losses, Axis.PIPELINE):
             self.dry.all_reduce_numbers(axis, (1 + reached,) if axis is Axis.WORLD else ())
         model = self.case.language_model
-        if experts := experts_of(model.shape, model.trace):  # how many tokens each got
+        if experts := experts_of(model.shape, model.trace):  # token counts of each expert
             for axis in (Axis.STAGE, Axis.PIPELINE):
                 self.dry.all_reduce_numbers(axis, (len(experts), max(experts.values())))

@@ -1,4 +1,4 @@
-"""The cost of communication in a run: its time, what was waited for, where, and why."""
+"""Profiles of a run: how long transfers take, which of them the computation waits for, and why."""
 
 from isp.profile.schema import (
     Cause,

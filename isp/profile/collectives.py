@@ -1,11 +1,11 @@
-"""From the ranks' records to collectives on one clock, each with what its wait was for.
+"""Collectives of all ranks on one clock, with the reasons for the time spent waiting.
 
-Times are milliseconds on rank 0's clock since its first recorded step began.
+Times are in milliseconds on rank 0's clock since its first recorded step began.
 
-[Note: What a wait was for] The time for which a wait blocked is cut in three: until the transfer
-could begin on this rank (it stood behind another one of its channel), from there until it could
-begin on the last rank of its group, and the rest, in which it moved. What it takes to move is the
-least that any rank saw from begin to end: the last one to come did not wait for others.
+[Note: What a wait was for] The time for which a wait blocked has three parts: until the transfer
+could begin on this rank (it queued after another one on its channel), from then until it could
+begin on the last rank of its group, and the rest, in which it moved. The moving time is the minimum
+over ranks from begin to end, since the last rank to join did not wait for others.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ROUNDS = 21
 
 
 def clock_lead(host: Channel) -> float:
-    """Seconds by which this rank's `time.perf_counter` is ahead of rank 0's.
+    """Return the seconds by which this rank's `time.perf_counter` is ahead of rank 0's.
 
     A collective over `host`, the channel of all ranks in CPU memory. Ranks on one machine share a
-    clock. Elsewhere all read theirs as they leave a sum together: what a median of 21 such moments
-    is off is what one rank regularly leaves later than another, well below a millisecond.
+    clock. Otherwise all ranks read their clocks as they leave an all-reduce, 21 times; the error of
+    the median is the delay with which one rank regularly leaves after another, well below 1 ms.
     """
     if host.size == 1:
         return 0.0
@@ -58,7 +58,7 @@ def clock_lead(host: Channel) -> float:
 
 
 def _machine() -> int:
-    """A number that the processes of one machine share until it is started anew."""
+    """Return a number that all processes of one machine share until it reboots."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     text = boot.read_text() if boot.exists() else socket.gethostname()
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -66,26 +66,27 @@ def _machine() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
-    """A record on the common clock."""
+    """A rank's record on the common clock."""
 
     begins: tuple[float, ...]
-    """Of the recorded steps, and the end of the last one."""
+    """Begin of each recorded step, and the end of the last one."""
     collectives: tuple[Collective, ...]
-    """In order of launch."""
+    """Collectives in order of launch."""
     marks: tuple[Mark, ...]
+    """Where the rank was, in order of time."""
 
     def mark_at(self, moment: float) -> Mark:
-        """The rank's place then."""
+        """Return the mark that was current at `moment`."""
         index = bisect_right(self.marks, moment, key=lambda mark: mark.at) - 1
         return self.marks[max(0, index)]
 
     def step_of(self, collective: Collective) -> int:
-        """The recorded step in which it was waited for; -1 before the first."""
+        """Return the recorded step in which a collective was waited for; -1 before the first."""
         return bisect_right(self.begins, collective.wait_ms) - 1
 
 
 def align(records: Sequence[RankRecord]) -> list[RankTimes]:
-    """The records of all ranks, in rank order, on one clock."""
+    """Return the records of all ranks, given in rank order, on one clock."""
     zero = records[0].begins[0] - records[0].clock_lead
     times = [_on_clock(record, zero + record.clock_lead) for record in records]
     matched = _matched(times, [record.channels for record in records])
@@ -102,6 +103,8 @@ def align(records: Sequence[RankRecord]) -> list[RankTimes]:
 
 
 def _on_clock(record: RankRecord, zero: float) -> RankTimes:
+    """Return one rank's record in milliseconds since `zero`, before ranks are compared."""
+
     def ms(seconds: float) -> float:
         return (seconds - zero) * 1e3
 
@@ -114,6 +117,8 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
     found = []
     for transfer in record.transfers:
         launch, end = ms(transfer.launched), ms(transfer.arrived)
+        # On a channel transfers run one after the other: this one starts when the last one ends
+        # that was launched before it. Sends and receives have no such order.
         start = ms(transfer.began)
         if not transfer.is_between_two:
             ahead = [t for t in under_way[transfer.channel] if t > launch]
@@ -121,6 +126,7 @@ def _on_clock(record: RankRecord, zero: float) -> RankTimes:
             under_way[transfer.channel] = [*ahead, end]
         waited = ms(transfer.wait_began)
         phase = transfer.phase
+        # A gather counts for the phase that waits for it; it is launched ahead, maybe in another.
         if transfer.kind == "all_gather" and times.marks:
             phase = times.mark_at(waited).phase
         found.append(_collective(transfer, phase, record.parts, launch, start, end, waited))
@@ -136,8 +142,10 @@ def _collective(
     end: float,
     wait: float,
 ) -> Collective:
+    """Return a transfer as a collective without the other ranks' share, which is found later."""
     purpose, layer, _ = transfer.tag
     named = [part for part in parts if f"{layer}.".startswith(f"{part}.")]
+    # Bucketed transfers carry weights of several blocks, so they belong to none.
     several = purpose in (Purpose.REPLICA_GRADIENT, Purpose.PUBLISHED_WEIGHT)
     stamped = "" if several or Cost.of(purpose) is Cost.OUTSIDE else transfer.block
     exposed = transfer.exposed * 1e3
@@ -163,11 +171,11 @@ def _collective(
 def _matched(
     times: Sequence[RankTimes], groups: Sequence[Mapping[str, Sequence[int]]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For (rank, number of a collective): the same one on the other ranks of its group.
+    """Return, for (rank, index of a collective), the same collective on the other ranks.
 
-    The ranks of a group launch the same collectives in the same order, and two of them the sends
-    and receives of the same thing. Where labels show that records do not begin at the same one,
-    nothing is matched.
+    Ranks of a group launch the same collectives in the same order; two ranks launch sends and
+    receives of the same label in the same order. If labels differ because records do not begin at
+    the same collective, nothing is matched.
     """
     sequences: defaultdict[tuple[object, ...], dict[int, list[int]]] = defaultdict(dict)
     for rank, own in enumerate(times):
@@ -187,17 +195,19 @@ def _matched(
 
 
 def _identity(collective: Collective) -> tuple[str, str]:
+    """Return what must be equal in one collective on all ranks; a send matches a receive."""
     return "" if collective.is_between_two else collective.kind, collective.label
 
 
 def _with_others(own: Collective, others: Sequence[Collective]) -> Collective:
+    """Split this rank's wait into waiting for other ranks and moving."""
     if not others:
         return own
     wait_end = own.wait_ms + own.exposed_ms
     ready = max(own.wait_ms, own.start_ms)
     came = max(c.launch_ms if c.is_between_two else c.start_ms for c in others)
     moving = min(c.end_ms - c.start_ms for c in (own, *others))
-    if own.is_between_two:  # seen only by who waits for it
+    if own.is_between_two:  # its start is not known, only the wait for it is observed
         moving = max(0.0, own.end_ms - max(ready, came))
     return dataclasses.replace(
         own, moving_ms=moving, others_ms=_overlap(own.wait_ms, wait_end, ready, came)
@@ -205,4 +215,5 @@ def _with_others(own: Collective, others: Sequence[Collective]) -> Collective:
 
 
 def _overlap(begin: float, end: float, other_begin: float, other_end: float) -> float:
+    """Return the length of the intersection of two intervals."""
     return max(0.0, min(end, other_end) - max(begin, other_begin))

@@ -1,4 +1,4 @@
-"""`Recorder`, which keeps what a rank does in some steps, with nothing added but time stamps."""
+"""`Recorder` records what a rank does in some steps; it adds time stamps only, and no waits."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ __all__ = ["Mark", "RankRecord", "Recorder"]
 
 @dataclass(frozen=True)
 class Mark:
-    """From here on this part of the model is computed in this phase; seconds of perf_counter."""
+    """The start of a part of the model in a phase; in seconds of `time.perf_counter`."""
 
     at: float
     phase: Phase
     block: str
     site: str = ""
-    """The use of the block, such as `wo`, where one was reached; else the block was entered."""
+    """The use of a weight that was reached in the block, such as `wo`; empty at a block's start."""
     memory_gib: float = 0.0
-    """In use at this moment; read where no site was reached."""
+    """Memory in use at this moment; read at block starts only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """A rank's record: its steps, its transfers and where it was; seconds of its perf_counter."""
+    """Steps, transfers and marks of one rank; in seconds of its `time.perf_counter`."""
 
     begins: tuple[float, ...]
     """Start of each recorded step, and end of the last one."""
     transfers: tuple[TimedTransfer, ...]
-    """Those that were waited for, in order of launch."""
+    """Transfers that were waited for, in order of launch."""
     marks: tuple[Mark, ...] = ()
-    """In order of time."""
+    """Marks in order of time."""
     parts: tuple[str, ...] = ()
-    """The parts of the model, in order."""
+    """Parts of the model, in order."""
     peak_memory_gib: float = 0.0
     channels: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The ranks of each of its channels, by name."""
+    """Ranks of each channel, by its name."""
     clock_lead: float = 0.0
-    """Seconds by which its `time.perf_counter` is ahead of rank 0's."""
+    """Seconds by which its clock is ahead of rank 0's."""
     unix_zero: float = 0.0
-    """Unix time, in seconds, when its `time.perf_counter` was 0."""
+    """Unix time, in seconds, at which its clock was 0."""
 
 
 _Moment = tuple[streams.Event | None, Mark]
-"""A mark; where there is an event, that has the time, once the device has come by."""
+"""A mark, with the CUDA event that has its true time; without an event its own time counts."""
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Keeps what happens to `log` within it; a context.
+    """Context manager that records what happens to `log`.
 
-    `parts` are the modules that a forward calls in turn, by name; `sites` the uses within them.
-    Hooks on them are there only within the context. Times on CUDA are those of events on the
-    streams; nothing waits for the device until `record` is asked for.
+    `parts` are the modules that a forward calls in order, `sites` the uses of weights within them,
+    each by name. Hooks on them exist only within the context. On CUDA times come from events on the
+    streams; the recorder does not wait for the device before `record` is called.
     """
 
     log: CommLog
@@ -88,6 +88,7 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
+            # After an exception transfers may never end, so only a clean exit waits for them.
             self.log.settle()
         self.log.unwatch()
         for handle in self._handles:
@@ -96,16 +97,16 @@ class Recorder:
         self._memory.close()
 
     def begin_step(self) -> None:
-        """A step begins here, and the one before it ends; to be called after the last one, too."""
+        """Mark the start of a step and the end of the one before; call it after the last, too."""
         self._begins.append(self._moment(self.log.phase, self.log.block))
 
     @property
     def num_steps(self) -> int:
-        """The recorded steps that have ended."""
+        """Number of recorded steps that have ended."""
         return len(self._begins) - 1
 
     def record(self) -> RankRecord:
-        """The record; to be asked for after the context has been left without an exception."""
+        """Return the record.  Call it only after the context was left without an exception."""
         assert self.log.observer is None, "the record is not complete yet"
         return RankRecord(
             begins=tuple(self._timed(moment).at for moment in self._begins),
@@ -116,21 +117,28 @@ class Recorder:
         )
 
     def launched(self, transfer: TimedTransfer) -> None:
+        """Record a launched transfer (called by the log)."""
         self._transfers.append(transfer)
 
     def entered(self, phase: Phase, block: str) -> None:
+        """Record that a block was entered (called by the log), with the memory in use."""
         self._moments.append(self._moment(phase, block, memory=self._memory.gib()))
 
     # -- inside ------------------------------------------------------------------------------
 
     def _begins_forward(self, name: str) -> Any:
+        """Return a forward pre-hook that enters part `name`."""
+
         def hook(_: nn.Module, __: Any) -> None:
             self.log.enter(self.log.phase, name)
 
         return hook
 
     def _begins_backward(self, name: str) -> Any:
-        """The backward of a part begins when the gradient of its output is there."""
+        """Return a forward hook that enters `name` again when backward reaches it.
+
+        Backward of a part starts when the gradient of its output is there.
+        """
 
         def enter(_: Tensor) -> None:
             self.log.enter(self.log.phase, name)
@@ -142,6 +150,8 @@ class Recorder:
         return hook
 
     def _reaches(self, name: str) -> Any:
+        """Return a forward pre-hook that marks the use `name`."""
+
         def hook(_: nn.Module, __: Any) -> None:
             self._moments.append(self._moment(self.log.phase, self.log.block, site=name))
 
@@ -152,6 +162,7 @@ class Recorder:
         return event, Mark(time.perf_counter(), phase, block, site, memory)
 
     def _timed(self, moment: _Moment) -> Mark:
+        """Return the mark of a moment at the time of its event."""
         event, mark = moment
         if event is None:
             return mark

@@ -1,8 +1,8 @@
-"""The contents of `profile.json`: for each mode totals, the timeline of one step, the worst waits.
+"""Contents of `profile.json`: for each mode totals, the timeline of one step, and the worst waits.
 
-Times are milliseconds. Those of a timeline count from the beginning of its step on rank 0, and all
-ranks' clocks are aligned; a transfer that was launched in the step before has a negative time.
-Bytes are those that a rank has to send to others, by the collective's definition.
+Times are in milliseconds. In a timeline they count from the begin of the step on rank 0, with all
+ranks on one clock; a transfer launched in the step before has a negative time. Bytes are what a
+rank has to send to others, by the definition of the collective.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = [
 
 
 class Cost(StrEnum):
-    """The chance of hiding collectives."""
+    """How a collective's cost can be hidden."""
 
     AHEAD = "ahead"
-    """It can be launched ahead of its use, or waited for later: weights, gradients of weights, and
-    what travels beside them."""
+    """It can be launched ahead of its use, or waited for later: weights, weight gradients, and
+    activations that travel while others are computed."""
     CHAIN = "chain"
-    """The next computation needs its result and the last one made it: nothing of its step could
-    hide it."""
+    """The last computation made its input and the next one needs its result, so nothing of the
+    step can hide it."""
     OUTSIDE = "outside"
-    """Data, metrics, what stages send each other: no part of forward and backward."""
+    """Not part of forward and backward: data, metrics, activations between stages."""
 
     @classmethod
     def of(cls, purpose: Purpose) -> Cost:
-        """By what travels."""
+        """Return the cost of transfers with this purpose."""
         return _COSTS.get(purpose, Cost.AHEAD)
 
 
@@ -69,14 +69,14 @@ _COSTS = {
 
 
 class Edge(StrEnum):
-    """The ends of a step, where nothing is left to compute beside a transfer."""
+    """Ends of a step, where no computation is left to overlap with a transfer."""
 
     FIRST = "first gather"
     LAST = "last reduce-scatter"
 
 
 class Cause(StrEnum):
-    """Cause of exposed time, in words that follow `in`."""
+    """Cause of exposed time; its value can follow the word `in`."""
 
     FIRST = f"the {Edge.FIRST}"
     LAST = f"the {Edge.LAST}"
@@ -86,18 +86,18 @@ class Cause(StrEnum):
 
 
 class Reason(StrEnum):
-    """A wait's cause."""
+    """Reason for a wait."""
 
     FIRST_EDGE = "first gather of the step"
     LAST_EDGE = "last reduce-scatter of the step"
     CHAIN = "needed at once"
-    """Launched when its input was there and waited for by what comes next."""
+    """Launched when its input was ready, and waited for by the next computation."""
     LATE = "launched too late"
-    """It would have been there if it had been launched earlier in the step."""
+    """It would have arrived in time if it had been launched earlier in the step."""
     QUEUE = "behind another transfer"
-    """It waited its turn on its channel for most of the time."""
+    """It queued on its channel for most of the time."""
     OTHER_RANKS = "waiting for another rank"
-    """The last rank of its group came to it only then."""
+    """For most of the time the last rank of its group had not joined yet."""
     TOO_LONG = "longer than the compute it overlaps"
     """No earlier launch would have hidden it."""
 
@@ -109,58 +109,58 @@ class Collective:
     kind: str
     """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv."""
     channel: str
-    """The mesh axis it goes along, such as `weight`."""
+    """Mesh axis it goes along, such as `weight`."""
     label: str
-    """The weight or tensor that travels, such as `layers.3.attention.wo.weight`."""
+    """Name of the weight or tensor, such as `layers.3.attention.wo.weight`."""
     block: str
-    """The part of the model it belongs to, such as `layers.3`; empty where it belongs to none."""
+    """Part of the model it belongs to, such as `layers.3`; empty if it belongs to none."""
     phase: Phase
-    """The one it is needed in, for a gather, and that it was launched in, for all others."""
+    """For a gather the phase that needs it; for others the phase that launched it."""
     purpose: Purpose
     sent_bytes: int
     launch_ms: float
-    """Time this rank asked for it."""
+    """Time of the launch on this rank."""
     start_ms: float
-    """Earliest start: its launch, or the end of what was before it on the same channel. A send
-    or recv counts only while it is waited for."""
+    """Earliest start: the launch, or the end of the transfer before it on the same channel. A send
+    or receive counts only while it is waited for."""
     end_ms: float
     wait_ms: float
-    """Start of the wait for it."""
+    """Time at which the rank began to wait for it."""
     exposed_ms: float
-    """For how long that wait blocked."""
+    """Duration for which that wait blocked."""
     moving_ms: float
-    """Duration once it could begin on every rank: the least over the ranks of its group."""
+    """Duration once it could begin on every rank: the minimum over the ranks of its group."""
     others_ms: float
-    """The part of `exposed_ms` in which another rank had not come to it yet."""
+    """Part of `exposed_ms` in which another rank had not joined yet."""
     queue_ms: float
-    """The part in which it stood behind another transfer on its channel."""
+    """Part of `exposed_ms` in which it queued after another transfer on its channel."""
     edge: Edge | None = None
-    """Whether it is an end of the step, which is exposed by design."""
+    """The end of the step it is at, where exposure is expected; None elsewhere."""
 
     @property
     def cost(self) -> Cost:
-        """Its kind of cost."""
+        """How its cost can be hidden."""
         return Cost.of(self.purpose)
 
     @property
     def cause(self) -> Cause:
-        """The cause of its wait once every rank has come."""
+        """Cause of the wait apart from the wait for other ranks."""
         if self.edge is not None:
             return Cause.FIRST if self.edge is Edge.FIRST else Cause.LAST
         return Cause.COULD_HIDE if self.cost is Cost.AHEAD else Cause.AT_ONCE
 
     @property
     def is_between_two(self) -> bool:
-        """Whether it is a send or recv."""
+        """True for a send or receive."""
         return self.kind in BETWEEN_TWO
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpan:
-    """A stretch of a step in which one part of the model was computed; waits lie within."""
+    """Part of a step in which one part of the model was computed, waits included."""
 
     block: str
-    """`embedding`, `layers.0`, ..., `norm`, `head`; the name of the phase where there is none."""
+    """`embedding`, `layers.0`, ..., `norm`, `head`; the phase if no part is known."""
     phase: Phase
     begin_ms: float
     end_ms: float
@@ -168,7 +168,7 @@ class ComputeSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySample:
-    """Memory at a moment of the step: of tensors on CUDA, of the whole process on CPU."""
+    """Memory at one moment: allocated by tensors on CUDA, of the whole process on CPU."""
 
     at_ms: float
     phase: Phase
@@ -178,81 +178,81 @@ class MemorySample:
 
 @dataclass(frozen=True, kw_only=True)
 class KindTotals:
-    """The sums of collectives in a step of one rank, such as those of one kind."""
+    """Sums over some collectives of a step on one rank, such as those of one kind."""
 
     num_transfers: float
     sent_bytes: float
     comm_ms: float
-    """In which at least one of them was under way."""
+    """Time in which at least one of them was in flight."""
     exposed_ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals(KindTotals):
-    """A step of one rank, or a mean over some; the sums are those of all its collectives.
+    """Sums over all collectives of a step on one rank, or the mean of several such sums.
 
     bound = first_edge + last_edge + chain + excess is what no order of the transfers could hide.
     """
 
     step_ms: float
     compute_ms: float
-    """The step without what was waited for."""
+    """Duration of the step without waits."""
     first_edge_ms: float
-    """Least time the first gather of the step had to be waited for."""
+    """Least possible wait for the first gather of the step."""
     last_edge_ms: float
-    """The same of the last reduce-scatter."""
+    """Least possible wait for the last reduction of the step."""
     chain_ms: float
-    """Time of the transfers that the next computation needs at once."""
+    """Time of transfers whose result the next computation needs at once."""
     excess_ms: float
-    """By how much all others are longer than the compute of their forward or backward."""
+    """Time by which all other transfers exceed the compute of their forward or backward."""
     by_kind: dict[str, KindTotals]
 
     @property
     def exposed_share(self) -> float:
-        """The share of the step for which compute waited for transfers."""
+        """Share of the step for which compute waited for transfers."""
         return self.exposed_ms / self.step_ms
 
     @property
     def bound_ms(self) -> float:
-        """The least that had to be exposed."""
+        """Least time that had to be exposed."""
         return self.first_edge_ms + self.last_edge_ms + self.chain_ms + self.excess_ms
 
     @property
     def exposed_over_bound(self) -> float | None:
-        """None where the bound is 0."""
+        """Exposed time relative to the bound; None if the bound is 0."""
         return self.exposed_ms / self.bound_ms if self.bound_ms else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeline:
-    """One measured step of one rank, the same step on all ranks: the one of median length."""
+    """One measured step of one rank: the step of median length, the same on all ranks."""
 
     step: int
-    """Its number, counted from the first after the warm-up: an index into `ModeProfile.losses`."""
+    """Index into `ModeProfile.losses`: number of the step after the warm-up."""
     begin_ms: float
     end_ms: float
     collectives: tuple[Collective, ...]
-    """In order of launch."""
+    """Collectives in order of launch."""
     spans: tuple[ComputeSpan, ...]
-    """In order; they do not overlap."""
+    """Compute spans in order of time, without overlaps."""
     memory: tuple[MemorySample, ...]
-    """In order of time."""
+    """Memory samples in order of time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """One rank's measurements."""
+    """Measurements of one rank."""
 
     rank: int
     totals: tuple[Totals, ...]
-    """Of each measured step."""
+    """Totals of each measured step."""
     timeline: StepTimeline
     peak_memory_gib: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """The cost of waiting for one tensor in a step: mean over measured steps and ranks."""
+    """Cost of waiting for one tensor in a step; mean over measured steps and ranks."""
 
     kind: str
     channel: str
@@ -260,24 +260,24 @@ class Wait:
     block: str
     phase: Phase
     count: float
-    """Transfers of it in a step (one a micro-batch, say)."""
+    """Number of its transfers in a step, e.g. one per micro-batch."""
     sent_bytes: float
-    """Of all of them together, as are the times."""
+    """Bytes of all these transfers together; times are sums, too."""
     exposed_ms: float
     moving_ms: float
     others_ms: float
     queue_ms: float
     late_ms: float | None
-    """Delay of its launch against being there in time; None where it could not be."""
+    """Delay of its launch against the latest one in time; None if no launch would be in time."""
     reason: Reason
-    """The reason for most of it."""
+    """Reason for most of the wait."""
     advice: str
-    """One sentence: what would help, as far as the measurement supports it."""
+    """What would help, as far as the measurement supports it; one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModeProfile:
-    """One mode's measurements."""
+    """Measurements of one mode."""
 
     mode: str
     """mtp, msp, fsp or isp."""
@@ -288,26 +288,26 @@ class ModeProfile:
     data: int
     pipeline: int
     topology: str
-    """The groups of ranks, for people."""
+    """Description of the groups of ranks, for reports."""
     losses: tuple[float | None, ...]
-    """Of each measured step; None where it was not finite."""
+    """Loss of each measured step; None if it was not finite."""
     summary: Totals
-    """The mean over the ranks of the step whose timeline is kept: the one of median length."""
+    """Mean over ranks of the step whose timeline is kept, which has median length."""
     ranks: tuple[RankProfile, ...]
-    """In rank order."""
+    """Profiles in rank order."""
     waits: tuple[Wait, ...]
-    """The worst first."""
+    """Waits, the worst first."""
     plan_grid: str | None = None
-    """The prefetch plan as `isp prefetch` prints it; None where no weights are gathered."""
+    """The prefetch plan as printed by `isp prefetch`; None if no weights are gathered."""
 
     @property
     def peak_memory_gib(self) -> float:
-        """Of the rank that has most."""
+        """Peak memory of the rank with the most."""
         return max(rank.peak_memory_gib for rank in self.ranks)
 
     @property
     def exposed_by_cause(self) -> dict[Cause, float]:
-        """Milliseconds exposed in the timelines of all ranks together, the largest cause first."""
+        """Exposed milliseconds by cause, summed over the timelines of all ranks; largest first."""
         causes: defaultdict[Cause, float] = defaultdict(float)
         for c in (c for rank in self.ranks for c in rank.timeline.collectives):
             causes[c.cause] += c.exposed_ms - c.others_ms
@@ -318,38 +318,42 @@ class ModeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Result):
-    """Result of `isp profile`: one run of a few steps in each mode, on the same data."""
+    """Result of `isp profile`: a run of a few steps in each mode, on the same data."""
 
     newest = 2
     name, again = "a profile", "profile the run again"
 
     version: int = newest
     created: str
-    """Date and time, ISO 8601."""
+    """Date and time in ISO 8601."""
     torch: str
     device: str
-    """The maker's name of the device of rank 0."""
+    """Name of rank 0's device."""
     world_size: int
     warmup_steps: int
     num_steps: int
-    """Measured steps."""
+    """Number of measured steps."""
     config: str
-    """The whole configuration as YAML; each mode changes `parallel.tensor.mode` and the size of
-    the weight group alone."""
+    """The whole configuration as YAML; modes differ only in `parallel.tensor.mode` and the size of
+    the weight group."""
     modes: tuple[ModeProfile, ...]
     shared_cores: str = ""
-    """Such as `4 ranks share 2 cores`; empty where each has a device, or a core, of its own."""
+    """Such as `4 ranks share 2 cores`; empty if each rank has its own device or core."""
     command: str = ""
-    """The command line that measured it, as one types it; empty where there was none."""
+    """Command line that made the profile; empty without one."""
 
     @property
     def largest_loss_difference(self) -> float:
-        """Of two modes in one step, relative to the loss; infinite if only one is finite."""
+        """Largest difference of losses between modes in a step, relative to the loss.
+
+        It is infinite if only some losses are finite.
+        """
         steps = zip(*(mode.losses for mode in self.modes), strict=True)
         return max(map(_spread, steps), default=0.0)
 
 
 def _spread(losses: tuple[float | None, ...]) -> float:
+    """Return the relative spread of one step's losses over modes."""
     finite = [loss for loss in losses if loss is not None]
     if not finite:
         return 0.0

@@ -1,4 +1,4 @@
-"""A profile as text: the modes side by side, and the worst waits of each with what would help."""
+"""A profile as text: modes side by side, and each mode's worst waits with advice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ once) + excess (longer than the compute they overlap), without waiting for other
 
 
 class Table(NamedTuple):
-    """Cells of text, titles first; the columns between the two numbers hold numbers."""
+    """Table of text with titles in its first row.
+
+    Columns from `text_columns` to before `text_from` hold numbers, which are aligned to the right.
+    """
 
     rows: Sequence[Sequence[str]]
     text_columns: int = 1
@@ -40,7 +43,7 @@ class Table(NamedTuple):
 
 
 def describe(profile: Profile, *, num_waits: int = 5) -> str:
-    """The whole profile, for a terminal of about 120 columns."""
+    """Return the whole profile for a terminal of about 120 columns."""
     parts = [textwrap.fill(head(profile), 112), str(modes(profile)), EXPLANATION]
     parts += [str(kinds(profile)), _sentences(profile)]
     parts += [_waits(mode, num_waits) for mode in profile.modes]
@@ -48,7 +51,7 @@ def describe(profile: Profile, *, num_waits: int = 5) -> str:
 
 
 def head(profile: Profile) -> str:
-    """What was measured, and where."""
+    """Return a sentence on what was measured, and where."""
     text = (
         f"{profile.world_size} ranks on {profile.device}, torch {profile.torch}; the step of median"
         f" length of {profile.num_steps}, after {profile.warmup_steps} to warm up: means over"
@@ -60,7 +63,7 @@ def head(profile: Profile) -> str:
 
 
 def sentence(mode: ModeProfile) -> str:
-    """Say what a mode exposes, and why, in one sentence."""
+    """Return a sentence on how much a mode exposes, and its main cause."""
     s = mode.summary
     if not s.num_transfers:
         return f"{mode.mode}: nothing is transferred."
@@ -76,7 +79,7 @@ def sentence(mode: ModeProfile) -> str:
 
 
 def modes(profile: Profile) -> Table:
-    """The modes side by side, times in milliseconds."""
+    """Return the modes side by side, with times in milliseconds."""
     names = "mode tensor weight step comm exposed share first last chain excess bound exp./bound"
     rows = [[*names.split(), "sent MiB", "mem GiB", "loss"]]
     for mode in profile.modes:
@@ -98,7 +101,7 @@ def modes(profile: Profile) -> Table:
 
 
 def kinds(profile: Profile) -> Table:
-    """The transfers of each mode by kind."""
+    """Return the transfers of each mode by kind."""
     rows = [["by kind", "", "number", "sent MiB", "comm", "exposed"]]
     for mode in profile.modes:
         for kind, t in mode.summary.by_kind.items():
@@ -109,7 +112,7 @@ def kinds(profile: Profile) -> Table:
 
 
 def losses(profile: Profile) -> str:
-    """How far the losses of several modes are apart."""
+    """Return a sentence on how well the losses of several modes agree."""
     difference = profile.largest_loss_difference
     if difference == float("inf"):
         return "not all modes have a finite loss in every step"
@@ -117,7 +120,7 @@ def losses(profile: Profile) -> str:
 
 
 def waits(mode: ModeProfile, at_most: int) -> Table:
-    """The tensors that were waited for longest in a step of a rank."""
+    """Return the tensors that were waited for longest, per step and rank."""
     rows = [["exposed", "moving", "times", "what", "where", "why"]]
     for wait in mode.waits[:at_most]:
         what = f"{wait.kind} of {wait.label}"
@@ -127,11 +130,13 @@ def waits(mode: ModeProfile, at_most: int) -> Table:
 
 
 def _sentences(profile: Profile) -> str:
+    """Return a sentence for each mode, after the one about losses."""
     several = [losses(profile)] if len(profile.modes) > 1 else []
     return "\n".join([*several, *(textwrap.fill(sentence(m), 112) for m in profile.modes)])
 
 
 def _waits(mode: ModeProfile, at_most: int) -> str:
+    """Return the table of a mode's waits with the advice below each row."""
     if not mode.waits:
         return f"{mode.mode}: nothing is waited for"
     title, *rows = str(waits(mode, at_most)).split("\n")
@@ -152,7 +157,7 @@ def _ms(milliseconds: float) -> str:
 def aligned(
     rows: Sequence[Sequence[str]], text_columns: int = 1, text_from: int | None = None
 ) -> str:
-    """The first `text_columns` and those from `text_from` on to the left, the others right."""
+    """Return rows as lines with aligned columns, as in `Table`."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     numbers = range(text_columns, len(widths) if text_from is None else text_from)
     return "\n".join(

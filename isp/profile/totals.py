@@ -1,15 +1,15 @@
-"""The totals of a step's collectives, and the least of it that had to be exposed.
+"""Totals of a step's collectives, and the least part of them that had to be exposed.
 
 [Note: The bound] Four things no order of the transfers can hide:
-  * the first gathers (the table's, and that of the first linear): they cannot be launched before
-    the weights are published, and nothing but what lies between two steps is there to hide them;
+  * the first gathers (of the table and of the first linear): they cannot be launched before the
+    weights are published, and only what happens between two steps can overlap with them;
   * the last reduction of a gradient, and those launched after backward: a reduction is launched
-    when the gradient is there, and nothing is left to compute then;
-  * the chain: what the next computation needs and the last one has made;
-  * the excess: by how much all others, one after the other, are longer than the compute of the
-    forward or backward in which they are needed.
-Of each transfer that counts, the bound has what it takes to move, less the time from its launch to
-its wait: waiting for other ranks is not in it.
+    when its gradient is ready, and then nothing is left to compute;
+  * the chain: transfers whose input the last computation made and whose result the next one needs;
+  * the excess: the time by which all others, one after the other, exceed the compute of the forward
+    or backward that needs them.
+A transfer counts with its moving time less the time from its launch to its wait, so waiting for
+other ranks is not included.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _FORWARD = (Phase.FORWARD, Phase.LOSS)
 _REDUCTIONS = (Purpose.WEIGHT_GRADIENT, Purpose.REPLICA_GRADIENT)
 _BACKWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
 _SHORTEST_SPAN = 0.02
-"""Milliseconds; what is shorter belongs to the span that follows."""
+"""Milliseconds; shorter spans are merged into the next one."""
 
 
 def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
-    """Those that were waited for in recorded step number `step`, its edges marked."""
+    """Return the collectives that were waited for in recorded step `step`, with edges marked."""
     own = [c for c in times.collectives if times.step_of(c) == step]
     edges: dict[int, Edge] = {}
     gathers = [i for i, c in enumerate(own) if _is_first_gather(c, times.begins[step])]
     for i in sorted(gathers, key=lambda i: own[i].wait_ms):
         edges[i] = Edge.FIRST
-        if own[i].block != "embedding":  # a lookup is nothing to hide behind
+        if own[i].block != "embedding":  # a lookup is too short to hide the next gather
             break
     reductions = [i for i, c in enumerate(own) if c.purpose in _REDUCTIONS]
     in_backward = [i for i in reductions if own[i].phase in _BACKWARD]
@@ -64,13 +64,13 @@ def step_collectives(times: RankTimes, step: int) -> tuple[Collective, ...]:
 
 
 def _is_first_gather(collective: Collective, begin: float) -> bool:
-    """Launched as soon as weights were published, in the step before."""
+    """Return True for a gather that was launched at the end of the step before."""
     is_weight = collective.purpose in (Purpose.WEIGHT, Purpose.PUBLISHED_WEIGHT)
     return is_weight and collective.launch_ms <= begin
 
 
 def totals(times: RankTimes, step: int) -> Totals:
-    """The totals of recorded step number `step` of this rank."""
+    """Return the totals of recorded step `step` of this rank."""
     own = step_collectives(times, step)
     length = times.begins[step + 1] - times.begins[step]
     spans, sums = _spans(times, step), _sums(own)
@@ -90,13 +90,14 @@ def totals(times: RankTimes, step: int) -> Totals:
 
 
 def _kind(collective: Collective) -> str:
-    """Its kind; those of experts that are spread over ranks are apart."""
+    """Return the kind of a collective; those of spread experts are kept apart."""
     axis = collective.channel.removesuffix("_reduce")
     of_experts = axis in (Axis.EXPERT, Axis.EXPERT_WEIGHT)
     return f"{collective.kind}, {axis}" if of_experts else collective.kind
 
 
 def _sums(own: Sequence[Collective]) -> KindTotals:
+    """Return the sums over some collectives."""
     return KindTotals(
         num_transfers=len(own),
         sent_bytes=sum(c.sent_bytes for c in own),
@@ -106,7 +107,7 @@ def _sums(own: Sequence[Collective]) -> KindTotals:
 
 
 def _unavoidable(collective: Collective) -> float:
-    """The part of its wait nothing could have hidden, as it could not launch before."""
+    """Return the part of the wait that was unavoidable, as an earlier launch was not possible."""
     hidden = collective.wait_ms - collective.start_ms
     return max(0.0, min(collective.moving_ms - max(0.0, hidden), collective.exposed_ms))
 
@@ -117,8 +118,9 @@ def _excess(
     phases: tuple[Phase, ...],
     times: RankTimes,
 ) -> float:
-    """By how much what could be hidden is longer than the compute in `phases`."""
+    """Return the time by which transfers that can be hidden exceed the compute in `phases`."""
     others = [c for c in own if c.cost is Cost.AHEAD and c.edge is None]
+    # A transfer that is waited for in neither forward nor backward counts in backward.
     forward = phases is _FORWARD
     moving = sum(
         c.moving_ms for c in others if (times.mark_at(c.wait_ms).phase in _FORWARD) is forward
@@ -129,7 +131,7 @@ def _excess(
 
 
 def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> StepTimeline:
-    """Recorded step number `step`, called `number`, with `zero` as the beginning of time."""
+    """Return recorded step `step` as a timeline with number `number`, in time since `zero`."""
     begin, end = times.begins[step], times.begins[step + 1]
     marks = [mark for mark in times.marks if begin <= mark.at < end and mark.memory_gib]
     return StepTimeline(
@@ -149,16 +151,17 @@ def timeline(times: RankTimes, step: int, *, number: int, zero: float) -> StepTi
 
 
 def _moved(timed: T, zero: float, *names: str) -> T:
-    """With the times of these names counted from `zero`."""
+    """Return `timed` with the named times counted from `zero`."""
     return dataclasses.replace(timed, **{name: getattr(timed, name) - zero for name in names})
 
 
 def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
-    """The parts of the model, one after the other, from the begin of the step to its end."""
+    """Return the compute spans of a step, without gaps from its begin to its end."""
     begin, end = times.begins[step], times.begins[step + 1]
     within = [m for m in times.marks if begin < m.at < end and not m.site]
     first = [times.mark_at(begin)] if times.marks else [Mark(begin, Phase.OTHER, "")]
     spans: list[ComputeSpan] = []
+    # `reached` moves only past spans that are kept, so a skipped one extends the next.
     reached = begin
     for mark, stop in zip([*first, *within], [*(mark.at for mark in within), end], strict=True):
         if stop - reached < _SHORTEST_SPAN:
@@ -173,7 +176,7 @@ def _spans(times: RankTimes, step: int) -> list[ComputeSpan]:
 
 
 def mean_totals(several: Sequence[Totals]) -> Totals:
-    """The mean, number by number."""
+    """Return the mean of each number; a kind that is missing in a rank counts as zero."""
     kinds = sorted({kind for one in several for kind in one.by_kind})
     absent = KindTotals(num_transfers=0, sent_bytes=0, comm_ms=0.0, exposed_ms=0.0)
     by_kind = {
@@ -184,5 +187,6 @@ def mean_totals(several: Sequence[Totals]) -> Totals:
 
 
 def _means(several: Sequence[Totals] | Sequence[KindTotals]) -> dict[str, float]:
+    """Return the mean of each field except `by_kind`."""
     names = [field.name for field in dataclasses.fields(several[0]) if field.name != "by_kind"]
     return {name: statistics.fmean(getattr(one, name) for one in several) for name in names}

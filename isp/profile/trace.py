@@ -1,11 +1,11 @@
 """A step of all ranks as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Each rank is a process with these lanes: the phases and parts of the model that were computed, the
-waits that blocked, one lane a channel (more where its transfers overlap) for what was under way,
-and memory. What torch.profiler saw of the same step goes into processes of its own beside it.
+Each rank is a process with these lanes: phases, parts of the model, blocking waits, one lane per
+channel (more where its transfers overlap) for transfers in flight, and memory. Events that
+torch.profiler recorded in the same step are added as processes of their own.
 
-[Note: Lanes] Slices of one lane must lie inside one another or apart: viewers drop or distort
-others. A transfer that overlaps another one of its channel goes to a further lane.
+[Note: Lanes] Viewers drop or distort slices of one lane that overlap without being nested. So a
+transfer that overlaps another one of its channel goes to a further lane.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Event = dict[str, Any]
 _STEP, _PARTS, _WAITS = 0, 1, 2
 _FIRST_CHANNEL = 10
 _TORCH_PROCESS = 1_000_000
-"""The first process number of torch.profiler's events."""
+"""First process number for torch.profiler's events."""
 
 
 def chrome_trace(
     timelines: Sequence[StepTimeline], *, title: str = "", first_process: int = 0
 ) -> list[Event]:
-    """The events of the ranks' timelines of one step, in rank order; times in microseconds.
+    """Return the events of the ranks' timelines of one step, in rank order; microseconds.
 
-    Processes are numbered from `first_process`, and called `title` and their rank.
+    Processes are numbered from `first_process`, and named `title` and their rank.
     """
     events: list[Event] = []
     for rank, timeline in enumerate(timelines):
@@ -44,6 +44,7 @@ def chrome_trace(
 
 
 def _of_rank(rank: int, title: str, timeline: StepTimeline) -> Iterable[Event]:
+    """Yield the events of one rank: names of lanes, spans, waits, transfers, memory."""
     yield from _named("process", rank, 0, title, rank)
     for lane, name in ((_STEP, "phase"), (_PARTS, "compute"), (_WAITS, "exposed waits")):
         yield from _named("thread", rank, lane, name, lane)
@@ -60,7 +61,7 @@ def _of_rank(rank: int, title: str, timeline: StepTimeline) -> Iterable[Event]:
 
 
 def _waits(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
-    """Waits of one rank come one after the other."""
+    """Yield the waits of one rank, cut so that they do not overlap."""
     reached = float("-inf")
     for c in sorted(collectives, key=lambda c: c.wait_ms):
         begin, end = max(c.wait_ms, reached), c.wait_ms + c.exposed_ms
@@ -70,6 +71,7 @@ def _waits(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
 
 
 def _channels(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
+    """Yield the transfers of one rank, each on the first free lane of its channel."""
     lanes: list[tuple[str, float]] = []  # channel, and the end of the last slice
     for c in collectives:
         end = max(c.end_ms, c.launch_ms)
@@ -83,6 +85,7 @@ def _channels(rank: int, collectives: Sequence[Collective]) -> Iterable[Event]:
 
 
 def _facts(c: Collective) -> dict[str, Any]:
+    """Return the details that a viewer shows for a transfer."""
     names = "kind", "channel", "label", "purpose", "block", "phase", "sent_bytes"
     return {
         **{name: getattr(c, name) for name in names},
@@ -96,13 +99,14 @@ def _facts(c: Collective) -> dict[str, Any]:
 def _slice(
     rank: int, lane: int, name: str, category: str, begin: float, end: float, facts: Event
 ) -> Event:
+    """Return a complete event, in microseconds."""
     times = {"ts": begin * 1e3, "dur": (end - begin) * 1e3}
     place = {"pid": rank, "tid": lane}
     return {"ph": "X", "name": name, "cat": category, **place, **times, "args": facts}
 
 
 def _named(what: str, process: int, lane: int, name: str, index: int) -> Iterable[Event]:
-    """The name and the place of a process or a thread."""
+    """Yield the name and the position of a process or thread."""
     for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": index})):
         yield {"ph": "M", "name": f"{what}_{key}", "pid": process, "tid": lane, "args": args}
 
@@ -110,9 +114,10 @@ def _named(what: str, process: int, lane: int, name: str, index: int) -> Iterabl
 def torch_events(
     trace: Mapping[str, Any], *, process: int, title: str, zero_seconds: float
 ) -> list[Event]:
-    """Torch.profiler's events on a rank, moved beside the lanes of our `process`.
+    """Return torch.profiler's events of a rank, to be shown next to our `process`.
 
-    `zero_seconds` is the Unix time of our time 0. Its processes get numbers and names of their own.
+    `zero_seconds` is the Unix time of time 0 in our timeline. Its processes get new numbers and
+    names, so that they do not collide with ours or with those of other ranks.
     """
     first = _TORCH_PROCESS + 1000 * process
     shift = trace.get("baseTimeNanoseconds", 0) / 1e3 - zero_seconds * 1e6  # microseconds
@@ -124,7 +129,7 @@ def torch_events(
         number = processes.setdefault(event["pid"], len(processes))
         moved = {**event, "pid": first + number}
         if "id" in moved and event.get("ph") in "sft":
-            moved["id"] = f"{process}.{event['id']}"  # arrows within one rank
+            moved["id"] = f"{process}.{event['id']}"  # else arrows would connect ranks
         if "ts" in event and event.get("ph") != "M":
             moved["ts"] = event["ts"] + shift
         if event.get("name") == "process_name":

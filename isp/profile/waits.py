@@ -1,9 +1,9 @@
-"""The worst waits of a mode: what each was for, and what would help.
+"""The worst waits of a mode: the reason for each, and what would help.
 
-[Note: What is claimed] A launch point is recommended only if the transfer would have been there in
-time on the timeline that was measured: launched at that place, behind what was on its way then, and
-sharing the wire with everything launched meanwhile. A larger micro-batch is recommended only as far
-as the compute between launch and wait would have to grow for the transfer to fit beside it.
+[Note: What is claimed] A launch point is recommended only if the transfer would have arrived in
+time on the measured timeline: launched there, after what was in flight then, and sharing the wire
+with everything launched meanwhile. A larger micro-batch is recommended only by the factor by which
+the compute between launch and wait would have to grow to hide the transfer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from isp.profile.totals import step_collectives
 __all__ = ["worst_waits"]
 
 _SHORTEST = 0.005
-"""Milliseconds a step; what blocks for less is no wait."""
+"""Milliseconds per step; shorter waits are not reported."""
 _ENOUGH = 0.95
-"""Share of a wait, over all its occurrences, that a change must hide to be recommended."""
+"""Share of a tensor's waits that a change must hide to be recommended."""
 _BACKWARD = (Phase.RECOMPUTE, Phase.BACKWARD)
 _OF_SEQUENCE = {
     Purpose.HEADS: "attention needs it at once: only parallel.tensor.size changes that",
@@ -46,7 +46,7 @@ _OF_SEQUENCE = {
         "a convolution needs it at once: its size depends on the kernel size, not on the sequence"
     ),
 }
-"""What is said of exchanges of a sequence that ranks share."""
+"""Advice on exchanges within one sequence, by purpose."""
 
 
 class _Occurrence(NamedTuple):
@@ -55,15 +55,15 @@ class _Occurrence(NamedTuple):
     rank: int
     collective: Collective
     step: tuple[Collective, ...]
-    """All collectives of the step."""
+    """All collectives of that step."""
     sites: list[Mark]
-    """The uses of weights in its forward."""
+    """Uses of weights in that step's forward."""
 
 
 def worst_waits(
     times: Sequence[RankTimes], steps: Sequence[int], parallel: ParallelConfig, *, at_most: int = 12
 ) -> tuple[Wait, ...]:
-    """The tensors that were waited for longest in recorded `steps`, over all ranks."""
+    """Return the tensors that were waited for longest in recorded `steps`, over all ranks."""
     found: defaultdict[tuple[str, ...], list[_Occurrence]] = defaultdict(list)
     for rank, own in enumerate(times):
         for step in steps:
@@ -81,7 +81,7 @@ def worst_waits(
 
 
 class _Waits:
-    """All waits for one tensor: what explains them, and what would help."""
+    """All waits for one tensor, from which reason and advice follow."""
 
     def __init__(self, several: list[_Occurrence], parallel: ParallelConfig) -> None:
         self.several = several
@@ -90,7 +90,7 @@ class _Waits:
         self.exposed = sum(c.exposed_ms for c in self.own)
 
     def explained(self, divisor: int) -> Wait:
-        """The mean of one in `divisor`, with the reason that has the largest share of it."""
+        """Return the mean over `divisor` steps, with its main reason and advice."""
         first, longest = self.own[0], max(self.own, key=lambda c: c.exposed_ms)
         reason, advice = self._reason(longest)
         sums = "sent_bytes", "exposed_ms", "moving_ms", "others_ms", "queue_ms"
@@ -108,7 +108,8 @@ class _Waits:
         )
 
     def _reason(self, longest: Collective) -> tuple[Reason, str]:
-        """The reason, and one sentence."""
+        """Return the reason, and the advice in one sentence."""
+        # The order matters: what a setting can hide comes before what only explains the wait.
         if longest.edge is None and (change := self._change()) is not None:
             late = f"launched {longest.exposed_ms:.1f} ms too late"
             return Reason.LATE, f"{late}: {change} would hide it"
@@ -129,16 +130,18 @@ class _Waits:
     # -- sentences ---------------------------------------------------------------------------
 
     def _of_other_ranks(self) -> str:
-        """Also the rank that waits least for others, where there is one that hardly waits."""
+        """Return the mean wait for the last rank, which is named if it is mostly the same one."""
         waited: defaultdict[int, float] = defaultdict(float)
         for one in self.several:
             waited[one.rank] += one.collective.others_ms
         rank = min(waited, key=lambda r: waited[r])
         text = f"{sum(waited.values()) / len(self.own):.1f} ms for the last rank to join"
+        # The rank that comes last waits for no other.
         is_last = waited[rank] < max(waited.values()) / 10
         return f"{text}, usually rank {rank}" if is_last else text
 
     def _of_chain(self, collective: Collective) -> str:
+        """Return the advice on a transfer that is needed at once."""
         if collective.cost is Cost.OUTSIDE:
             return "outside forward and backward: no compute overlaps with it"
         mode = self.parallel.tensor.mode
@@ -150,9 +153,11 @@ class _Waits:
         return _OF_SEQUENCE.get(collective.purpose, default)
 
     def _of_queue(self) -> str:
+        """Return the transfer it queued after, with the setting that would avoid it, if any."""
         ahead: defaultdict[str, float] = defaultdict(float)
         behind_reduction = False
         for _, own, step, _ in self.several:
+            # The transfer before it on the channel ends when this one starts.
             on_channel = (c for c in step if c.channel == own.channel)
             before = next((c for c in on_channel if abs(c.end_ms - own.start_ms) < 1e-6), None)
             if before is not None:
@@ -167,7 +172,8 @@ class _Waits:
         return text
 
     def _of_length(self) -> str:
-        # From launch to end, without what other ranks cost.
+        """Return how long it takes, compared with the compute beside it, and the remedies."""
+        # From launch to end, without the time that other ranks cost.
         needed = fmean(max(c.moving_ms, c.end_ms - c.launch_ms - c.others_ms) for c in self.own)
         beside = fmean(map(_compute_beside, self.several))
         text = (
@@ -176,6 +182,7 @@ class _Waits:
         first, weight = self.own[0], self.parallel.weight
         if first.purpose in (Purpose.REGATHERED_ACTIVATION, Purpose.INPUT_GRADIENT):
             return f"{text}, and both grow with the tokens"
+        # With hardly any compute beside it, no realistic batch would hide it.
         remedies = []
         if beside >= 0.1 * needed:
             remedies.append(
@@ -193,16 +200,17 @@ class _Waits:
     # -- what would hide it ------------------------------------------------------------------
 
     def _change(self) -> str | None:
-        """The setting that would have hidden the wait, if one would."""
+        """Return the setting that would have hidden the wait, if there is one."""
         weight, point = self.parallel.weight, self.parallel.weight.launch_allgather_before
         if self.own[0].purpose is not Purpose.WEIGHT:
             return None
         if not weight.overlap:
             changes = {"overlap=true": point}
         elif self.own[0].phase is not Phase.FORWARD:
-            return None  # in backward the plan has no launch points
+            return None  # launch points exist in forward only
         elif weight.forward_overlap_per is OverlapUnit.MODULE:
             changes = {"forward_overlap_per=layer": point}
+            # Try earlier launch points, the latest first: it holds memory for the shortest time.
         else:
             order = list(LaunchPoint)
             earlier = reversed(order[: order.index(point)])
@@ -211,11 +219,12 @@ class _Waits:
         return next((f"parallel.weight.{name}" for name in hiding), None)
 
     def _would_hide(self, point: LaunchPoint) -> bool:
+        """Return True if launching at `point` would have hidden nearly all of the waits."""
         hidden = sum(self._hidden_from(one, point) for one in self.several)
         return hidden >= _ENOUGH * self.exposed
 
     def _hidden_from(self, one: _Occurrence, point: LaunchPoint) -> float:
-        """Of its wait, what a launch at `point` of the block before would have hidden."""
+        """Return the milliseconds hidden by a launch at `point` of the block before."""
         c, place = one.collective, _place(one, point)
         if place is None or place > c.launch_ms:
             return 0.0
@@ -223,16 +232,17 @@ class _Waits:
 
 
 def _compute_beside(one: _Occurrence) -> float:
-    """The compute between its launch and its use."""
+    """Return the milliseconds of compute between a collective's launch and its use."""
     c = one.collective
     waits = sum(o.exposed_ms for o in one.step if c.launch_ms <= o.wait_ms < c.wait_ms)
     return max(0.0, c.wait_ms - c.launch_ms - waits)
 
 
 def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
-    """The time the rank came to `point` in the block before the collective's.
+    """Return the time at which the rank reached `point` in the block before the collective's.
 
-    Launches come after the wait for the weight that is read there.
+    A launch comes after the wait for the weight that is read there. Returns None if the point was
+    not reached.
     """
     c = one.collective
     passed = [mark for mark in one.sites if mark.at <= c.wait_ms]
@@ -255,13 +265,14 @@ def _place(one: _Occurrence, point: LaunchPoint) -> float | None:
 
 
 def _end_from(one: _Occurrence, place: float) -> float:
-    """The collective's end if its block had been launched at `place`.
+    """Return the end of the collective if its block had been launched at `place`.
 
-    The other ranks would have come to it as much earlier as this one.
+    Assumes that the other ranks would have joined as much earlier as this one.
     """
     c = one.collective
     others_begin = max(c.wait_ms, c.start_ms) + c.others_ms - (c.launch_ms - place)
     with_others = others_begin + c.moving_ms if c.others_ms else place
+    # The whole block is launched there, one transfer after the other.
     together = [
         o
         for o in one.step
@@ -272,6 +283,8 @@ def _end_from(one: _Occurrence, place: float) -> float:
     foreign = [o for o in one.step if id(o) not in mine]
     under_way = [o.end_ms for o in foreign if o.launch_ms <= place < o.end_ms]
     alone = max([place, *under_way]) + sum(o.moving_ms for o in together)
+    # A later start may move the end past further launches, which share the wire: repeat until no
+    # more are found.
     end, meanwhile = alone, -1.0
     while True:
         crossing = sum(o.moving_ms for o in foreign if place < o.launch_ms < end)

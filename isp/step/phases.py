@@ -1,4 +1,4 @@
-"""`PhaseClock`: what a rank is doing, and how long it has done what."""
+"""`PhaseClock` measures how long a rank spends in each phase of training."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ __all__ = ["PhaseClock", "PhaseTimes", "is_of_step", "training_seconds"]
 
 
 PhaseTimes = dict[Phase, float]
-"""Seconds of each phase."""
+"""Seconds spent in each phase."""
 
 _STEP = (Phase.FORWARD_BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
 
 
 def is_of_step(phase: Phase) -> bool:
-    """Whether a clock measures it as a part of training steps."""
+    """Return True if a clock counts `phase` as part of a training step."""
     return phase is Phase.DATA or phase in _STEP
 
 
 def training_seconds(times: PhaseTimes) -> float:
-    """All of `times` but evaluations, checkpoints and the writing of profiles."""
+    """Return the seconds of `times` without evaluations, checkpoints and profiles."""
     apart = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.PROFILE)
     return sum(seconds for phase, seconds in times.items() if phase not in apart)
 
 
 class _Mark(NamedTuple):
-    """A moment, on the host and (on CUDA) in the stream of compute."""
+    """A moment on the host and, on CUDA, on the compute stream."""
 
     host: float
     event: streams.Event | None
 
 
 class PhaseClock:
-    """A clock of this rank's phases: it is in one at a time; entering one ends the last.
+    """Clock of this rank's phases; entering a phase ends the one before.
 
-    An exception leaves it in the phase it was raised in.
+    After an exception it stays in the phase in which it was raised.
 
-    [Note: Time on CUDA] The phases of a step only launch work there, so they are measured between
-    events in the stream of compute: how long the device was at them, waiting included. Nothing
-    waits for an event: a phase that the device is still at is left for the next call of `take`, as
-    the update is at the end of a step. The other phases are measured on the host.
+    [Note: Time on CUDA] The phases of a step only launch work on the device, so they are measured
+    between events on the compute stream, waits included. The clock never waits for an event: a
+    phase that the device has not finished, as the update at the end of a step, is counted in the
+    next call of `take`. Other phases are measured on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class PhaseClock:
         self.current = Phase.OTHER
 
     def enter(self, phase: Phase) -> None:
-        """`phase` begins here."""
+        """End the current phase and begin `phase`."""
         last, since, now = self.current, self._since, self._mark()
         self.current, self._since = phase, now
         if last in _STEP and since.event is not None and now.event is not None:
@@ -66,8 +66,8 @@ class PhaseClock:
             self._seconds[last] += now.host - since.host
 
     def take(self) -> PhaseTimes:
-        """The seconds of each phase since the last call; to be called between steps."""
-        self.enter(self.current)
+        """Return the seconds of each phase since the last call; call it between steps."""
+        self.enter(self.current)  # count the current phase up to now
         while self._on_device and self._on_device[0][2].query():
             phase, begin, end = self._on_device.popleft()
             self._seconds[phase] += begin.elapsed_time(end) / 1e3

@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def choose(job: Path, monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """What the ranks of `isp train --parallel auto` are started with, after CONFIG."""
+    """Return the words, after CONFIG, that `isp train --parallel auto` starts its ranks with."""
     started: list[list[str]] = []
 
     def launch(_: int, command: list[str]) -> int:
@@ -118,7 +118,7 @@ def test_experts_are_spread_as_chosen(job: Path) -> None:
 def test_a_layout_is_refused_where_nobody_can_know_it(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a guess, where neither machine nor memory let a layout be chosen."""
+    """Catches a guessed layout where the machine or its memory is not known."""
     small = replace(load_fabric("cpu").device, memory_gib=1e-5)
     tiny = job.parent / "tiny.yaml"
     tiny.write_text(replace(load_fabric("cpu"), device=small).to_yaml())

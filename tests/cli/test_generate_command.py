@@ -52,7 +52,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with a word for each token, and a text of them."""
+    """A folder with a tokenizer of one word per token, and a text of these words."""
     found = tmp_path_factory.mktemp("runs")
     words = {f"t{i}": i for i in range(VOCAB - 1)} | {"</s>": END}
     tokenizer = Tokenizer(WordLevel(words, "t0"))
@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(kind: str, folder: Path) -> Path:
-    """The folder of a run of `kind`, made once."""
+    """Return the folder of a run of `kind`, made once."""
     run = folder / "out" / kind / "latest"
     if not run.exists():
         model = RUNS[kind]
@@ -82,7 +82,7 @@ def run_of(kind: str, folder: Path) -> Path:
 
 
 def exported(kind: str, folder: Path) -> Path:
-    """The same as a folder of Hugging Face, made once."""
+    """Return the same model as a Hugging Face folder, made once."""
     found = folder / f"{kind}_exported"
     if not found.exists():
         assert main(["checkpoint", "export", str(run_of(kind, folder)), "--hf", str(found)]) == 0
@@ -90,7 +90,7 @@ def exported(kind: str, folder: Path) -> Path:
 
 
 def words_of(model: Any, prompt: str, **options: Any) -> str:
-    """What `generate` of transformers writes."""
+    """Return the text that `generate` of transformers writes."""
     ids = torch.tensor([[int(word[1:]) for word in prompt.split()]])
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": END, "pad_token_id": 0}
     mask = torch.ones_like(ids)
@@ -99,7 +99,7 @@ def words_of(model: Any, prompt: str, **options: Any) -> str:
 
 
 def loaded(folder: Path) -> Any:
-    """What transformers loads of an exported folder; of an adapter's, with its base."""
+    """Return the model that transformers loads from an export; an adapter with its base."""
     from transformers import AutoModelForCausalLM
 
     return kept_in_float64(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))

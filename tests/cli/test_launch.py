@@ -1,4 +1,4 @@
-"""The launcher of ranks: what it tells of them, and how it and they end."""
+"""The launcher of ranks: its reports, and how it and its ranks end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ except Exception as error:
 
 
 class Launcher:
-    """A launcher of two ranks of RANK_SCRIPT; forked, as it needs torch."""
+    """A launcher with two ranks of RANK_SCRIPT; forked, since it needs torch."""
 
     def __init__(self, folder: Path, how: str) -> None:
         self._errors = folder / "errors"
@@ -114,7 +114,7 @@ class Launcher:
         os.kill(self.process.pid, stop)
 
     def end(self) -> tuple[int | None, str, str]:
-        """Exit code, output and errors, once it and its ranks have closed the pipe."""
+        """Return exit code, output and errors, once it and its ranks have closed the pipe."""
         output = self._output.read()
         self.process.join(60)
         return self.process.exitcode, output, self._errors.read_text()

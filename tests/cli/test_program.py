@@ -347,9 +347,9 @@ runpy.run_module("isp", run_name="__main__")
 
 @pytest.mark.parametrize(("code", "rank"), [(0, "1"), (3, "1"), (0, None), (3, None)])
 def test_the_command_leaves_without_tearing_down(code: int, rank: str | None) -> None:
-    """Catches a command that is done, and then aborted by a thread as the interpreter ends.
+    """Catches a finished command that a thread aborts while the interpreter exits.
 
-    And an error that is lost, as what is under way aborts the rank that ends with it.
+    Also catches an error message that is lost because the rank is aborted while it exits.
     """
     env = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
@@ -428,7 +428,7 @@ def test_ctrl_c_is_named(job: str, capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan that is not the configuration's own: its launch point moves with the key."""
+    """Catches a plan that ignores the configuration: its launch point moves with the key."""
     plans = []
     for point in ("wqkv", "w1"):
         key = "--parallel.weight.launch_allgather_before"
@@ -440,7 +440,7 @@ def test_schedule_prints_the_plan(job: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_schedule_is_of_isp_mode_only(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan shown for a mode that gathers nothing."""
+    """Catches a plan printed for a mode that gathers nothing."""
     assert main(["prefetch", job, "--parallel.tensor.mode", "mtp", *SMALL_MODEL]) == 2
     assert "use isp" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isp.cli import main
-from isp.cli.removed import _REMOVED_COMMANDS, _REMOVED_OPTIONS
+from isp.cli.program import _REMOVED_COMMANDS, _REMOVED_OPTIONS
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.keys import KeyTable
 from isp.config.removed import REMOVED_KEYS

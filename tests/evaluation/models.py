@@ -1,4 +1,4 @@
-"""Small models of transformers in float64, and what they make of prompts."""
+"""Small models of transformers in float64, and their continuations of prompts."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def made(family: str) -> Any:
 
 
 def _without_ties(model: Any) -> Any:
-    """With indexers of which two heads are never both zero behind a ReLU, for any key.
+    """Return a model whose indexers have no ties: two heads are never both zero after the ReLU.
 
-    Which of equal keys is taken depends on how many there are.
+    Which of several equal keys is chosen depends on how many there are.
     """
     for name, parameter in model.named_parameters():
         if name.endswith("indexer.wq_b.weight"):
@@ -130,7 +130,7 @@ def _without_ties(model: Any) -> Any:
 
 
 def saved(family: str, folder: Path) -> Path:
-    """The same as a folder of Hugging Face."""
+    """Return the folder with the same model in Hugging Face's format."""
     from transformers import AutoModelForCausalLM
 
     model = made(family)
@@ -141,7 +141,7 @@ def saved(family: str, folder: Path) -> Path:
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:
-    """The same as a checkpoint of ISP's decoder, at step 0."""
+    """Return the folder with the same model as a checkpoint of ISP's decoder, at step 0."""
     model, path = made(family), folder / "config.yaml"
     theirs = model.config
     keys = {
@@ -181,7 +181,7 @@ def checkpoint_of(family: str, folder: Path) -> Path:
 
 
 def opened(path: Path, rank: int, ranks: int, words: Sequence[str] = ()) -> tuple[Source, Engine]:
-    """A checkpoint or folder in float64, read by one of so many ranks."""
+    """Return the engine of one of several ranks for a checkpoint or folder in float64."""
     source = open_source(path, dtype="float64", tokenizer="bytes")
     layout = choose_layout(source.model, ranks, words)
     assert layout.ranks == ranks
@@ -191,14 +191,14 @@ def opened(path: Path, rank: int, ranks: int, words: Sequence[str] = ()) -> tupl
 
 @cache
 def read(model: Any, ids: tuple[int, ...]) -> Tensor:
-    """The logits of the plain model, [S, V]."""
+    """Return the logits of the plain model [S, V]."""
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
     return logits
 
 
 def written(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What the plain model writes behind a prompt, greedily: it reads all anew for each token."""
+    """Return the plain model's greedy continuation, with a full forward for each token."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(read(model, tuple(ids))[-1].argmax()))

@@ -1,5 +1,7 @@
-"""Logits of packed documents equal those of transformers, in every layout: wrong masks, states at
-the beginnings of documents, padding, gathers."""
+"""Logits of packed documents equal those of transformers in each layout.
+
+Catches wrong masks, states at the beginnings of documents, padding, and gathers.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Losses by place and passkeys: a place of another token, a layout that reads something else, a
-prompt that is too long, a key that was not told."""
+"""Losses by position and passkeys.
+
+Catches a wrong position, a layout that reads other tokens, a prompt that is too long, and a wrong
+key.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(folder: Path, *words: str) -> Evaluation:
-    """What the command finds out, of rows of 32 tokens, as its file has it."""
+    """Run the command on rows of 32 tokens and return its result, read from its file."""
     words = ("--lengths=5,8,32", "--keys=0", f"--output={folder}", *words)
     assert main(["evaluate", *words]) == 0
     return Evaluation.load(folder / "evaluation.json")
@@ -74,7 +77,7 @@ def test_the_mean_is_the_loss_of_the_runs_own_evaluation(run: Path, tmp_path: Pa
 
 
 def test_the_file_of_a_run_leaves_its_micro_batches_to_the_ranks(run: Path) -> None:
-    """Catches one that says data.micro_num of the ranks that wrote it, and no others can take."""
+    """Catches a saved data.micro_num that holds only for the ranks that wrote it."""
     config = load_config(run / "config.yaml")
     assert config.for_ranks(2).data.num_micro_batches == 1
 
@@ -106,7 +109,7 @@ def of_layout(rank: int, case: tuple[Path, Path, int, list[str]]) -> list[float 
 
 
 def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> None:
-    """Of a run, and of folders; 4 ranks do not divide rows."""
+    """Catches a layout with other results, for a run and folders; rows are not divisible by 4."""
     models = {
         "run": (run, ("mtp", "isp")),
         "qwen3": (saved("qwen3", tmp_path / "qwen3"), ("fsp", "isp")),
@@ -125,7 +128,7 @@ def test_every_layout_finds_the_same(run: Path, text: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Path) -> None:
-    """A checkpoint of the decoder, and a folder that is read as it is."""
+    """Catches losses that differ from transformers', for a checkpoint and a plain folder."""
     write = checkpoint_of if family == "llama" else saved
     folder = write(family, tmp_path / family)
     words = ["--tokenizer=bytes", "--dtype=float64", "--rows=2", f"--data={text}"]
@@ -148,7 +151,7 @@ def test_losses_are_those_of_transformers(family: str, text: Path, tmp_path: Pat
 
 
 def asked() -> list[Passkey]:
-    """Prompts with answers that the plain model writes, and with others."""
+    """Return prompts with answers that the plain model writes, and with others."""
     found = []
     for number in range(10, 40):
         prompt = f"number {number} is"
@@ -170,7 +173,7 @@ def is_written(passkey: Passkey) -> bool:
 
 
 def found_by_layout(rank: int, case: tuple[Path, int, str]) -> list[int]:
-    """For each prompt of `asked` alone, then for all in one batch."""
+    """Return the keys found for each prompt of `asked` alone, then for all in one batch."""
     path, ranks, mode = case
     source, engine = opened(path, rank, ranks, [f"--parallel.tensor.mode={mode}"])
     every = asked()
@@ -178,8 +181,8 @@ def found_by_layout(rank: int, case: tuple[Path, int, str]) -> list[int]:
 
 
 def test_a_key_is_found_where_greedy_decoding_writes_it(tmp_path: Path) -> None:
-    """Catches a position beside the answer's, a last token that does not count, another prompt's
-    tokens, and a rank with its part of the logits."""
+    """Catches a wrong position, a last token that is ignored, tokens of another prompt, and a rank
+    with only its part of the logits."""
     path = saved("llama", tmp_path)
     expected = [int(is_written(passkey)) for passkey in asked()]
     assert 3 < sum(expected) < len(expected) - 3
@@ -209,14 +212,14 @@ def test_prompts_are_as_long_as_they_can_be() -> None:
 
 
 def test_fillers_begin_with_any_sentence() -> None:
-    """Else the prompts of a cell differ in their keys alone, and are found all or not at all."""
+    """Catches prompts that differ only in their keys, which are found all or not at all."""
     drawn = [byte_prompts(3).draw(random.Random(i), length=300, depth=1.0) for i in range(40)]
     assert len({passkey.prompt.split(".")[0] for passkey in drawn}) == 5
     assert len({passkey.key for passkey in drawn}) > 20
 
 
 def test_prompts_fit_in_tokens_of_several_letters() -> None:
-    """Of a byte-pair encoding in which keys have one to five tokens."""
+    """Catches a prompt too long under byte-pair encoding, where keys have one to five tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     prompts = byte_prompts(5)

@@ -1,4 +1,4 @@
-"""Any layout reads a checkpoint or a folder: a weight in a wrong place, another rank's tokens."""
+"""Each layout reads a checkpoint or folder correctly: weights, and tokens of each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import run_each
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """Checkpoints of the decoder, and a folder of another model, with transformers' models."""
+    """Checkpoints of the decoder and a folder of another model, with models of transformers."""
     found = {}
     for family in (*DECODER, "gemma3_text"):
         write = checkpoint_of if family in DECODER else saved

@@ -1,4 +1,4 @@
-"""transformers' Trainer over layouts, beside itself on one process."""
+"""The Trainer of transformers in several layouts, compared with one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = {"isp": job(2, 2), "msp": job(2, 1, mode=Mode.MSP)}
 
 
 def _examples(num: int, seed: int) -> list[dict[str, Tensor]]:
-    """Of unequal lengths; the first tokens are not to be predicted."""
+    """Return examples of unequal lengths, whose first tokens have no labels."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for index in range(num):
@@ -55,7 +55,7 @@ def _accuracy(found: Any) -> dict[str, float]:
 
 
 def _train(kind: Any, folder: Path, batch: int, resume: str | None = None, **keys: Any) -> Found:
-    """Trained, evaluated and saved by user code of transformers."""
+    """Train, evaluate and save with user code of transformers, and return the results."""
     args = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=batch, gradient_accumulation_steps=2,
         per_device_eval_batch_size=batch, num_train_epochs=2, learning_rate=1e-2,

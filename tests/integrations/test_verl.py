@@ -1,4 +1,4 @@
-"""The engine for verl, where verl is not: see `tools/check_with_verl.py` for where it is."""
+"""The engine for verl without verl installed; `tools/check_with_verl.py` runs it with verl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINE = Path(__file__).parents[2] / "isp/integrations/verl.py"
 
 
 def test_the_engine_asks_a_run_for_what_it_has() -> None:
-    """Catches a name of a run that changes below the engine, which nothing here imports."""
+    """Catches a renamed method of a run that the engine calls, as no other test imports it."""
     asked = set(re.findall(r"self\.(?:engine\.)?run\.(\w+)", ENGINE.read_text()))
     known = {*dir(ParallelRun), "mesh", "device"}  # the latter two are set by its making
     assert {"log_probs", "backward", "step", "named_weights", "save", "load"} <= asked <= known
@@ -31,7 +31,7 @@ def test_the_engine_asks_a_run_for_what_it_has() -> None:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine's module, beside empty modules with the names that it takes from verl's."""
+    """The engine's module, with empty modules for the names that it imports from verl."""
 
     @dataclasses.dataclass
     class EngineConfig:

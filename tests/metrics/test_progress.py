@@ -15,13 +15,13 @@ logger = logging.getLogger("isp.something")
 
 
 class Terminal(io.StringIO):
-    """Somebody watches it."""
+    """A stream that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
     def rows(self) -> list[str]:
-        """What is to be seen: text after a carriage return covers what was there."""
+        """Return the visible rows: text after a carriage return covers the text before it."""
         rows = []
         for line in self.getvalue().split("\n"):
             row: list[str] = []

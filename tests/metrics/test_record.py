@@ -1,4 +1,4 @@
-"""A step's numbers as a line and as JSON."""
+"""Metrics of a step as a line and as JSON."""
 
 import json
 import math

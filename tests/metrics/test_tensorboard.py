@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run."""
+"""TensorBoard's view of a run."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ from tests.metrics.test_record import RECORD
 
 
 def shown(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Steps and values of a tag."""
+    """Return the steps and values of a tag."""
     events = EventAccumulator(str(folder)).Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
@@ -53,7 +53,7 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a run killed by what only pictures are made of."""
+    """Catches a run ended because its event files cannot be written."""
     monkeypatch.setattr("threading.excepthook", lambda failure: None)
     with no_file_larger_than(100), tensorboard(tmp_path) as board:
         for step in range(1, 100):

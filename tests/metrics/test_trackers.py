@@ -1,4 +1,4 @@
-"""Experiment trackers: what they get of a run, and that none of them can end it."""
+"""Experiment trackers: what they receive from a run, and that none of them can end it."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ import pytest
 from isp.cli import main
 from isp.config.sections import MetricsConfig
 from isp.metrics import TrackedRun, Tracker, Trackers, read_metrics, trackers
-from isp.metrics.tracker import mlflow_name
+from isp.metrics.trackers import mlflow_name
 from tests.ranks import run_isp
 from tests.step.test_phases import ALONE
 from tests.train.jobs import write_job
@@ -58,7 +58,7 @@ class Hanging(Tracker):
 
 
 class Values(dict[str, float]):
-    """One that can be referred to weakly."""
+    """Values with support for weak references."""
 
 
 def test_a_run_and_its_continuation_are_one_run_in_a_tracker(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_one_that_hangs_holds_the_end_for_a_while_only(
 def test_what_hangs_or_has_failed_keeps_no_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches memory that grows with each step of a run whose tracker takes none."""
+    """Catches memory that grows with each step while a tracker hangs or has failed."""
     monkeypatch.setattr(trackers, "MOST_PENDING", 3)
     kept, run = [], TrackedRun("job", "now", tmp_path / "run")
     with Trackers([OWN.replace("JsonTracker", "Hanging"), FAILING], run) as both:
@@ -129,7 +129,7 @@ def test_a_run_that_fails_has_failed_in_its_tracker(tmp_path: Path) -> None:
 def test_faults_are_reported_before_ranks_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a tracker that nobody finds missing until hours of training are over."""
+    """Catches a missing tracker that is only found when training is over."""
     find = importlib.util.find_spec
     absent = "wandb", "tensorboard"
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""`isp check`: what it prints and finds, and what it refuses."""
+"""`isp check`: its output, the errors it finds, and the input it refuses."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A folder of Gemma 3: windows, soft norms, tied embeddings."""
+    """A folder of Gemma 3: windows, soft-capped norms, tied embeddings."""
     transformers.AutoConfig.for_model("gemma3_text").save_pretrained(tmp_path)
     return str(tmp_path)
 
 
 def _rows(text: str) -> dict[str, list[str]]:
-    """The rows of the table, by layout; what explains them comes below."""
+    """Return the rows of the table by layout, without the explanations below it."""
     table = text.partition("\n\n")[0]
     return {
         " ".join(line.split()[:2]): line.split()
@@ -143,7 +143,7 @@ def test_a_window_that_is_ignored(
 def test_packing_that_is_lost(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches rows of whose documents each sees those before it."""
+    """Catches packing that lets a document attend to those before it."""
     right = forward_pass.AttentionMask
     monkeypatch.setattr(
         forward_pass, "AttentionMask", lambda **keys: right(**{**keys, "cu_seqlens": None})
@@ -184,7 +184,7 @@ def test_gradients_that_are_not_summed(
 def test_weights_that_are_gathered_too_often(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a plan that nobody follows: every number is right, and traffic doubles."""
+    """Catches a plan that is not followed: all numbers are right, but the traffic doubles."""
     monkeypatch.setattr(PlanCursor, "arrive", lambda *_: None)
     assert main(["check", folder, "--layouts", "1x2"]) == 1
     said = capsys.readouterr().out
@@ -348,7 +348,7 @@ def test_no_gradient_of_a_small_model_is_zero(folder: str) -> None:
 
 
 class _Ranked(Own):
-    """Is another model on each rank."""
+    """A model that differs on each rank."""
 
     def forward(self, ids: Tensor, positions: Tensor) -> Any:
         rank = dist.get_rank() if dist.is_initialized() else 0

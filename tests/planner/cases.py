@@ -1,4 +1,4 @@
-"""The plan of a run of `tests.train.runs`, and what such a run counts."""
+"""Plans of the runs in `tests.train.runs`, and counts of their transfers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_case(
     tokens: int = SEQ_LEN,
     **more: Any,
 ) -> PlanCase:
-    """A step of `model` in `layout`, on CPU, of one row unless `more` says otherwise."""
+    """Return the case of a step of `model` in `layout` on CPU; one row, unless `more` differs."""
     return PlanCase(
         model=model,
         parallel=layout.parallel,
@@ -45,7 +45,7 @@ def plan_case(
 
 
 def counted(log: CommLog) -> Counts:
-    """The transfers of `log`, which is emptied."""
+    """Return the number of each transfer in `log`, and empty it."""
     calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for transfer in log.take():
         calls[transfer.kind, transfer.channel] += 1

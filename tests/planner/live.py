@@ -1,4 +1,4 @@
-"""What tensors take while something runs: the peak, and what is there at it."""
+"""Memory of tensors during a computation: the peak, and the tensors alive at the peak."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["LiveBytes", "live_bytes", "tensors_here", "tensors_in"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the memory of every tensor that an operation in this context makes or takes.
+    """Counts the memory of each tensor that an operation in this context makes or uses.
 
-    Looked at after each operation; what one needs inside is not seen.
+    Bytes are counted after each operation, so memory that one uses internally is not seen.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_bytes(step: Callable[[], object], *, earlier: Container[int]) -> LiveBytes:
-    """What `step` takes, with what has been made since `tensors_here` gave `earlier`."""
+    """Return the peak of `step` and of what was made since `tensors_here` returned `earlier`."""
     gc.collect()
     with LiveBytes(x for key, x in tensors_here().items() if key not in earlier) as live:
         step()
@@ -61,7 +61,7 @@ def live_bytes(step: Callable[[], object], *, earlier: Container[int]) -> LiveBy
 
 
 def tensors_in(x: Any) -> list[Tensor]:
-    """The tensors of nested lists, tuples and dictionaries; faster than torch's pytree."""
+    """Yield the tensors of nested lists, tuples and dictionaries; faster than torch's pytree."""
     found: list[Tensor] = []
     _collect(x, found)
     return found
@@ -79,7 +79,7 @@ def _collect(x: Any, found: list[Tensor]) -> None:
 
 
 def tensors_here() -> dict[int, Tensor]:
-    """A tensor of each memory that this rank has made and that is still there."""
+    """Return a tensor of each storage that this rank has made and that still exists."""
     kinds = Tensor, nn.Parameter
     found = (x for x in gc.get_objects() if type(x) in kinds)
     return {x.untyped_storage()._cdata: x for x in found}

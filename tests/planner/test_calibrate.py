@@ -1,4 +1,4 @@
-"""`isp calibrate`: the fit, and a file that `isp layouts` reads."""
+"""`isp calibrate`: the fit, and a file that `isp layouts` can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned transfers are those that real runs count, call by call and byte by byte."""
+"""Planned transfers equal those of real runs, in number and bytes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _OF_TOKENS = "all_to_all", "expert"
 
 
 class AlikeDocuments(Task):
-    """Rows of equal documents, which plans of heads x context take packed rows for."""
+    """Rows of equal documents, as plans of heads x context assume for packed rows."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
         batch, length = super().batch(step, place), SEQ_LEN // DOCUMENTS
@@ -107,13 +107,13 @@ class AlikeDocuments(Task):
 
 
 def _task(number: int, layout: Layout, model: ModelConfig) -> Task:
-    """Every other task has two whole rows a micro-batch."""
+    """Return the task of a case: every other one has two whole rows per micro-batch."""
     kind = AlikeDocuments if layout.context > 1 else Task
     return kind(model=model, packed=number % 2 == 0, micro_bsz=2)
 
 
 def case_of(layout: Layout, task: Task, dtype: Any) -> PlanCase:
-    """What is planned for a run of `tests.train.runs`."""
+    """Return the plan's case for a run of `tests.train.runs`."""
     return plan_case(
         layout,
         task.model,
@@ -228,7 +228,7 @@ def test_volumes_of_isp_blocks_are_those_of_the_papers() -> None:
 
 
 def _whole_blocks(mode: Mode, *, tensor: int, weight: int) -> PlanCase:
-    """Three blocks with as many KV heads as query heads."""
+    """Return three blocks with as many KV heads as query heads."""
     layout = Layout(mode=mode, tensor=tensor, weight=weight)
     model = replace(BASE, num_kv_heads=8, vocab_size=52)
     return case_of(layout, Task(model=model), "float32")

@@ -1,4 +1,4 @@
-"""Gathering experts beside exchanging tokens: the rule, and what plans say of it."""
+"""Gathering experts or exchanging tokens: the rule, and the reports of plans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.train.runs import SEQ_LEN, Layout, Task
 
 
 class Pair(NamedTuple):
-    """Published speeds of a model trained in both ways, the same units in both."""
+    """Published speeds of a model trained both ways, in the same unit."""
 
     hidden: int
     num_experts: int

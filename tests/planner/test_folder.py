@@ -1,4 +1,4 @@
-"""Plans for a folder's model: what is planned of transfers and memory is what a run has."""
+"""Plans of models in a folder: planned transfers and memory equal those of a run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _routes = ExpertExchange._routes
 
 
 def _even_routes(exchange: ExpertExchange, parts: Sequence[torch.Tensor]) -> Any:
-    """As plans take tokens: equally many for each expert, whatever a router has chosen."""
+    """Route equally many tokens to each expert, as plans assume, whatever the router chose."""
     turns = [torch.arange(x.numel()).remainder(exchange.bounds[-1]).view_as(x) for x in parts]
     return _routes(exchange, [turn.to(x) for turn, x in zip(turns, parts, strict=True)])
 
@@ -93,7 +93,7 @@ def _step(rank: int, config: JobConfig) -> TrainStep:
 
 
 def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:
-    """The transfers of a step, and the bytes of weights."""
+    """Return the transfers of a step, and the bytes of weights."""
     found = []
     for config in configs:
         step = _step(rank, config)
@@ -141,7 +141,7 @@ def test_planned_transfers_and_weights_are_those_of_a_run(
 
 
 def _peaks(rank: int, configs: list[JobConfig]) -> list[int]:
-    """Bytes of tensors in a step, at most."""
+    """Return the peak bytes of tensors in a step."""
     found = []
     for config in configs:
         earlier = tensors_here().keys()

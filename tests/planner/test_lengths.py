@@ -1,4 +1,4 @@
-"""`isp plan`: how memory grows with rows, the longest that fit, and the ladder."""
+"""`isp plan`: growth of memory with the sequence length, the longest length, and the ladder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from unittest import mock
 import pytest
 
 from isp.cli import main
-from isp.cli.lengths_command import gib
-from isp.cli.progress import show_progress
+from isp.cli.output import show_progress
+from isp.cli.plan_command import gib
 from isp.config import ConfigError, load_config
-from isp.planner import ladder, load_fabric
+from isp.planner import lengths, load_fabric
 from isp.planner.fabric import HostSpec
-from isp.planner.ladder import MemoryOption, climb
-from isp.planner.lengths import Budget, Planned
+from isp.planner.lengths import Budget, MemoryOption, Planned, climb
 from isp.planner.memory import Memory, memory
 from isp.step import host_memory
 from isp.step.host_memory import check_host_memory
@@ -106,7 +105,7 @@ def test_an_option_that_shortens_rows_is_not_taken_along(
     again, not_again = {"model.checkpoint": 1.0}, {"model.checkpoint": 0.0}
     states = {"optimizer.offload_states": True}
     given = {"up": again, "down": not_again, "on": states}
-    monkeypatch.setattr(ladder, "OPTIONS", [MemoryOption(*each) for each in given.items()])
+    monkeypatch.setattr(lengths, "OPTIONS", [MemoryOption(*each) for each in given.items()])
     steps = climb(_planned(file), Budget(200 * MIB, None))
     assert [step.taken for step in steps] == [True, True, False, True]
     assert [step.keys["model.checkpoint"] for step in steps] == [0.0, 1.0, 0.0, 1.0]
@@ -167,7 +166,7 @@ def test_what_is_advised_is_not_refused(file: str) -> None:
 def test_progress_stands_in_the_way_of_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches minutes without a word, and a line among the JSON that a program reads."""
+    """Catches a long computation without progress, and a progress line inside JSON output."""
     for same, line in ((False, "lengths: 2, one after the other\n"), (True, "")):
         monkeypatch.setattr(os.path, "sameopenfile", lambda one, other, same=same: same)
         assert list(show_progress([3, 4], "lengths")) == [3, 4]
@@ -199,7 +198,7 @@ def test_what_fits_is_left_as_it_is(
 ) -> None:
     """Catches advice to change what fits, a column headed with another length than its own, sizes
     that read as nothing."""
-    monkeypatch.setattr(ladder, "OPTIONS", ())  # the ground has keys of its own
+    monkeypatch.setattr(lengths, "OPTIONS", ())  # the ground has keys of its own
     words = ["plan", file, "--memory", "4", "--max-seq-len", "--data.seq_len", "2"]
     assert main([*words, "--optimizer.offload_states", "true", "--host-memory", "0.02"]) == 1
     said = capsys.readouterr().out
@@ -215,7 +214,7 @@ def test_what_fits_is_left_as_it_is(
 
 
 def test_a_length_that_nobody_gave_is_named(file: str) -> None:
-    """Catches a fault of rows that the planner alone asks for, told as if of the user's."""
+    """Catches an error about a length that only the planner tried, as if the user had given it."""
     planned = _planned(file, "--data.micro_bsz", "8000000", "--data.seq_len", "2")
     with pytest.raises(ConfigError, match=r"^sequences of 2,048 tokens, to see memory grow: data"):
         planned.growth(2)

@@ -1,4 +1,4 @@
-"""What is planned for updates of whole matrices, next to what a run sends, keeps and multiplies."""
+"""Planned updates of whole matrices equal what a run sends, keeps and multiplies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def _counted(rank: int, layout: Layout) -> tuple[int, int, int, int, int]:
-    """Transfers of matrices and their bytes; bytes of states; FLOPs here and of all ranks."""
+    """Return transfers of matrices with bytes, bytes of states, and FLOPs here and on all ranks."""
     mesh = Meshes(rank).of(layout)
     run = make_run(mesh, layout, Task(model=MODEL), dtype=torch.float32, config=MUON)
     mesh.log.collect()

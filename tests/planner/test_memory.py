@@ -1,4 +1,4 @@
-"""Planned memory against what tensors take on real runs, and against the hybrid ZeRO formula."""
+"""Planned memory compared with tensors of real runs, and with the hybrid ZeRO formula."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from isp.planner import rehearsal as rehearsals
 from isp.planner.case import PlanCase
 from isp.planner.declared import shape_of
 from isp.planner.dry import DryAttention
-from isp.planner.flights import gather_pool
-from isp.planner.made import Made
-from isp.planner.memory import memory, moments, states
-from isp.planner.record import EventRecorder
+from isp.planner.memory import gather_pool, memory, moments, states
+from isp.planner.record import EventRecorder, PeakMemory
 from isp.planner.rehearsal import records_of, rehearsal
 from isp.train.monitor.out_of_memory import memory_owners
 from model.config import ModelConfig
@@ -102,7 +100,7 @@ PARTS = [
 
 
 class Found(NamedTuple):
-    """Bytes on a rank."""
+    """Measured bytes on a rank."""
 
     peak: int
     where: str
@@ -116,7 +114,7 @@ def _case(layout: Layout, model: ModelConfig, dtype: str, tokens: int = TOKENS) 
 
 
 class _OneDocument(Task):
-    """Rows of a length of their own, each one document."""
+    """Rows of a given length, each a single document."""
 
     def batch(self, step: int, place: int) -> MicroBatch:
         tokens = torch.arange(TOKENS)[None] * 7 % self.model.vocab_size
@@ -149,7 +147,7 @@ def _tensors_of(run: Run) -> list[torch.Tensor]:
 
 
 def _states(run: Run) -> tuple[int, int, int]:
-    """Bytes of weights, gradients, and of what the optimizer has of its own; memory once."""
+    """Return the bytes of weights, gradients and optimizer states; shared storages count once."""
     number = len(run.parameters)
     tensors = _tensors_of(run)
     seen: set[int] = set()
@@ -193,7 +191,7 @@ def test_states_are_those_of_the_hybrid_zero_formula(layout: Layout, dtype: str)
 
 
 class _Kept(NamedTuple):
-    """Bytes on a rank."""
+    """Bytes kept on a rank."""
 
     states: tuple[int, int, int]
     """Weights, gradients, and what the optimizer has of its own, wherever it lies."""
@@ -304,24 +302,24 @@ def test_a_gpu_keeps_less_than_a_cpu() -> None:
 def _backward_bytes(
     backend: str, kv_heads: int, *, dtype: torch.dtype, ring: bool = False, sinks: bool = False
 ) -> int:
-    """Bytes that the backward of planned attention on CUDA makes besides dq, dk and dv."""
+    """Return the bytes that backward of planned CUDA attention makes besides dq, dk and dv."""
     dry = DryAttention(EventRecorder(), AttentionBackend(backend), on_cpu=False)
     mask = AttentionMask.of_documents([TOKENS])
     q, k, v = (
         torch.empty(1, TOKENS, heads, 16, dtype=dtype, device="meta", requires_grad=True)
         for heads in (8, kv_heads, kv_heads)
     )
-    with Made() as made:
+    with PeakMemory() as made:
         if ring:
             given = [x.detach()[0] for x in (q, q, k, v, q, q)]
             gradients = dry.gradients(*given, mask)
         else:
             out = dry(q, k, v, mask=mask, sinks=q.new_empty(8) if sinks else None)
             dout = torch.empty_like(out)
-            there = made.most
+            there = made.peak_bytes
             gradients = torch.autograd.grad(out, (q, k, v), dout)
-            made.most -= there
-    return made.most - sum(x.nbytes for x in gradients)
+            made.peak_bytes -= there
+    return made.peak_bytes - sum(x.nbytes for x in gradients)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +366,7 @@ def test_the_configured_backend_is_planned() -> None:
 
 
 def test_buffers_of_weights_that_stay_are_those_of_every_layer() -> None:
-    """Catches: a plan of two blocks where all are there, or of all where two are."""
+    """Catches buffers for two blocks where all weights stay, or for all where two are enough."""
     pools = {
         (stays, layers): gather_pool(case, case.place(0))
         for stays in (False, True)

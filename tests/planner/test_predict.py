@@ -1,4 +1,4 @@
-"""Predicted times: what must hold whatever the machine, and what was measured on one."""
+"""Predicted times: properties that hold on any machine, and measurements on one."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_attention_costs_what_its_pairs_cost() -> None:
 
 
 def _attention_flops(case: PlanCase) -> float:
-    """Those of a block, as rehearsed."""
+    """Return the attention FLOPs of a block, as rehearsed."""
     block = shape_of(case, 0).chunks[0][1]
     record = records_of(case, case.place(0), [block])[block.name]
     (flops,) = (
@@ -234,7 +234,7 @@ def test_transfers_queue_on_their_wire_and_wait_for_what_they_need() -> None:
     clock.launch("a", "inside", 2.0)
     clock.launch("b", "inside", 3.0)
     clock.launch("c", "between", 1.0)
-    clock.launch("d", "between", 1.0, behind="a")
+    clock.launch("d", "between", 1.0, after="a")
     clock.compute(1.0)
     clock.wait("c")
     assert (clock.now, clock.exposed) == (1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Plans beside throughput that others published for such machines, in tokens a rank a second."""
+"""Planned throughput compared with published throughput, in tokens per rank and second."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ CASES = {
 
 
 def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[tuple[int, int]]:
-    """Bytes of weights excluded, kept by the model and by model and loss, on this rank."""
+    """Return the bytes kept by the model, and by model and loss, on this rank, without weights."""
     meshes, found = Meshes(rank), []
     for number, (layout, config, dtype) in enumerate(cases):
         task = _task(config, number)
@@ -83,7 +83,7 @@ def _measured(rank: int, cases: list[tuple[Layout, ModelConfig, str]]) -> list[t
 
 
 def _kept(forward: Callable[[], Any], known: set[int]) -> int:
-    """Bytes behind all that `forward` saves besides what is `known`; shared memory once."""
+    """Return the bytes that `forward` saves besides `known`; shared storages count once."""
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:

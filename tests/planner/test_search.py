@@ -1,4 +1,4 @@
-"""The search over layouts, and what `isp layouts` says of it."""
+"""The search over layouts, and the report of `isp layouts`."""
 
 from __future__ import annotations
 

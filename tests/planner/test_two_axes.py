@@ -1,4 +1,4 @@
-"""What plans say of heads x context: the exchange that fits, cuts of the tensor group, balance."""
+"""Plans of heads x context: choice of the exchange, cuts of the tensor group, balance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_ring_is_chosen_where_a_gather_does_not_fit(file: str) -> None:
 def test_the_choice_is_told(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan of another exchange than the run's."""
     assert main(["plan", file, "--memory", "80"]) == 0
-    assert "context   4 ranks, gather (auto), which is planned to take" in capsys.readouterr().out
+    assert "context   4 ranks, gather (auto): planned to take" in capsys.readouterr().out
     main(["plan", file, "--memory", "0.5"])
     assert "context   4 ranks, ring (auto)" in capsys.readouterr().out
 

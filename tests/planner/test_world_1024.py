@@ -1,6 +1,6 @@
-"""Layouts of 1,024 ranks end to end in one process, over process groups that move nothing.
+"""Layouts of 1,024 ranks from start to end in one process, over groups that move nothing.
 
-Without pipelines, whose stages tell each other the shapes of what they send.
+Pipelines are left out, since stages send each other the shapes of their tensors.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ RANK = 777
 
 
 class _FakeMesh(Mesh):
-    """Its host group is of the fake backend too, which needs no one else."""
+    """Mesh whose host group has the fake backend, too, which needs no other rank."""
 
     def open_host(self, axis: Axis, name: str) -> Channel:
         return self[Axis.WORLD]
 
 
 def _one_rank(_: int, layout: Layout, rank: int) -> tuple[Counts, int]:
-    """What a step counts on `rank`, and the bytes of its weights, gradients and optimizer."""
+    """Return the counts of a step on `rank`, and bytes of weights, gradients and optimizer."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
     mesh = _FakeMesh(layout.topology(), rank)

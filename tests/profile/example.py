@@ -1,4 +1,4 @@
-"""A small profile made by hand: two modes on two ranks, one measured step of 100 ms."""
+"""A small hand-made profile: two modes on two ranks, one measured step of 100 ms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MARKS = (
 
 
 def example_profile() -> Profile:
-    """mtp, whose all-reduces are waited for, and isp, which hides most of its gathers."""
+    """Return a profile of mtp, which waits for all-reduces, and isp, which hides most gathers."""
     sums = [
         _transfer("all_reduce", output(f"layers.{i}.attention.wo"), launch, launch + 8, launch)
         for i, launch in enumerate((15, 29))
@@ -61,7 +61,7 @@ def example_profile() -> Profile:
 
 
 def _transfer(kind: str, tag: Tag, launch: float, end: float, wait: float) -> TimedTransfer:
-    """A MiB."""
+    """Return a transfer of 1 MiB."""
     phase = Phase.BACKWARD if kind == "reduce_scatter" else Phase.FORWARD
     channel = "tensor" if kind == "all_reduce" else "weight"
     times = {"launch": launch, "end": end, "wait": wait}
@@ -71,7 +71,7 @@ def _transfer(kind: str, tag: Tag, launch: float, end: float, wait: float) -> Ti
 def _mode(
     mode: Mode, weight: int, transfers: Sequence[TimedTransfer], plan_grid: str | None = None
 ) -> ModeProfile:
-    """A mode in which both ranks have the same `transfers`."""
+    """Return a mode in which both ranks have the same `transfers`."""
     parallel = ParallelConfig(
         tensor=TensorConfig(size=2, mode=mode), weight=WeightConfig(size=weight)
     )

@@ -1,4 +1,4 @@
-"""Reads a page as a browser does, and notes what must not be in it."""
+"""Reads an HTML page as a browser does, and records what it must not contain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REFERENCES = {"src", "href", "xlink:href", "action", "poster", "data", "srcset"
 
 
 class HtmlPage(HTMLParser):
-    """The elements, texts and references of `html`; AssertionError where tags do not match."""
+    """Elements, texts and references of `html`; raises AssertionError if tags do not match."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class HtmlPage(HTMLParser):
 
     @property
     def text(self) -> str:
-        """What a person reads, words apart by one space."""
+        """Return the visible text, with words separated by one space."""
         return " ".join(" ".join(self.texts).split())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

@@ -1,4 +1,4 @@
-"""Records made by hand: what happened when, in milliseconds, on ranks that share one channel."""
+"""Hand-made records of events in milliseconds, on ranks that share one channel."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ METRICS = Tag(Purpose.CONTROL, tensor="metrics")
 
 
 def weight(layer: str) -> Tag:
-    """The weight of a layer."""
+    """Return the tag of a layer's weight."""
     return Tag(Purpose.WEIGHT, layer, "weight")
 
 
 def gradient(layer: str) -> Tag:
-    """That of the weight of a layer."""
+    """Return the tag of a weight's gradient."""
     return Tag(Purpose.WEIGHT_GRADIENT, layer, "weight.grad")
 
 
 def output(layer: str) -> Tag:
-    """What a row linear gives."""
+    """Return the tag of a row-parallel linear's output."""
     return Tag(Purpose.ACTIVATION, layer, "y")
 
 
@@ -54,7 +54,7 @@ def transfer(
     channel: str = "weight",
     sent_bytes: int = 100,
 ) -> TimedTransfer:
-    """A transfer that was waited for from `wait` until it ended, if that was later."""
+    """Return a transfer that was waited for from `wait` until it ended, if that was later."""
     return TimedTransfer(
         kind,
         channel,
@@ -71,14 +71,14 @@ def transfer(
 
 
 def mark(at: float, phase: Phase, block: str = "", site: str = "") -> Mark:
-    """A place that was reached; memory grows by a GiB a millisecond."""
+    """Return a mark; memory grows by 1 GiB per millisecond."""
     return Mark(at / 1e3, phase, block, site, 0.0 if site else at + 1)
 
 
 def record(
     begins: Sequence[float], transfers: Sequence[TimedTransfer], marks: Sequence[Mark]
 ) -> RankRecord:
-    """Of steps that begin at `begins`, the last of which is the end."""
+    """Return a record of steps that begin at `begins`; the last entry is the end."""
     return RankRecord(
         begins=tuple(begin / 1e3 for begin in begins),
         transfers=tuple(transfers),
@@ -89,7 +89,7 @@ def record(
 
 
 def aligned(*records: RankRecord, leads: Sequence[float] = ()) -> list[RankTimes]:
-    """The ranks' records on one clock; `leads` in milliseconds, 0 each if left out."""
+    """Return the ranks' records on one clock; `leads` are in milliseconds, by default 0."""
     ranks = tuple(range(len(records)))
     channels = {"weight": ranks, "tensor": ranks}
     return align(

@@ -1,4 +1,4 @@
-"""On steps with known intervals every number is the one that was put in."""
+"""On steps with known intervals every number equals the one that was put in."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BEGINS = (0.0, 100.0)
 
 
 def first_step():
-    """Two first gathers, one in the chain, one gradient that is hidden, the last one, metrics."""
+    """Return a step: two first gathers, a chain transfer, a hidden and a last gradient, metrics."""
     wqkv = "layers.0.attention.wqkv"
     cases = (  # kind, tag, phase, launch, end, wait, channel
         ("all_gather", weight("embedding"), Phase.OPTIMIZER, -5, 15, 13, "weight"),
@@ -86,7 +86,7 @@ def test_one_rank():
 
 
 def shifted(transfers, marks, seconds: float):
-    """The same so much later."""
+    """Return the transfer, moved by a time."""
     moved = [
         dataclasses.replace(
             t,

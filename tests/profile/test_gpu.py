@@ -1,4 +1,4 @@
-"""Times of the recorder on a GPU: those of the device, which the host runs ahead of."""
+"""Times of the recorder on a GPU are those of the device, which the host runs ahead of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG_CYCLES = 200_000_000
 
 
 class _Copy:
-    """What NCCL gives for a collective: a stream that waits for it waits on the device."""
+    """Stand-in for NCCL's handle of a collective, which streams wait for on the device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         stream.wait_stream(torch.cuda.current_stream())

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from isp.profile import ModeProfile, Profile, RankProfile
-from isp.profile.page import page, profile_page, section, table
+from isp.profile.page import draw_timeline, page, profile_page, section, table
 from isp.profile.table import Table
-from isp.profile.timeline import draw_timeline
 from tests.profile.example import example_profile
 from tests.profile.html_page import HtmlPage
 from tests.ranks import run_isp
@@ -29,7 +28,7 @@ data: {{source: {folder}/text.txt, seq_len: 16}}
 
 
 def example() -> Profile:
-    """The example with its command, and a label that would change the page if it were not text."""
+    """The example with its command, and with a label that would be markup if not escaped."""
     profile = replace(
         example_profile(), command=COMMAND, config=CONFIG, shared_cores="2 ranks share 1 core"
     )

@@ -1,4 +1,4 @@
-"""What a recorder keeps of real steps, and that it leaves nothing behind."""
+"""Records of real steps, and the removal of a recorder's hooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 3
 
 
 def _record(rank: int, mode: Mode) -> RankRecord:
-    """Some steps, and one more with the recorder gone."""
+    """Record some steps, and run one more without the recorder."""
     layout = Layout(mode=mode, tensor=2, weight=2 if mode is Mode.ISP else 1)
     mesh = Meshes(rank).of(layout)
     run = make_run(mesh, layout, Task(model=MODEL), dtype=torch.float32)

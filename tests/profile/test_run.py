@@ -61,7 +61,7 @@ def test_all_modes_on_two_ranks(tmp_path):
 
 
 def _check_torch_lies_beside_ours(events) -> None:
-    """torch.profiler's matrix products lie within our step, on every rank of every mode."""
+    """Check that torch.profiler's matrix products are within our step, for all ranks and modes."""
     for process in range(8):
         steps = [e for e in events if e["pid"] == process and e.get("cat") == "forward"]
         begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
@@ -107,7 +107,7 @@ def test_steps_of_a_run(tmp_path):
 
 
 def _gathers(mode) -> int:
-    """Embedding, one block and head; block and head stay for backward. First gathers included."""
+    """Return the expected gathers: embedding, one block and head, two of which backward reuses."""
     assert any(c.label == "model.embed_tokens.weight" for c in mode.ranks[0].timeline.collectives)
     return 1 + 4 + 1
 

@@ -1,4 +1,4 @@
-"""`profile.json`: what is written is what is read, and nothing else is taken for it."""
+"""`profile.json`: reading returns what was written, and other files are refused."""
 
 from __future__ import annotations
 

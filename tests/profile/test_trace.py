@@ -1,4 +1,4 @@
-"""The Chrome trace: what viewers need to draw it, and nothing that they would drop."""
+"""The Chrome trace: everything that viewers need, and nothing that they would drop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.profile.test_exact import BEGINS, MARKS, first_step
 
 
 def assert_nested(events) -> None:
-    """Slices of one lane lie inside one another or apart."""
+    """Check that slices of one lane are nested or apart."""
     lanes = defaultdict(list)
     for event in events:
         if event["ph"] == "X":

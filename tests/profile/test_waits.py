@@ -1,4 +1,4 @@
-"""What a wait is explained by, and what is recommended: only what the measurement supports."""
+"""Explanations of waits, and recommendations: only what the measurement supports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARKS = (
 
 
 def _wait(*transfers, weight=None, mode=Mode.ISP, others=()):
-    """The worst wait of a step of 100 ms with these transfers; `others` on a second rank."""
+    """Return the worst wait of a step of 100 ms with these transfers; `others` on a second rank."""
     records = [record((0, 100), transfers, MARKS)]
     records += [record((0, 100), others, MARKS)] if others else []
     parallel = ParallelConfig(tensor=TensorConfig(mode=mode), weight=weight or WeightConfig())
@@ -36,7 +36,7 @@ def _wait(*transfers, weight=None, mode=Mode.ISP, others=()):
 
 
 def _advice(*transfers) -> str:
-    """What is said of the gather, be it the worst wait or not."""
+    """Return the advice on the gather, which need not be the worst wait."""
     waits = worst_waits(aligned(record((0, 100), transfers, MARKS)), [0], ParallelConfig())
     return next(wait.advice for wait in waits if wait.label == str(WQKV))
 
@@ -165,7 +165,7 @@ def test_exchanges_of_a_sequence_name_what_changes_them(purpose, said):
 
 
 def test_edges_are_by_design():
-    """Catches the ends of a step being reported as something to put right."""
+    """Catches the ends of a step reported as something to improve."""
     first = transfer(
         "all_gather", weight("embedding"), phase=Phase.OPTIMIZER, launch=-9, end=6, wait=1.5
     )

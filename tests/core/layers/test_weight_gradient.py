@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isp.core.layers.weight_gradients import weight_gradient
-from isp.planner.made import Made
+from isp.planner.record import PeakMemory
 
 N, O, I = 7, 3, 4  # noqa: E741
 NARROW = torch.bfloat16
@@ -43,13 +43,13 @@ def test_narrow_factors_make_wide_sums_in_one_operator() -> None:
     """
     dy, x = _factors(NARROW, "meta")
     into = torch.empty(O, I, device="meta")
-    with Made() as made:
+    with PeakMemory() as made:
         assert weight_gradient(dy, x, dtype=torch.float32).dtype is torch.float32
-    assert made.most == 4 * O * I
-    with Made() as made:
+    assert made.peak_bytes == 4 * O * I
+    with PeakMemory() as made:
         for add in (False, True):
             assert weight_gradient(dy, x, into=into, add=add) is into
-    assert made.most == 0
+    assert made.peak_bytes == 0
 
 
 @pytest.mark.gpu
