@@ -77,6 +77,7 @@ __all__ = [
     "aten_grouped_mm",
     "backend_of",
     "call_after_backward",
+    "compiled_call",
     "compiler_options",
     "cpu_attention",
     "cpu_attention_backward",
@@ -95,7 +96,6 @@ __all__ = [
     "grouped_mm",
     "has_full_backward_hooks",
     "has_multicast",
-    "is_compiled",
     "is_view",
     "record_memory_history",
     "reduce_scatter_single",
@@ -269,14 +269,12 @@ def has_full_backward_hooks(module: nn.Module) -> bool:
     return bool(module._is_full_backward_hook and module._backward_hooks)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called.
+compiled_call: Callable[[nn.Module], Any] = attrgetter("_compiled_call_impl")
+"""Return what `module.compile()` runs instead of the module's forward, None if it was not called.
 
-    Needed to refuse such a module: ISP runs its parts one by one. Public: none. If torch changes
-    it, the refusal is an AttributeError, or is missing.
-    """
-    return module._compiled_call_impl is not None
-
+Needed to refuse such a module: ISP runs its parts one by one. Public: none. If torch changes it,
+the refusal is an AttributeError, or is missing.
+"""
 
 # Process groups.
 

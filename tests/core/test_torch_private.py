@@ -38,6 +38,7 @@ from isp.core.torch_private import (
     aten_grouped_mm,
     backend_of,
     call_after_backward,
+    compiled_call,
     compiler_options,
     cpu_attention,
     cpu_attention_backward,
@@ -56,7 +57,6 @@ from isp.core.torch_private import (
     grouped_mm,
     has_full_backward_hooks,
     has_multicast,
-    is_compiled,
     is_view,
     record_memory_history,
     reduce_scatter_single,
@@ -350,12 +350,12 @@ def test_has_full_backward_hooks() -> None:
     assert not has_full_backward_hooks(module)
 
 
-def test_is_compiled() -> None:
+def test_compiled_call() -> None:
     """Catches a module whose compilation in place is not seen."""
     module = nn.Linear(2, 2)
-    assert not is_compiled(module)
+    assert compiled_call(module) is None
     module.compile(backend="eager")
-    assert is_compiled(module)
+    assert compiled_call(module) is not None
 
 
 def test_trees() -> None:

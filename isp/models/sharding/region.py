@@ -26,7 +26,8 @@ from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import Mode
-from isp.core.tensors import memory_of, tensors_in
+from isp.core.tensors import tensors_in
+from isp.core.torch_private import storage_key
 
 __all__ = ["Entrance", "OnlyColumnsRead"]
 
@@ -119,10 +120,11 @@ class _Enter(Function):
 def _regathered(x: Tensor) -> saved_tensors_hooks:
     """A context in which what is saved of x, the output of an entrance, is a way to gather it."""
     node: Any = x.grad_fn
-    memory = memory_of(x)
+    memory = storage_key(x.untyped_storage())
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if memory_of(saved) == memory else saved
+        again = storage_key(saved.untyped_storage()) == memory
+        return saved.shape if again else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from isp.core.mixers.api import mix_by
-from isp.core.torch_private import is_compiled
+from isp.core.torch_private import compiled_call
 from isp.models.roles import (
     ParameterRole,
     holds_experts,
@@ -188,7 +188,7 @@ def _check_computed(name: str, module: nn.Module) -> None:
 def check_not_compiled(model: nn.Module) -> None:
     """Raise ValueError for a model of which a module was compiled in its place."""
     for name, module in model.named_modules():
-        if is_compiled(module):
+        if compiled_call(module) is not None:
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is compiled, but isp runs"
                 f" modules one by one: do not call compile() before or after isp.parallelize"
