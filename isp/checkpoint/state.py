@@ -25,10 +25,10 @@ from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = [
+    "CheckpointWeights",
     "Resumed",
     "Targets",
     "TrainState",
-    "WholeWeights",
     "check_shapes",
     "kinds_by_name",
     "local_key",
@@ -282,7 +282,7 @@ def check_shapes(
         )
 
 
-class WholeWeights:
+class CheckpointWeights:
     """The weights of a checkpoint in one process, read as one whole tensor after another.
 
     `path` is a checkpoint, or a folder of them or of a run, of which the newest good one is taken.

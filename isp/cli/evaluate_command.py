@@ -20,7 +20,7 @@ from isp.utils.files import write_whole
 
 if TYPE_CHECKING:
     from isp.evaluation.engine import EvaluationLayout
-    from isp.evaluation.evaluate import Rows
+    from isp.evaluation.evaluate import TextRows
     from isp.evaluation.passkey import PasskeyPrompts
     from isp.evaluation.source import Source
 
@@ -162,7 +162,7 @@ def _evaluate(
     args: argparse.Namespace,
     source: Source,
     layout: EvaluationLayout,
-    rows: Rows | None,
+    rows: TextRows | None,
     prompts: PasskeyPrompts,
 ) -> None:
     """Evaluate on this rank; rank 0 prints and writes the result."""

@@ -23,10 +23,10 @@ from isp.evaluation.source import Source
 from isp.metrics.evaluation import BUCKET_COLUMNS, Evaluation, Passkeys, PositionBucket, TextLosses
 from isp.profile.table import aligned
 
-__all__ = ["Rows", "count_found", "describe", "find_passkeys", "open_rows", "text_losses"]
+__all__ = ["TextRows", "count_found", "describe", "find_passkeys", "open_rows", "text_losses"]
 
 
-class Rows(NamedTuple):
+class TextRows(NamedTuple):
     """Plain text, cut into sequences."""
 
     dataset: Dataset
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     """Source of the text, for the printed table."""
 
 
-def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | None:
+def open_rows(source: Source, *, files: Sequence[str], length: int) -> TextRows | None:
     """Return sequences of `length` tokens from `files`, or from the run's held-out text.
 
     Returns None if there is neither. Raises ValueError, in one line, if the text is too short for a
@@ -56,9 +56,9 @@ def open_rows(source: Source, *, files: Sequence[str], length: int) -> Rows | No
             f" shorter --lengths, or leave text out with --rows 0)"
         ) from error
     if datasets.valid is None:
-        return Rows(datasets.train, ", ".join(files))
+        return TextRows(datasets.train, ", ".join(files))
     parts = [part.path for part in config.valid_parts]
-    return Rows(datasets.valid, f"held out of {parts if len(parts) > 1 else parts[0]}")
+    return TextRows(datasets.valid, f"held out of {parts if len(parts) > 1 else parts[0]}")
 
 
 def text_losses(

@@ -15,7 +15,7 @@ from torch import nn
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.choice import CheckpointInfo, newest_at
-from isp.checkpoint.state import WholeWeights, check_shapes
+from isp.checkpoint.state import CheckpointWeights, check_shapes
 from isp.config.models import language_model
 from isp.config.sections import DTYPES, CheckpointConfig
 from isp.core.comm import Mesh
@@ -175,7 +175,7 @@ class Source:
         It is on `device`, or placed by `device_map` of transformers.
         """
         section, dtype = self.section, getattr(torch, self.dtype)
-        weights = None if self.checkpoint is None else WholeWeights(self.checkpoint)
+        weights = None if self.checkpoint is None else CheckpointWeights(self.checkpoint)
         if section.hf is None:
             assert weights is not None
             return plain_decoder(weights, section, self.dtype).to(device)

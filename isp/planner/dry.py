@@ -49,7 +49,7 @@ from isp.core.torch_private import (
 )
 from isp.core.weights.declare import WeightHolder
 from isp.core.weights.wp import FullWeights, LocalWeights, WPCommunicator
-from isp.planner.record import Compute, EventRecorder, Gradient, PeakMemory, Reach, Read, Work
+from isp.planner.record import Compute, EventRecorder, GradientReady, PeakMemory, Reach, Read, Work
 
 __all__ = [
     "META",
@@ -106,7 +106,7 @@ class DryWeights(WPCommunicator):
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor:
         if self._recorder.is_declared(module):
-            self._recorder.note(Gradient(self._recorder.use_of(module), is_bias))
+            self._recorder.note(GradientReady(self._recorder.use_of(module), is_bias))
         self._recorder.delivered(grad)
         return grad
 
@@ -137,7 +137,7 @@ class DryProducts:
         self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
     ) -> None:
         weight_gradient(dy, x, into=self._main.get(weight), add=True)
-        self._recorder.note(Gradient(self._recorder.use_of(layer), is_bias=False))
+        self._recorder.note(GradientReady(self._recorder.use_of(layer), is_bias=False))
 
 
 class _Use:

@@ -23,7 +23,7 @@ from isp.core.weights.uses import Block
 __all__ = [
     "Event",
     "EventRecorder",
-    "Gradient",
+    "GradientReady",
     "Launch",
     "PeakMemory",
     "Reach",
@@ -76,14 +76,14 @@ class Compute(NamedTuple):
     amount: float
 
 
-class Gradient(NamedTuple):
+class GradientReady(NamedTuple):
     """The gradient of a use's weight or bias is ready."""
 
     use: int
     is_bias: bool
 
 
-Event = Launch | Arrive | Reach | Read | Compute | Gradient
+Event = Launch | Arrive | Reach | Read | Compute | GradientReady
 
 
 class Saved(NamedTuple):
@@ -119,7 +119,7 @@ class BlockRecord(NamedTuple):
     def gradients(self, block: Block) -> Iterator[str]:
         """Yield the names of the parameters whose gradients backward delivers, in order."""
         for event in self.backward:
-            if isinstance(event, Gradient):
+            if isinstance(event, GradientReady):
                 name = block.uses[event.use].bias if event.is_bias else block.uses[event.use].weight
                 assert name is not None
                 yield name

@@ -26,7 +26,7 @@ from isp.planner.costs import Costs
 from isp.planner.declared import shape_of
 from isp.planner.fabric import Fabric, axis_of
 from isp.planner.rank import DryRank, Heard
-from isp.planner.record import Arrive, Compute, Event, Gradient, Launch, Reach, Read
+from isp.planner.record import Arrive, Compute, Event, GradientReady, Launch, Reach, Read
 from isp.planner.rehearsal import records_of, rehearsal
 
 __all__ = ["Clock", "Walk", "Walked", "walk"]
@@ -237,7 +237,7 @@ class Walk:
                 self._read(phase, acts.get((phase, use), ()))
             case Compute():
                 clock.compute(self.costs.compute(event))
-            case Gradient(use, is_bias):
+            case GradientReady(use, is_bias):
                 self._pass_back((block, use))
                 name = block.uses[use].bias if is_bias else block.uses[use].weight
                 assert name is not None

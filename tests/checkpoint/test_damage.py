@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
 from isp.checkpoint.choice import LAUNCH
 from isp.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
-from isp.checkpoint.state import WholeWeights
+from isp.checkpoint.state import CheckpointWeights
 from isp.checkpoint.storage import METADATA, read_metadata
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Channel
@@ -300,7 +300,7 @@ def test_a_crafted_table_is_damaged(folder: Path, craft: str) -> None:
     _write_table(path, metadata)
     assert f"\ndamaged: {METADATA} " in inspect(path)
     with pytest.raises(CheckpointError, match=rf"is damaged: {METADATA} "):
-        WholeWeights(path)
+        CheckpointWeights(path)
 
 
 def test_a_place_with_another_tensor_is_damaged(folder: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_place_with_another_tensor_is_damaged(folder: Path) -> None:
         info.offset += 1
         info.length -= 1
     _write_table(path, metadata)
-    weights = WholeWeights(path)
+    weights = CheckpointWeights(path)
     with pytest.raises(CheckpointError, match="is damaged: "):
         weights.read(next(iter(weights.shapes)))
 

@@ -12,7 +12,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from isp.checkpoint.state import WholeWeights
+from isp.checkpoint.state import CheckpointWeights
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh
@@ -100,7 +100,7 @@ def test_an_adapter_trains_as_in_peft_and_goes_back_and_forth(tmp_path: Path) ->
     (run,) = run_folders(job)
     _assert_equal(run, expected)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert WholeWeights(run).shapes.keys() == trained, "the base model is in no checkpoint"
+    assert CheckpointWeights(run).shapes.keys() == trained, "the base model is in no checkpoint"
     done = export(run, tmp_path / "adapter")
     assert done.model_type == "adapter"
     loaded: Any = PeftModel.from_pretrained(

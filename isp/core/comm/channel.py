@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from isp.core.comm import streams
 from isp.core.comm.pending import Pending
-from isp.core.comm.tag import UNNAMED, Collective, CollectiveError, Tag, Transfer
+from isp.core.comm.tag import UNNAMED, CollectiveCall, CollectiveError, Tag, Transfer
 from isp.core.comm.transfer_log import CommLog
 from isp.core.torch_private import (
     all_gather_single,
@@ -123,7 +123,7 @@ class Channel:
         return cls(None, name=name)
 
     def progress(self) -> dict[str, int]:
-        """The number of transfers launched so far, by the group's name (see `Collective`)."""
+        """The number of transfers launched so far, by the group's name (see `CollectiveCall`)."""
         launched = [
             self._collective("send" if pair else "", "", pair, number)
             for pair, number in self._launched.items()
@@ -365,11 +365,13 @@ class Channel:
             collective = self._collective(transfer.kind, str(transfer.tag), pair, number)
             raise CollectiveError(collective, str(error)) from error
 
-    def _collective(self, kind: str, label: str, pair: tuple[int, ...], number: int) -> Collective:
+    def _collective(
+        self, kind: str, label: str, pair: tuple[int, ...], number: int
+    ) -> CollectiveCall:
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
         ranks = [ranks[rank] for rank in pair] if pair else ranks
-        return Collective(kind, label, self.name, ranks, number)
+        return CollectiveCall(kind, label, self.name, ranks, number)
 
     def _timeout(self) -> timedelta:
         """The time a transfer of the group may take now."""

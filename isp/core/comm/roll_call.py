@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 import torch
 
 from isp.core.comm.channel import Channel
-from isp.core.comm.tag import Collective, CollectiveError, Tag
+from isp.core.comm.tag import CollectiveCall, CollectiveError, Tag
 from isp.core.torch_private import PrefixStore, Store, default_store
 
 __all__ = ["CollectiveTimeout", "RollCall"]
@@ -38,7 +38,7 @@ class CollectiveTimeout(RuntimeError):
 class _Entry(NamedTuple):
     """A rank's note: where it waited, and how much it had launched in each group."""
 
-    collective: Collective
+    collective: CollectiveCall
     launched: dict[str, int]
 
     def to_json(self) -> str:
@@ -47,9 +47,9 @@ class _Entry(NamedTuple):
     @classmethod
     def from_json(cls, text: str) -> _Entry:
         collective, launched = json.loads(text)
-        return cls(Collective(*collective), launched)
+        return cls(CollectiveCall(*collective), launched)
 
-    def has_reached(self, collective: Collective) -> bool:
+    def has_reached(self, collective: CollectiveCall) -> bool:
         """Whether the rank had launched the collective that others waited in."""
         return self.launched.get(collective.group, 0) >= collective.number
 
@@ -101,7 +101,7 @@ class RollCall:
         return verdict.decode()
 
     def _silent(
-        self, store: Store, collective: Collective, entries: dict[int, _Entry]
+        self, store: Store, collective: CollectiveCall, entries: dict[int, _Entry]
     ) -> list[int]:
         """The ranks without a sign for which those in `collective` wait, or wait for one that does.
 
@@ -123,7 +123,7 @@ class RollCall:
         return sorted(silent)
 
     def _describe(
-        self, collective: Collective, entries: dict[int, _Entry], silent: list[int]
+        self, collective: CollectiveCall, entries: dict[int, _Entry], silent: list[int]
     ) -> str:
         others = [rank for rank in collective.ranks if rank != self._rank]
         missing = [r for r in others if r not in entries or not entries[r].has_reached(collective)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 __all__ = [
     "BETWEEN_TWO",
     "UNNAMED",
-    "Collective",
+    "CollectiveCall",
     "CollectiveError",
     "Purpose",
     "Tag",
@@ -93,7 +93,7 @@ class Transfer(NamedTuple):
     """Bytes that this rank has to send to others, by the collective's definition."""
 
 
-class Collective(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One collective of a group, or transfer between two of its ranks, for people."""
 
     kind: str
@@ -121,6 +121,6 @@ class Collective(NamedTuple):
 class CollectiveError(RuntimeError):
     """A transfer failed: the backend's words, and which it was."""
 
-    def __init__(self, collective: Collective, reason: str) -> None:
+    def __init__(self, collective: CollectiveCall, reason: str) -> None:
         super().__init__(f"{collective}: {reason}")
         self.collective = collective

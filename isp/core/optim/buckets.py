@@ -21,7 +21,7 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "Bucket",
     "BucketManager",
-    "Gradient",
+    "MainGradient",
     "copy_all",
     "grouped",
     "master_dtype",
@@ -115,7 +115,7 @@ class GradientBucket(Bucket):
 
 
 @dataclass(slots=True, eq=False)
-class Gradient:
+class MainGradient:
     """The main gradient of a parameter, or of several that are reduced as one."""
 
     name: str
@@ -196,9 +196,9 @@ class BucketManager:
                 f"bucket_bytes={bucket_bytes} must be at least 0 (0: one parameter a bucket)"
             )
         self._buckets: list[GradientBucket] = []
-        self._of: dict[int, Gradient] = {}
+        self._of: dict[int, MainGradient] = {}
         """Gradient of each parameter, by the parameter's id."""
-        self._whole_of: dict[int, Gradient] = {}
+        self._whole_of: dict[int, MainGradient] = {}
         """Gradient in which each parameter is reduced: a larger one's, or its own; by id."""
         self._launched = 0
         """Number of buckets launched in this step."""
@@ -250,11 +250,11 @@ class BucketManager:
         """True if ranks may get the sums of their own rows only; the same on all ranks."""
         return self._rows_of.size > 1
 
-    def of(self, parameter: nn.Parameter) -> Gradient:
+    def of(self, parameter: nn.Parameter) -> MainGradient:
         """Return the gradient of `parameter`, or of the whole of several reduced as one."""
         return self._of[id(parameter)]
 
-    def rows(self, gradient: Gradient) -> Tensor:
+    def rows(self, gradient: MainGradient) -> Tensor:
         """Return the sums of the rows that this rank owns, [n, ..]; valid after the reduction."""
         count, *rest = gradient.view.shape
         rows = chunk_range(count, self._rows_of.size, self._rows_of.rank)
@@ -263,7 +263,7 @@ class BucketManager:
         own = (len(rows), *rest)
         return gradient.part[: math.prod(own)].view(own)
 
-    def all_rows(self, gradient: Gradient) -> Tensor:
+    def all_rows(self, gradient: MainGradient) -> Tensor:
         """Return all sums, gathering other ranks' rows from them: a collective."""
         bucket, view = gradient.bucket, gradient.view
         if bucket.parts == 1:
@@ -271,7 +271,7 @@ class BucketManager:
         gathered = bucket.channel.all_gather(gradient.part, tag=bucket.tag).wait()
         return gathered[: view.numel()].view(view.shape)
 
-    def mark_ready(self, gradient: Gradient) -> None:
+    def mark_ready(self, gradient: MainGradient) -> None:
         """Mark a gradient as final; launch the buckets whose turn it is [Note: Launch order]."""
         if not gradient.ready:
             gradient.ready = True
@@ -337,7 +337,7 @@ class BucketManager:
     ) -> None:
         """Make the gradient of a parameter, whose buffer begins where `flat` does."""
         view = flat[: item.parameter.numel()].view(item.parameter.shape)
-        self._of[id(item.parameter)] = Gradient(item.name, view, part, bucket)
+        self._of[id(item.parameter)] = MainGradient(item.name, view, part, bucket)
 
 
 _Unit = tuple[ShardedParameter, list[ShardedParameter], int]

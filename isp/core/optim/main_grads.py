@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isp.core.autograd import after_gradients
 from isp.core.comm import Channel, Channels
-from isp.core.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, Gradient
+from isp.core.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, MainGradient
 from isp.core.weights.gather_reduce import WriteGradient
 from isp.core.weights.sharded_parameter import ShardedParameter, by_whole
 
@@ -193,7 +193,7 @@ class MainGradients(BucketManager):
             hook.remove()
         self._hooks.clear()
 
-    def _accumulate(self, gradient: Gradient, value: Tensor) -> None:
+    def _accumulate(self, gradient: MainGradient, value: Tensor) -> None:
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
         if fresh:
@@ -201,7 +201,7 @@ class MainGradients(BucketManager):
         else:
             buffer.add_(value)
 
-    def _require_open(self, gradient: Gradient) -> None:
+    def _require_open(self, gradient: MainGradient) -> None:
         if self.reduced or gradient.ready:
             raise RuntimeError(
                 f"a gradient of {gradient.name} came after its last one: zero() begins a new step,"
@@ -210,12 +210,12 @@ class MainGradients(BucketManager):
                 f" torch.autograd.grad gives gradients that are not kept"
             )
 
-    def _keep_promise(self, gradient: Gradient) -> None:
+    def _keep_promise(self, gradient: MainGradient) -> None:
         if gradient.owed:
             gradient.owed -= 1
         self._settle(gradient)
 
-    def _settle(self, gradient: Gradient) -> None:
+    def _settle(self, gradient: MainGradient) -> None:
         """Mark the gradient as ready if it is final [Note: When a gradient is final]."""
         if gradient.passed and not gradient.owed and not gradient.receives:
             gradient.value()

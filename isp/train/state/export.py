@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isp.checkpoint import CheckpointInfo
 from isp.checkpoint.folder import describe_contents
-from isp.checkpoint.state import WholeWeights, check_shapes, saved_rows
+from isp.checkpoint.state import CheckpointWeights, check_shapes, saved_rows
 from isp.config import JobConfig
 from isp.config.keys import KeyTable
 from isp.config.models import language_model
@@ -59,7 +59,7 @@ def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
 
     if describe_contents(folder) not in ("is empty", "does not exist"):
         raise ValueError(f"--hf {folder}: it {describe_contents(folder)}: name an empty folder")
-    weights = WholeWeights(path)
+    weights = CheckpointWeights(path)
     kept = _kept(weights.info)
     if kept["model"].get("adapter") is not None:
         return _export_adapter(weights, kept, folder, dtype)
@@ -78,7 +78,7 @@ def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
 
 
 def _export_adapter(
-    weights: WholeWeights, kept: Mapping[str, Any], folder: Path, dtype: str | None
+    weights: CheckpointWeights, kept: Mapping[str, Any], folder: Path, dtype: str | None
 ) -> Exported:
     """Write an adapter as PEFT saves it; its file names the folder of its base model."""
     section, trained = _model(weights.info, kept["model"]), kept["training"]["dtype"]
@@ -137,7 +137,9 @@ def _source(kept: Mapping[str, Any]) -> Path | None:
     return folder if folder is not None and (folder / CONFIG_FILE).exists() else None
 
 
-def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, dtype: str) -> _Plan:
+def _plan(
+    weights: CheckpointWeights, kept: Mapping[str, Any], source: Path | None, dtype: str
+) -> _Plan:
     """What is to be written: nothing is read of a tensor before it is its turn."""
     if kept["model"].get("hf") is not None:
         if source is None:
@@ -157,7 +159,7 @@ def _plan(weights: WholeWeights, kept: Mapping[str, Any], source: Path | None, d
     return _Plan(described, tensors)
 
 
-def _rows_of(weights: WholeWeights, model: TracedModel) -> Callable[[str, int, int], Tensor]:
+def _rows_of(weights: CheckpointWeights, model: TracedModel) -> Callable[[str, int, int], Tensor]:
     """Return what reads rows `start` to `stop` of a parameter, whatever version saved it."""
     saved = saved_rows(parameter_shapes(model), weights.shapes, model.earlier_names)
     whole = lru_cache(maxsize=1)(weights.read)  # of experts all are read for the first
@@ -171,7 +173,7 @@ def _rows_of(weights: WholeWeights, model: TracedModel) -> Callable[[str, int, i
     return read
 
 
-def plain_decoder(weights: WholeWeights, section: ModelConfig, dtype: str) -> nn.Module:
+def plain_decoder(weights: CheckpointWeights, section: ModelConfig, dtype: str) -> nn.Module:
     """Return the plain decoder of `model/` with the weights of a checkpoint, in CPU memory."""
     traced = language_model(replace(section, compile=False), dtype, trains=False)
     check_shapes(weights.info, parameter_shapes(traced), traced.earlier_names)
@@ -188,7 +190,7 @@ def plain_decoder(weights: WholeWeights, section: ModelConfig, dtype: str) -> nn
 
 
 def as_saved(
-    weights: WholeWeights, folder: str, dtype: str, overrides: Mapping[str, Any] | None
+    weights: CheckpointWeights, folder: str, dtype: str, overrides: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a run's weights as transformers saves those of the model in `folder`."""
     from isp.models.loading import saved_again
@@ -199,7 +201,7 @@ def as_saved(
 
 
 def _plan_as_named(
-    weights: WholeWeights, source: Path, dtype: str, overrides: Mapping[str, Any] | None
+    weights: CheckpointWeights, source: Path, dtype: str, overrides: Mapping[str, Any] | None
 ) -> _Plan:
     """Return the plan of a run of `model.hf`, as transformers saves such a model."""
     require("an export of model.hf", "transformers", "safetensors")

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from isp.checkpoint.state import WholeWeights
+from isp.checkpoint.state import CheckpointWeights
 from isp.cli import main
 from isp.models.huggingface.tiny import tiny_config
 from isp.models.loading import saved_again
@@ -55,7 +55,7 @@ def test_a_trained_folder_is_a_folder_again(tmp_path: Path) -> None:
     after = load_file(tmp_path / "hf" / "model.safetensors")
     assert after.keys() == before.keys()
     assert all(torch.equal(x, before[n]) for n, x in after.items() if ".61." in n)
-    weights = WholeWeights(run)
+    weights = CheckpointWeights(run)
     loaded = load_folder(tmp_path / "hf")
     assert loaded.dtype is torch.float64
     for name, parameter in loaded.named_parameters():

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isp.checkpoint.state import WholeWeights
+from isp.checkpoint.state import CheckpointWeights
 from isp.cli import main
 from isp.metrics import StepRecord, read_metrics
 from isp.models.huggingface.tiny import kept_in_float64
@@ -86,7 +86,7 @@ def _greedy(source: Path, run: Path) -> tuple[Tensor, Tensor]:
     Computed by the traced model of one process, from the beginning for each token.
     """
     chunk = alone(folder_model(str(source), "float64"))
-    weights = WholeWeights(run)
+    weights = CheckpointWeights(run)
     for item in chunk.shards():
         name, shard = item.name, item.parameter
         shard.copy_(weights.read(name))

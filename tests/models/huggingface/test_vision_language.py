@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 import isp
-from isp.checkpoint.state import WholeWeights
+from isp.checkpoint.state import CheckpointWeights
 from isp.cli import main
 from isp.core.comm import Channel, Mesh
 from isp.core.mesh import Axis, ParallelConfig
@@ -176,7 +176,7 @@ def test_a_trained_folder_has_its_tower_again(tmp_path: Path, kind: str) -> None
     before = load_file(source / "model.safetensors")
     after = load_file(tmp_path / "hf" / "model.safetensors")
     assert after.keys() == before.keys()
-    whole, weights = _loaded(tmp_path / "hf"), WholeWeights(run)
+    whole, weights = _loaded(tmp_path / "hf"), CheckpointWeights(run)
     trained = dict(whole.named_parameters())
     assert 10 < len(weights.shapes) < len(trained)
     for name in weights.shapes:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from isp.checkpoint import Checkpointer, TrainState
-from isp.checkpoint.state import WholeWeights
+from isp.checkpoint.state import CheckpointWeights
 from isp.cli import main
 from isp.config import JobConfig, load_config
 from isp.config.sections import CheckpointConfig
@@ -152,7 +152,7 @@ def test_a_trained_model_is_the_same_in_transformers(tmp_path, capsys) -> None:
     assert ": llama, " in said.out
     assert "step_6" in said.out
     assert "note: the run names no tokenizer" in said.err
-    weights = WholeWeights(run)
+    weights = CheckpointWeights(run)
     config = load_config(job, words).model
     ours, start = Decoder(config).double(), Decoder(config).double()
     with torch.no_grad():
@@ -170,12 +170,12 @@ def test_an_export_has_one_tensor_at_a_time(tmp_path, monkeypatch) -> None:
     run_forked(write_job(tmp_path), "--training.steps=1", "--model.num_layers=2")
     files: list[int] = []
 
-    def read(self: WholeWeights, name: str) -> torch.Tensor:
+    def read(self: CheckpointWeights, name: str) -> torch.Tensor:
         files.append(len(list((tmp_path / "hf").iterdir())))
         return whole(self, name)
 
-    whole = WholeWeights.read
-    monkeypatch.setattr(WholeWeights, "read", read)
+    whole = CheckpointWeights.read
+    monkeypatch.setattr(CheckpointWeights, "read", read)
     monkeypatch.setattr(model_folder, "_FILE_BYTES", 1500)
     export(tmp_path / "out" / "job" / "latest", tmp_path / "hf", dtype="bfloat16")
     assert files[0] == 0
