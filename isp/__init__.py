@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         ActionKind as ActionKind,
         sequential_actions as sequential_actions,
     )
-    from isp.core.weights.wp import WPCommunicator as WPCommunicator
+    from isp.core.weights.wp_communicator import WPCommunicator as WPCommunicator
     from isp.loop.parallel_run import ParallelRun as ParallelRun
     from isp.loop.parallelize import parallelize as parallelize
     from isp.models.meta import parameters_on_meta as parameters_on_meta
@@ -78,7 +78,7 @@ _NAMES = {
     "isp.core.weights.communicator": ["ISPCommModelConfig", "ISPCommunicator"],
     "isp.core.weights.pool": ["MemoryPool"],
     "isp.core.weights.uses": ["Action", "ActionKind", "sequential_actions"],
-    "isp.core.weights.wp": ["WPCommunicator"],
+    "isp.core.weights.wp_communicator": ["WPCommunicator"],
     "isp.loop.parallel_run": ["ParallelRun"],
     "isp.loop.parallelize": ["parallelize"],
     "isp.models.meta": ["parameters_on_meta"],

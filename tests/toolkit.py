@@ -23,7 +23,7 @@ from isp.core.mesh.config import PipelineConfig, Sequence2DConfig, Zero1Config
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.core.weights.uses import Use
-from isp.core.weights.wp import LocalWeights, WPCommunicator
+from isp.core.weights.wp_communicator import LocalWeights, WPCommunicator
 
 __all__ = [
     "CPU",

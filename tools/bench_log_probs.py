@@ -29,7 +29,7 @@ from isp.core.layers.head import HeadLoss
 from isp.core.layers.head_results import results_of_head
 from isp.core.layers.linear import Moves
 from isp.core.layers.token_results import TokenScoreRules
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 
 TOKENS, VOCAB, CHUNK = 8192, 32768, 1024
 CONFIG = f"model: {{loss_chunk_tokens: {CHUNK}}}\ntraining: {{dtype: float32}}\n"

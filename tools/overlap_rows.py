@@ -30,7 +30,7 @@ from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.core.weights.pool import MemoryPool
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import sequential_actions
-from isp.core.weights.wp import LocalWeights, WPCommunicator
+from isp.core.weights.wp_communicator import LocalWeights, WPCommunicator
 from isp.models.runtime.sharded_modules import ShardedEmbedding
 from isp.models.runtime.stage_module import StageModule
 from model.config import ModelConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isp.core.comm import Channel
 from isp.core.mesh.phase import Phase
-from isp.core.weights.wp import FullWeights, WPCommunicator
+from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
 
 __all__ = ["Link", "Paced"]
 

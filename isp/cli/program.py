@@ -346,7 +346,7 @@ def _add_prefetch(_: argparse.ArgumentParser) -> Run:
 def _prefetch(args: argparse.Namespace) -> int:
     """Print the prefetch plan, and the balance of pipeline stages."""
     from isp.config import load_config
-    from isp.models.prefetch_schedule import schedule_text
+    from isp.models.rank_plans import schedule_text
     from isp.train.monitor.balance import balance_text
 
     config = load_config(args.config, args.overrides)

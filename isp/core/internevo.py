@@ -35,7 +35,7 @@ from isp.core.weights.communicator import ISPCommunicator
 from isp.core.weights.declare import WeightHolder
 from isp.core.weights.gather_reduce import DeclaredWeight, GradientSink
 from isp.core.weights.uses import Action
-from isp.core.weights.wp import FullWeights, WPCommunicator
+from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
 
 __all__ = [
     "EmbeddingWeightParallelCommunicator",

@@ -22,7 +22,7 @@ from isp.core.mesh.layout import ParameterLayout
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.core.weights.sharded_parameter import ShardedParameter
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from isp.models.moe.load_balance import saved_buffers
 from isp.models.runtime.stage_module import StageModule
 from isp.models.traced_model import TracedModel

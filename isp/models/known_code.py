@@ -35,7 +35,7 @@ from isp.core.comm import Channel
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import Mode
 from isp.core.weights.sharded_parameter import by_whole
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from isp.models.huggingface.interface import HuggingFace, host_of
 from isp.models.huggingface.patches.calls import FREE_FUNCTIONS, replaced_code
 from isp.models.huggingface.patches.indexers import PLACE

@@ -20,7 +20,7 @@ from isp.core.section import KeyRole, defaults_of
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import Block, Use
 from isp.models.build import shape_only
-from isp.models.prefetch_schedule import RankShape, marked, rank_shapes
+from isp.models.rank_plans import RankShape, marked, rank_shapes
 from isp.models.roles import ParameterRole
 from isp.models.runtime.stage_module import StageModule
 from isp.planner.case import Coordinates, PlanCase

@@ -48,7 +48,7 @@ from isp.core.torch_private import (
     storage_key,
 )
 from isp.core.weights.declare import WeightHolder
-from isp.core.weights.wp import FullWeights, LocalWeights, WPCommunicator
+from isp.core.weights.wp_communicator import FullWeights, LocalWeights, WPCommunicator
 from isp.planner.record import Compute, EventRecorder, GradientReady, PeakMemory, Reach, Read, Work
 
 __all__ = [

@@ -7,7 +7,7 @@ import torch
 from isp.core.internevo import ISPOverlapState
 from isp.core.mesh.config import LaunchPoint
 from isp.core.weights.uses import sequential_actions
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from tests.core.weights.echo import echo_net
 
 

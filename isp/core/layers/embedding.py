@@ -16,7 +16,7 @@ from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.linear import Moves, NeedsGrad, needs_grad
 from isp.core.mesh.phase import Phase
 from isp.core.weights.declare import WeightHolder
-from isp.core.weights.wp import WPCommunicator
+from isp.core.weights.wp_communicator import WPCommunicator
 
 __all__ = ["TableLayer", "look_up"]
 

@@ -23,7 +23,7 @@ from isp.core.layers.linear import LinearLayer, Moves, NeedsGrad, needs_grad
 from isp.core.layers.vocab_loss import losses_and_gradient
 from isp.core.layers.weight_gradients import weight_gradient
 from isp.core.mesh.phase import Phase
-from isp.core.weights.wp import FullWeights
+from isp.core.weights.wp_communicator import FullWeights
 
 __all__ = ["HeadGradients", "HeadLoss", "deliver", "num_loss_chunks", "one_ahead"]
 

@@ -18,7 +18,7 @@ from isp.core.layers.head import HeadGradients, HeadLoss, deliver, num_loss_chun
 from isp.core.layers.linear import needs_grad
 from isp.core.layers.token_results import ResultRules
 from isp.core.mesh.phase import Phase
-from isp.core.weights.wp import WholeWeights
+from isp.core.weights.wp_communicator import WholeWeights
 
 __all__ = ["results_of_head", "results_of_logits"]
 

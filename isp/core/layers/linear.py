@@ -42,7 +42,7 @@ from isp.core.mesh.phase import Phase
 from isp.core.torch_private import will_run
 from isp.core.weights.declare import DeclaredBlock, WeightHolder
 from isp.core.weights.gather_reduce import GradientSink, WriteGradient
-from isp.core.weights.wp import WPCommunicator
+from isp.core.weights.wp_communicator import WPCommunicator
 
 __all__ = [
     "DeferredWeightGradients",

@@ -24,7 +24,7 @@ from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.partition import chunk_range
 from isp.core.mesh.phase import Phase
 from isp.core.mixers.recurrence import Recurrence
-from isp.core.weights.wp import WPCommunicator
+from isp.core.weights.wp_communicator import WPCommunicator
 
 __all__ = ["RankLayers", "logit_exchange"]
 

@@ -25,7 +25,7 @@ from isp.core.mesh.topology import Axis
 from isp.core.weights.communicator import ISPCommunicator
 from isp.core.weights.declare import DeclaredBlock, DeclaredUse
 from isp.core.weights.uses import Use
-from isp.core.weights.wp import WPCommunicator
+from isp.core.weights.wp_communicator import WPCommunicator
 
 __all__ = ["ISPEmbedding", "ISPLinear", "weight_blocks"]
 

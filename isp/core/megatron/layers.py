@@ -29,7 +29,7 @@ from isp.core.megatron.mappings import (
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.partition import chunk_range
-from isp.core.weights.wp import LocalWeights, WPCommunicator
+from isp.core.weights.wp_communicator import LocalWeights, WPCommunicator
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 

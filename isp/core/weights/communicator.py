@@ -54,7 +54,7 @@ from isp.core.weights.pool import MemoryPool
 from isp.core.weights.prefetch_plan import PlanCursor, PlanEntry, PrefetchPlan, WeightOpKind, plan
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import Action, ActionKind, Chunks
-from isp.core.weights.wp import WPCommunicator
+from isp.core.weights.wp_communicator import WPCommunicator
 
 __all__ = ["ISPCommModelConfig", "ISPCommunicator"]
 

@@ -35,7 +35,7 @@ from isp.core.torch_private import (
     tree_unflatten,
     version_of,
 )
-from isp.core.weights.wp import WPCommunicator
+from isp.core.weights.wp_communicator import WPCommunicator
 from isp.models.moe.ahead import ComputedAhead
 from isp.models.moe.dispatch import ExpertExchange, ExpertSubset, on_other_tokens
 from isp.models.roles import expert_stacks

@@ -33,7 +33,7 @@ from isp.core.layers.linear import (
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.weights.sharded_parameter import ShardedParameter
-from isp.core.weights.wp import FullWeights, WPCommunicator
+from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
 from isp.models.roles import ParameterRole
 from isp.models.tracing.calls import Call, Kind
 from isp.models.tracing.trace import ModelTrace

@@ -29,7 +29,7 @@ from isp.core.attention.mask import AttentionMask
 from isp.core.comm.channel import DryChannel
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import Mode
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from isp.models.runtime.stage_module import StageModule
 from isp.models.sharding.region import OnlyColumnsRead
 from isp.models.sharding.tensor_plan import TensorPlan

@@ -1,1 +1,1 @@
-"""The surroundings of a run's steps: its folder, its log files, its signals, its machine."""
+"""The folder of a run: its files, its log files, and the environment it ran in."""

@@ -22,7 +22,7 @@ from isp.config import JobConfig, to_yaml
 from isp.core.comm import Mesh
 from isp.core.mesh import Mode
 from isp.metrics import device_name, shared_cores
-from isp.models.prefetch_schedule import schedule_text
+from isp.models.rank_plans import schedule_text
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.collectives import align
 from isp.profile.recorder import RankRecord, Recorder

@@ -27,7 +27,7 @@ from isp.core.comm.tag import UNNAMED
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import ContextExchange, Mode
 from isp.core.mesh.sequence_split import SequenceSplit, Slice
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from tests.core.attention.cases import STRADDLING, Case, error_of, random_plan
 from tests.core.attention.reference import random_inputs, visible
 from tests.ranks import run_ranks

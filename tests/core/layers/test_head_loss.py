@@ -18,7 +18,7 @@ from isp.core.layers.linear import ParallelLinear
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis, Mode, WeightConfig
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, Operations, ToolkitLayers
 from tests.train.runs import Layout, Meshes
@@ -30,7 +30,7 @@ VOCAB = WeightConfig(vocab_parallel_loss=True)
 
 
 class Full(NamedTuple):
-    """As `isp.core.weights.wp.FullWeights`."""
+    """As `isp.core.weights.wp_communicator.FullWeights`."""
 
     weight: Tensor
     bias: Tensor | None

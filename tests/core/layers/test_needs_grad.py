@@ -20,7 +20,7 @@ from isp.core.optim.main_grads import MainGradients
 from isp.core.recompute.recompute import Recomputer
 from isp.core.rng import RngStatesTracker
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, ToolkitLayers, topology
 

@@ -15,7 +15,7 @@ from isp.core.comm import Channel
 from isp.core.comm.channel import DryChannel
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.layout import ParameterLayout
-from isp.core.weights.wp import LocalWeights
+from isp.core.weights.wp_communicator import LocalWeights
 from isp.tensor_parallel import (
     ColumnParallelLinear,
     InferenceLayerNormColumnParallelLinear,

@@ -24,7 +24,7 @@ from isp.core.rng import RngStatesTracker
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.core.weights.declare import DeclaredBlock, DeclaredUse
 from isp.core.weights.uses import Use
-from isp.core.weights.wp import WPCommunicator
+from isp.core.weights.wp_communicator import WPCommunicator
 from tests.toolkit import ToolkitLayers, init_weights
 
 __all__ = ["CPU", "EchoChannel", "Net", "echo_layers", "echo_net", "leased_bytes", "plain_linear"]
