@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from isp.core.layers.weight_parallel import (
         ISPEmbedding as ISPEmbedding,
         ISPLinear as ISPLinear,
+        sum_gradients as sum_gradients,
         weight_blocks as weight_blocks,
     )
     from isp.core.mesh.config import (
@@ -71,7 +72,12 @@ _NAMES = {
         "ISPOverlapState",
         "SeqAllToAll",
     ],
-    "isp.core.layers.weight_parallel": ["ISPEmbedding", "ISPLinear", "weight_blocks"],
+    "isp.core.layers.weight_parallel": [
+        "ISPEmbedding",
+        "ISPLinear",
+        "sum_gradients",
+        "weight_blocks",
+    ],
     "isp.core.mesh.config": ["LaunchPoint", "OverlapUnit", "Prefetch"],
     "isp.core.mixers.api": ["causal_conv1d", "gated_delta_rule", "state_space_scan"],
     "isp.core.pipeline.stage": ["ISPCommunicatorSchedulerHook"],
@@ -95,7 +101,9 @@ __all__ = sorted(_HOMES)
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    found = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found  # so that the next use is a plain attribute
+    return found
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +35,27 @@ def test_an_import_loads_no_more_than_it_needs(code: str, unwanted: set[str]) ->
     command = [sys.executable, "-c", f"{code}; {LOADED}"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert not unwanted & set(loaded)
+
+
+def test_tools_import_names_that_exist() -> None:
+    """Catches a tool that no test runs, such as those of GPUs, after a module has moved."""
+    missing = []
+    for file in (Path(__file__).parents[1] / "tools").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.split(".")[0] == "isp":
+                missing += [f"{file.name}: {m}" for m in _missing(module, node.names)]
+    assert not missing
+
+
+def _missing(module: str, names: list[ast.alias]) -> list[str]:
+    """Return the names that `module` has neither as attributes nor as submodules."""
+    found = []
+    for name in (name.name for name in names):
+        try:
+            if not hasattr(importlib.import_module(module), name):
+                importlib.import_module(f"{module}.{name}")
+        except ModuleNotFoundError as error:  # of another package: it is not installed here
+            if (error.name or "").split(".")[0] == "isp":
+                found.append(f"{module}.{name}")
+    return found

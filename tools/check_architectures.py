@@ -330,7 +330,7 @@ heads x context and all four pipeline schedules (11 layouts without a plan). Gra
 
 **Layers** may use attention, convolutions and scans (linear attention, state spaces), in any number
 and order, if they call the functions that transformers' own modules call. For modules with other
-code, ISP has forwards that call these functions (`own_attention.py`, `own_mixers.py`); add yours
+code, ISP has forwards that call these functions (`huggingface/patches/`); add yours
 with `isp.register_mixer`. A probe looks for other code that mixes tokens, in forward, in backward
 and at the length of a row, and refuses the model by name
 ([what it finds](../README.md#what-is-checked-before-a-run)). Chunked attention is not split over

@@ -33,9 +33,9 @@ from isp.core.attention.backend import AttentionBackend
 from isp.core.attention.local import make_local_attention
 from isp.core.attention.mask import AttentionMask
 from isp.core.comm import Channel, CommLog, Mesh, World, cuda
-from isp.core.comm.channel import _all_gather
 from isp.core.comm.tag import UNNAMED
 from isp.core.micro_batch import MicroBatch
+from isp.core.torch_private import all_gather_single
 from isp.metrics import device_name, peak_tflops
 from isp.step.train_step import TrainStep, make_train_step
 
@@ -101,7 +101,7 @@ def collective(device: torch.device) -> Numbers:
             gather(out, x, group=group, async_op=True).wait()
 
         def start() -> dist.Work:
-            return _all_gather(group, out, x)
+            return all_gather_single(group, out, x)
 
         def ours() -> None:  # as `all_gather_into`, which has nothing to do for one rank
             channel._launch("all_gather", UNNAMED, 4096, start, out, keep=(x, out)).wait()

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isp.checkpoint.manifest import MANIFEST, fault_of, sync_folder
+from isp.config.sections import CHECKPOINT_FOLDER
 from isp.utils.files import open_regular, open_to_write
 
 __all__ = [
@@ -148,7 +149,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """
     if (path / MANIFEST).exists():
         return [path]
-    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoint")):
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / CHECKPOINT_FOLDER)):
         if found := [folder.published(step) for step in folder.steps()]:
             return found
     if CheckpointFolder.names(path):  # a checkpoint without its manifest, reported as damaged later
@@ -172,7 +173,7 @@ def describe_contents(path: Path) -> str:
     weights = [name for name in names if name.endswith((".safetensors", ".bin", ".index.json"))]
     if "config.json" in names and weights:
         return f"holds a Hugging Face model (config.json, {weights[0]}): model.hf reads it"
-    if "config.yaml" in names and "checkpoint" in names:
+    if "config.yaml" in names and CHECKPOINT_FOLDER in names:
         return "is the folder of a run"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"holds {', '.join(names[:3])}{more}"

@@ -1,4 +1,4 @@
 """The runtime: communication, sharded weights, layers, attention, optimizer.
 
-It needs torch, einops and numpy; it imports `isp.utils` and nothing else of ISP.
+It needs torch, einops, numpy and pydantic; it imports `isp.utils` and nothing else of ISP.
 """

@@ -118,7 +118,7 @@ class DataParallelNaive(_DataParallel):
 class DataParallelBucket(_DataParallel):
     """A module whose gradients are summed over `channel` in buckets, while backward still runs.
 
-        model = DataParallelBucket(module, mesh[Axis.DATA])
+        model = DataParallelBucket(module, isp.Channel.from_mesh(mesh, "data"))
         model.reset()
         with model.no_sync():
             loss(model(first)).backward()

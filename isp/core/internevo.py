@@ -68,7 +68,7 @@ class SeqAllToAll:
 
 @dataclass(frozen=True, eq=False)
 class ISPOverlapState:
-    """The weights of one model chunk, each with its gather that is in flight or done."""
+    """The weights of one model chunk, each with its gathered tensors, if any."""
 
     weights: tuple[DeclaredWeight, ...]
 

@@ -369,7 +369,7 @@ class DryLayers(RankLayers):
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Make each torch norm a single autograd node, as on CUDA: [Note: One node]."""
+    """Make each `nn.RMSNorm` a single autograd node, as on CUDA [Note: One node]."""
     for norm in model.modules():
         if type(norm) is nn.RMSNorm:
             setattr(norm, "forward", partial(_normed, norm))  # noqa: B010

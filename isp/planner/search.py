@@ -34,7 +34,7 @@ __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
 RECOMPUTE = ((0.0, False), (0.5, True), (1.0, True), (0.5, False), (1.0, False))
 """Choices of `model.checkpoint` and `model.checkpoint_keeps_attention`, the cheapest first."""
 WALKED = 24
-"""Layouts whose time is predicted, chosen by the estimate; `WALKED_OF_MODE` more of each mode."""
+"""Layouts whose time is predicted, by the estimate; the best `WALKED_OF_MODE` of each mode, too."""
 WALKED_OF_MODE = 4
 TRIED_TO_STAY = 4
 """Number of the fastest layouts that are also tried with weights that stay gathered."""

@@ -45,7 +45,7 @@ class Walked:
     busy: float
     """Durations of all transfers, summed."""
     sent: Counter[Transfer]
-    """All transfers except those between stages."""
+    """All transfers but those between stages, of batches, and of a tied table's gradient."""
 
     @property
     def working(self) -> float:

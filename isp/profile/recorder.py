@@ -58,11 +58,11 @@ _Moment = tuple[streams.Event | None, Mark]
 
 @dataclass(eq=False)
 class Recorder:
-    """Context manager that records what happens to `log`.
+    """Context manager that records what happens in `log`.
 
     `parts` are the modules that a forward calls in order, `sites` the uses of weights within them,
     each by name. Hooks on them exist only within the context. On CUDA times come from events on the
-    streams; the recorder does not wait for the device before `record` is called.
+    streams; the recorder does not wait for the device before the context is left.
     """
 
     log: CommLog

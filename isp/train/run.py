@@ -17,6 +17,7 @@ from isp.checkpoint.agreement import CheckpointError, exchange
 from isp.config import JobConfig, to_yaml
 from isp.core.comm import Mesh, RollCall
 from isp.core.comm.cuda import compute_deterministically
+from isp.core.mesh import ContextExchange
 from isp.core.torch_private import Store
 from isp.data.mixture import MixedDataset
 from isp.data.packing import ExampleDataset
@@ -153,6 +154,8 @@ def _with_exchange(
 ) -> JobConfig:
     """Return `config` with one exchange of keys and values for all context ranks; a collective."""
     if choose is None:
+        if config.parallel.sequence_2D.exchange is ContextExchange.AUTO:
+            logger.info("keys and values of other context ranks: gather (auto): not planned")
         return config
     memory = 0
     if device.type == "cuda":

@@ -15,7 +15,7 @@ from isp.core.mesh import Axis, ParallelConfig, WeightConfig
 from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.zero1 import Zero1Optimizer
-from isp.step import step as train_step
+from isp.step import train_step
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import isp
 
 D, HEADS, TOKENS = 32, 4, 16
+torch.set_default_dtype(torch.float64)
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: isp.AttentionMask) -> Tensor:
@@ -23,38 +24,37 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor, *, mask: isp.AttentionMask)
 class Layer(nn.Module):
     def __init__(self, linear, attend) -> None:
         super().__init__()
-        self.qkv, self.out, self.attend = linear(D, 3 * D), linear(D, D), attend
+        self.norm, self.attend = nn.LayerNorm(D), attend
+        self.qkv, self.out = linear(D, 3 * D), linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
         return x + self.out(self.attend(q, k, v, mask=isp.AttentionMask()).flatten(2))
 
 
-def main() -> None:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    weight = isp.Channel.from_group(dist.group.WORLD)  # weights are sharded over all ranks
-    communicator = isp.ISPCommunicator(weight, isp.ISPCommModelConfig(device=torch.device("cpu")))
-    linear = partial(isp.ISPLinear, communicator=communicator, dtype=torch.float64)
-    attend = isp.DistributedAttention(local_attention, isp.Channel.from_mesh(mesh, "sequence"))
-    torch.manual_seed(0)  # every rank draws the same weights as the plain model below
-    model = nn.Sequential(Layer(linear, attend), Layer(linear, attend))
-    communicator.declare([isp.weight_blocks(model, model)])
-    torch.manual_seed(0)
-    linear = partial(nn.Linear, dtype=torch.float64)
-    plain = nn.Sequential(Layer(linear, local_attention), Layer(linear, local_attention))
-    x = torch.randn(2, TOKENS, D, dtype=torch.float64)  # two sequences, each on two ranks
-    own = x.chunk(2)[mesh.get_local_rank("data")].chunk(2, 1)[mesh.get_local_rank("sequence")]
-    communicator.begin(isp.sequential_actions(1))  # launches the first all-gathers
-    loss = model(own).square().sum() / x.numel()
-    loss.backward()
-    communicator.finish()  # p.grad is this rank's rows of the gradient, summed over all ranks
-    expected = plain(x).square().mean()
-    expected.backward()
-    torch.testing.assert_close(weight.all_reduce(loss.detach()).wait(), expected.detach())
-    for name, full in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, full.grad.chunk(4)[weight.rank])
-    print(f"rank {dist.get_rank()}: loss {expected:.6f}, the same gradients as plain torch")
-
-
-if __name__ == "__main__":
-    main()
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+weight = isp.Channel.from_group(dist.group.WORLD)  # weights are sharded over all ranks
+communicator = isp.ISPCommunicator(weight, isp.ISPCommModelConfig(device=torch.device("cpu")))
+linear = partial(isp.ISPLinear, communicator=communicator)
+attend = isp.DistributedAttention(local_attention, isp.Channel.from_mesh(mesh, "sequence"))
+torch.manual_seed(0)  # every rank draws the same weights as the plain model below
+model = nn.Sequential(Layer(linear, attend), Layer(linear, attend))
+communicator.declare([isp.weight_blocks(model, model)])
+torch.manual_seed(0)
+plain = nn.Sequential(Layer(nn.Linear, local_attention), Layer(nn.Linear, local_attention))
+x = torch.randn(2, TOKENS, D)  # two sequences, each on two ranks
+own = x.chunk(2)[mesh.get_local_rank("data")].chunk(2, 1)[mesh.get_local_rank("sequence")]
+communicator.begin(isp.sequential_actions(1))  # launches the first all-gathers
+loss = model(own).square().sum() / x.numel()
+loss.backward()
+communicator.finish()  # p.grad is this rank's rows of the gradient, summed over all ranks
+isp.sum_gradients(model, weight)  # those of the norms, which are not sharded
+expected = plain(x).square().mean()
+expected.backward()
+torch.testing.assert_close(weight.all_reduce(loss.detach()).wait(), expected.detach())
+for name, full in plain.named_parameters():
+    want = full.grad if "norm" in name else full.grad.chunk(4)[weight.rank]
+    torch.testing.assert_close(model.get_parameter(name).grad, want)
+print(f"rank {dist.get_rank()}: loss {expected:.6f}, the same gradients as plain torch")
+dist.destroy_process_group()

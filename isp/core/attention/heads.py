@@ -15,9 +15,9 @@ class HeadSplit:
     """The query heads and KV heads of each rank.
 
     Each rank gets a run of consecutive query heads; the runs' lengths differ by at most one, and a
-    rank may get none. Runs end at the end of a KV head's group if the number of ranks divides that
-    of KV heads or the reverse. A rank gets the KV heads that its query heads read, so a KV head is
-    replicated only if the query heads that share it are on several ranks.
+    rank may get none. No run crosses the end of a KV head's group if the number of ranks divides
+    that of KV heads or the reverse. A rank gets the KV heads that its query heads read, so a KV
+    head is replicated only if the query heads that share it are on several ranks.
 
         7 query heads, 7 KV heads, 4 ranks    12 query heads, 3 KV heads, 2 ranks
         query  0 1 | 2 3 | 4 5 | 6            query  0 1 2 3 4 5 | 6 7 8 9 10 11

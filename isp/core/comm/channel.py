@@ -57,6 +57,7 @@ class Channel:
         name: str = "",
         log: CommLog | None = None,
         sum_locally: bool | None = None,
+        device: str | None = None,
     ) -> None:
         if group is not None:
             _check_group(group)
@@ -69,10 +70,10 @@ class Channel:
         """Hook for tools that slow transfers: called at the launch of each with its bytes, returns
         the earliest end of its wait (`time.perf_counter`). Not called for tensors on CUDA."""
         if sum_locally is None:
-            sum_locally = group is not None and streams.backend_of(group) == "gloo"
+            sum_locally = group is not None and streams.backend_name(group, device) == "gloo"
         self._launched: Counter[tuple[int, ...]] = Counter()
         """Transfers so far, by the sender and receiver of those between two; of all ranks: ()."""
-        self._on_streams = group is not None and streams.serve(group)
+        self._on_streams = group is not None and streams.serve(group, device)
         self._ends: streams.Stream | None = None
         """See `CommLog.timed_on_device`."""
         self.sums_locally = sum_locally
@@ -80,15 +81,22 @@ class Channel:
 
     @classmethod
     def from_group(
-        cls, group: dist.ProcessGroup, *, name: str = "", log: CommLog | None = None
+        cls,
+        group: dist.ProcessGroup,
+        *,
+        name: str = "",
+        log: CommLog | None = None,
+        device: str | None = None,
     ) -> Channel:
         """Return the channel of a process group that this rank is in, such as `dist.group.WORLD`.
 
         `name` appears in errors and logs; channels that share a `log` are measured together.
-        Raises TypeError if `group` is no ProcessGroup, ValueError if this rank is not in it.
+        `device` ("cpu", "cuda") of the tensors, for groups that serve both; None: CUDA then.
+        Raises TypeError if `group` is no ProcessGroup, ValueError if this rank is not in it or it
+        has no backend for the device.
         """
-        _check_group(group)
-        return cls(group, name=name, log=log)
+        _check_group(group)  # also of None, with which the constructor makes a channel of one rank
+        return cls(group, name=name, log=log, device=device)
 
     @classmethod
     def from_mesh(
@@ -106,16 +114,21 @@ class Channel:
                 " init_device_mesh, or pass a process group to Channel.from_group(group)"
             )
         names = mesh.mesh_dim_names or ()
-        dims: tuple[str | int, ...] = (*names, *range(mesh.ndim))
         if dim is None and mesh.ndim == 1:
             dim = 0
-        if dim not in dims:
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"this rank is not in {mesh}: make the channel on its ranks only")
+        try:
+            if dim is None:
+                raise KeyError("several dimensions")
+            group = mesh.get_group(dim)  # also of dimensions that were flattened, by name
+        except (KeyError, IndexError, RuntimeError) as error:
             raise ValueError(
                 f"dim={dim!r} is no dimension of {mesh}: pass one of"
-                f" {', '.join(map(repr, names or dims))}"
-            )
+                f" {', '.join(map(repr, names or range(mesh.ndim)))}"
+            ) from error
         name = dim if isinstance(dim, str) else names[dim] if names else ""
-        return cls.from_group(mesh.get_group(dim), name=name, log=log)
+        return cls.from_group(group, name=name, log=log, device=mesh.device_type)
 
     @classmethod
     def solo(cls, name: str = "") -> Channel:
@@ -449,7 +462,7 @@ def _described(given: object) -> str:
         return "None"
     if isinstance(given, type) or callable(given):
         kind = "class" if isinstance(given, type) else type(given).__name__
-        return f"the {kind} {getattr(given, '__name__', type(given).__name__)}"
+        return f"the {kind} {given.__name__}" if hasattr(given, "__name__") else f"a {kind}"
     if isinstance(given, int | float | str | bool):
         return f"{type(given).__name__} {given!r}"
     return f"a {type(given).__name__}"

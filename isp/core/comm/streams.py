@@ -92,20 +92,28 @@ def in_use(*tensors: Tensor) -> None:
             tensor.record_stream(stream)
 
 
-def serve(group: dist.ProcessGroup) -> bool:
+def serve(group: dist.ProcessGroup, device: str | None = None) -> bool:
     """Return whether transfers of `group` run on streams, so that a wait makes a stream wait."""
-    return backend_of(group) == "nccl"
+    return backend_name(group, device) == "nccl"
 
 
-def backend_of(group: dist.ProcessGroup) -> str:
-    """Return the backend of `group` for CUDA tensors if it has one, else that for CPU tensors.
+def backend_name(group: dist.ProcessGroup, device: str | None = None) -> str:
+    """Return the backend of `group` for tensors on `device` ("cpu", "cuda").
 
-    A group made with "cpu:gloo", with "cpu:gloo,cuda:nccl" or by `init_device_mesh` has no single
-    backend, and `dist.get_backend` says "cpu:gloo" or "undefined" of it.
+    None: for CUDA tensors if the group serves them, else for CPU tensors. `dist.get_backend` does
+    not name it for a group made with "cpu:gloo", "cpu:gloo,cuda:nccl" or by `init_device_mesh`.
+    Raises ValueError if the group does not serve the device.
     """
     config = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
     by_device = dict(item.split(":") for item in config.split(","))
-    return by_device.get("cuda") or by_device["cpu"]
+    devices = ("cuda", "cpu") if device is None else (device,)
+    found = next((by_device[d] for d in devices if d in by_device), None)
+    if found is None:
+        raise ValueError(
+            f"the process group has the backends {config}, none for tensors on"
+            f" {' or '.join(devices)}: make it with one that has"
+        )
+    return found
 
 
 def nccl_options() -> Any:

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 RENDEZVOUS_FILE = "ISP_RENDEZVOUS_FILE"
 """Variable naming a private file through which the ranks of one machine meet, without a port."""
 
-# Public since torch 2.14, which warns of the old name.
 _CONNECT = timedelta(seconds=5)
 """Time to find out that nobody answers at the address of an earlier rank 0."""
 

@@ -8,15 +8,26 @@ weight group, /p = split over them. A rank computes all features of its own toke
     communicator.declare([isp.weight_blocks(model, [model.embedding, *model.layers, model.head])])
 
 `tools/examples/own_model.py` is a complete script.
+
+Parameters of other layers (norms) are whole on each rank: after backward, `sum_gradients` sums
+their gradients over the group. `p.grad` of a sharded weight is this rank's rows, so the global norm
+for clipping is a sum over ranks; `state_dict` holds this rank's rows, too. For activation
+checkpointing, the recompute has to run in `communicator.recomputing()`, and its blocks are declared
+`recomputed`:
+
+    checkpoint(layer, x, use_reentrant=False,
+               context_fn=lambda: (nullcontext(), communicator.recomputing()))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from isp.core.comm import Channel
+from isp.core.comm.channel import check_channel
 from isp.core.layers.embedding import look_up
 from isp.core.layers.linear import Moves, ParallelLinear
 from isp.core.layers.module import ParallelModule, bind_names
@@ -27,7 +38,7 @@ from isp.core.weights.declare import DeclaredBlock, DeclaredUse
 from isp.core.weights.uses import Use
 from isp.core.weights.wp_communicator import WPCommunicator
 
-__all__ = ["ISPEmbedding", "ISPLinear", "weight_blocks"]
+__all__ = ["ISPEmbedding", "ISPLinear", "sum_gradients", "weight_blocks"]
 
 
 class ISPLinear(ParallelLinear):
@@ -39,7 +50,8 @@ class ISPLinear(ParallelLinear):
 
     Every rank draws the values of `nn.Linear` from torch's default CPU generator and keeps its
     rows: that generator must be in the same state on all ranks (`torch.manual_seed`). On the meta
-    device nothing is drawn. `layouts["weight"].shard(full)` returns a rank's rows of a full weight.
+    device nothing is drawn: call `to_empty` and `reset_parameters` before the model is declared.
+    `layouts["weight"].shard(full)` returns a rank's rows of a full weight.
     """
 
     def __init__(
@@ -57,11 +69,17 @@ class ISPLinear(ParallelLinear):
             bias_layout=_rows(communicator, out_features) if bias else None,
             moves=Moves(),
             communicator=communicator,
-            device=torch.device(device or communicator.device),
+            device=_device(device, communicator),
             dtype=dtype or torch.get_default_dtype(),
         )
         if not self.weight.is_meta:
-            _take(self, nn.Linear(in_features, out_features, bias, dtype=dtype, device="cpu"))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the values of `nn.Linear` anew, on the CPU, and keep this rank's rows."""
+        out_features, in_features = self.layouts["weight"].global_shape
+        bias, dtype = self.bias is not None, self.weight.dtype
+        _take(self, nn.Linear(in_features, out_features, bias, dtype=dtype, device="cpu"))
 
 
 class ISPEmbedding(ParallelModule):
@@ -92,24 +110,32 @@ class ISPEmbedding(ParallelModule):
         self.add_shard(
             "weight",
             layout,
-            device=torch.device(device or communicator.device),
+            device=_device(device, communicator),
             dtype=dtype or torch.get_default_dtype(),
         )
         if not self.weight.is_meta:
-            _take(self, nn.Embedding(num_embeddings, embedding_dim, dtype=dtype, device="cpu"))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the values of `nn.Embedding` anew, on the CPU, and keep this rank's rows."""
+        vocabulary, size = self.layouts["weight"].global_shape
+        _take(self, nn.Embedding(vocabulary, size, dtype=self.weight.dtype, device="cpu"))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return rows of the table: ids [B, S] -> [B, S, D]."""
         return look_up(ids, self.weight, self)
 
 
-def weight_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> tuple[DeclaredBlock, ...]:
+def weight_blocks(
+    model: nn.Module, blocks: Iterable[nn.Module], *, recomputed: Collection[nn.Module] = ()
+) -> tuple[DeclaredBlock, ...]:
     """Return the declaration of a model chunk for `ISPCommunicator.declare`.
 
     `blocks` are modules of `model` in forward order, such as its embedding, its layers and its
     head. The weights of a block are gathered as one unit, while the block before computes. Within
     a block, layers are used in the order in which the module registers them; another order, or a
-    layer used twice, gives the same results with less overlap.
+    layer used twice, gives the same results with less overlap. `recomputed`: the blocks whose
+    activations are recomputed in backward.
 
     Also names the layers of `model` for errors and logs. Raises ValueError if a layer with weights
     to gather is in no block, or in two.
@@ -132,7 +158,8 @@ def weight_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> tuple[Declar
             )
             for layer in layers
         )
-        declared.append(DeclaredBlock(name=title, module=block, uses=uses))
+        again = any(block is one for one in recomputed)
+        declared.append(DeclaredBlock(name=title, module=block, uses=uses, recomputed=again))
     for layer in _gathered_layers(model):
         if id(layer) not in seen:
             raise ValueError(
@@ -140,6 +167,30 @@ def weight_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> tuple[Declar
                 " the module that it is part of, in forward order"
             )
     return tuple(declared)
+
+
+def sum_gradients(model: nn.Module, channel: Channel) -> None:
+    """Sum over `channel` the gradients of the parameters of `model` that are not sharded.
+
+    Call it after backward, on all ranks; a parameter without a gradient counts as zeros. The
+    gradients of `ISPLinear` and `ISPEmbedding` are sums already, after `communicator.finish()`.
+    """
+    check_channel("channel", channel)
+    sharded = {id(p) for layer in _gathered_layers(model) for p in layer.parameters()}
+    whole = [p for p in model.parameters() if p.requires_grad and id(p) not in sharded]
+    for p in whole:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    sums = [channel.all_reduce(p.grad) for p in whole if p.grad is not None]
+    for p, total in zip(whole, sums, strict=True):
+        p.grad = total.wait()
+
+
+def _device(given: torch.device | str | None, communicator: ISPCommunicator) -> torch.device:
+    """Return the device of a new layer: meta inside `with torch.device("meta")`, as in torch."""
+    default = torch.get_default_device()
+    if given is not None or default.type == "meta":
+        return torch.device(default if given is None else given)
+    return communicator.device
 
 
 def _gathered_layers(module: nn.Module) -> list[ISPLinear | ISPEmbedding]:

@@ -238,7 +238,7 @@ class PipelineConfig:
 
 
 class ContextExchange(StrEnum):
-    """How the ranks of a context group come by each other's keys and values."""
+    """How context ranks exchange keys and values."""
 
     AUTO = "auto"
     """The ring where what a gather receives does not fit into the device's memory."""

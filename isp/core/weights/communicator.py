@@ -64,11 +64,14 @@ class ISPCommModelConfig:
     """Facts about the model that the communicator needs."""
 
     device: torch.device
-    """Device of the weights."""
+    """Device of the weights; its name will do."""
     reduce_dtype: torch.dtype | None = torch.float32
     """Dtype of sums and of delivered gradients, if wider than their own; None: their own."""
     max_reduce_bytes: int = 1 << 28
     """Limit, in bytes as sent, of full gradients kept while their reduce-scatters are in flight."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
 
     @classmethod
     def of(cls, weight: WeightConfig, device: torch.device) -> ISPCommModelConfig:
@@ -116,7 +119,7 @@ class ISPCommunicator(WPCommunicator):
 
         communicator = ISPCommunicator(channel, config)
         model = ...                                   # its layers made with this communicator
-        communicator.declare([model.weight_blocks()])
+        communicator.declare([isp.weight_blocks(model, model.layers)])
         communicator.begin(sequential_actions(n))     # as soon as the optimizer has published
         ...                                           # n times forward and backward
         communicator.finish()                         # the gradients are delivered
@@ -148,7 +151,10 @@ class ISPCommunicator(WPCommunicator):
         `reduce_channel`: for gradients; None: `channel`. `experts`: both channels for weights of
         experts, over the ranks that gather the same experts; None: as all other weights.
         """
-        for name, given in (("channel", channel), ("reduce_channel", reduce_channel or channel)):
+        checked = {"channel": channel, "reduce_channel": reduce_channel or channel}
+        for number, of_experts in enumerate(experts or ()):
+            checked[f"experts[{number}]"] = of_experts
+        for name, given in checked.items():
             check_channel(name, given)
         if not isinstance(config, ISPCommModelConfig):
             raise TypeError(

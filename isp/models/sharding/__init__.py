@@ -1,1 +1,1 @@
-"""How a traced model is cut: over pipeline stages, tensor ranks and in time."""
+"""How a traced model is cut: over pipeline stages and tensor ranks."""

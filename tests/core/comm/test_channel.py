@@ -53,7 +53,7 @@ def _from_torch(rank: int) -> None:
             Channel.from_group(others)
     # torch names such a backend cpu:gloo, and that of a mesh may be undefined
     mixed = dist.new_group(backend="cpu:gloo")
-    assert streams.backend_of(mixed) == "gloo"
+    assert streams.backend_name(mixed) == "gloo"
     assert Channel.from_group(mixed).sums_locally
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import isp
 from isp.core.layers.weight_parallel import ISPEmbedding, ISPLinear, weight_blocks
@@ -102,6 +104,55 @@ def _train(rank: int, world: int) -> None:
 def test_own_layers_train_as_torch_does(world: int) -> None:
     """Catches other initial values, rows that do not divide, and a gradient lost or added twice."""
     run_ranks(world, _train, world)
+
+
+def _recompute(rank: int) -> None:
+    found = []
+    for again in (False, True):
+        channel = isp.Channel.from_group(dist.group.WORLD)
+        communicator = ISPCommunicator(channel, ISPCommModelConfig(device="cpu"), poison=True)
+        net = _net(communicator)
+        recomputed = [net.hidden] if again else []
+        blocks = weight_blocks(net, [net.embedding, net.hidden, net.head], recomputed=recomputed)
+        communicator.declare([blocks])
+        communicator.begin(sequential_actions(1))
+        x = net.embedding(torch.arange(2 * V).view(2, V) % V)
+        if again:
+            contexts = partial(_contexts, communicator)
+            x = checkpoint(net.hidden, x, use_reentrant=False, context_fn=contexts)
+        else:
+            x = net.hidden(x)
+        net.head(x).square().sum().backward()
+        communicator.finish()
+        found.append((channel.progress(), [p.grad for p in net.parameters()]))
+    (sent, gradients), (sent_again, gradients_again) = found
+    assert sent == sent_again
+    torch.testing.assert_close(gradients, gradients_again, rtol=0, atol=0)
+
+
+def _contexts(communicator: ISPCommunicator) -> Any:
+    return nullcontext(), communicator.recomputing()
+
+
+def test_a_recomputed_block_follows_the_plan() -> None:
+    """Catches a recompute that gathers for itself, beside what the plan gathers for backward."""
+    run_ranks(2, _recompute)
+
+
+def test_layers_on_meta_get_their_values_later() -> None:
+    """Catches a layer that ignores the default device, or draws other values than torch."""
+    communicator = ISPCommunicator(isp.Channel.solo(), ISPCommModelConfig(device=CPU))
+    with torch.device("meta"):
+        linear = ISPLinear(3, 4, communicator=communicator)
+        table = ISPEmbedding(5, 2, communicator=communicator)
+    assert linear.weight.is_meta
+    assert table.weight.is_meta
+    for layer, plain in ((linear, partial(nn.Linear, 3, 4)), (table, partial(nn.Embedding, 5, 2))):
+        layer.to_empty(device="cpu")
+        torch.manual_seed(5)
+        layer.reset_parameters()
+        torch.manual_seed(5)
+        torch.testing.assert_close(layer.weight, plain().weight, rtol=0, atol=0)
 
 
 def _solo() -> tuple[Net, ISPCommunicator]:
