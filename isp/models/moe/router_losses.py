@@ -60,7 +60,7 @@ class _Routing:
     """Sums over the tokens of one forward, for the losses of its routers and their gradients."""
 
     def __init__(self, mask: Tensor, own: Tensor, weight: float, scale: Tensor) -> None:
-        """The arguments are those of `RouterLosses.begin`."""
+        """Set sums to zero; see `RouterLosses.begin` for the arguments."""
         self.mask, self.own = mask, own
         self.weight, self.scale = weight, scale
         zero = mask.new_zeros((), dtype=torch.float64)

@@ -290,6 +290,7 @@ class TracedMixers:
         local_attention: LocalOf,
         attentions: Iterable[AttentionSizes],
     ) -> None:
+        """`attentions`: the sizes of all calls of attention in the model."""
         self._layers = layers
         self._sequence = layers.sequence or SequenceRanks.by_heads(layers.token_ranks)
         self._follower = follower

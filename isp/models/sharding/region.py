@@ -42,6 +42,10 @@ class Entrance:
     def __init__(
         self, name: str, module: nn.Module, width: int, mode: Mode, tensor: Channel, attends: bool
     ) -> None:
+        """Replace the forward of `module`; `width`: features of its input, to recognize that.
+
+        `tensor`: the tensor ranks; `attends`: True if the module contains attention.
+        """
         self.name = name
         self.tensor = tensor
         self.gathers = mode.splits_sequence
