@@ -1,1 +1,1 @@
-"""Models in plain PyTorch, made parallel: traced once, then run as they are, for each rank."""
+"""Parallel runs of plain PyTorch models: traced once, then run as they are on each rank."""

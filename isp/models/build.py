@@ -1,4 +1,4 @@
-"""From a model to its parts on this rank, or to its shape alone."""
+"""Building of a traced model: its stage modules on this rank, or its shape alone."""
 
 from __future__ import annotations
 
@@ -32,59 +32,59 @@ __all__ = ["BuiltModel", "build_model", "parameter_shapes", "shape_only", "train
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BuiltModel:
-    """This rank's parts of a model, and the communicator of its weights."""
+    """The stage modules of this rank, and the communicator of their weights."""
 
     model: TracedModel
     chunks: tuple[StageModule, ...]
-    """One for each stage that this rank has, in forward order."""
+    """The stage modules, one for each pipeline stage of this rank, in forward order."""
     stages: tuple[int, ...]
-    """The stage that each chunk is."""
+    """The number of the pipeline stage of each stage module."""
     order: PipelineOrder
-    """The stages of all ranks, and their order of work."""
+    """The stages of all ranks, and the order in which they run."""
     communicator: ISPCommunicator | None
-    """None where weights stay on their rank."""
+    """The communicator that gathers weights; None if no weight is gathered."""
     sequence: SequenceRanks
     """The ranks that share a sequence."""
     host: HostMemory
-    """Where block inputs lie that are not kept on the device."""
+    """The host memory for block inputs that are offloaded from the device."""
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
-        """All parameters of the chunks, each once."""
+        """All parameters of the stage modules, each once."""
         found = {item.parameter: item for chunk in self.chunks for item in chunk.shards()}
         return tuple(found.values())
 
     @property
     def trained(self) -> tuple[ShardedParameter, ...]:
-        """Those that are not frozen."""
+        """The parameters that are not frozen."""
         return tuple(item for item in self.parameters if item.parameter.requires_grad)
 
     @property
     def saved(self) -> tuple[ShardedParameter, ...]:
-        """Those that checkpoints have, and buffers that training may change."""
+        """The parameters in checkpoints, and the buffers that training may change."""
         named = self.parameters if self.model.checkpoints_frozen else self.trained
         return *named, *starmap(self._as_saved, _saved_buffers(self.model).items())
 
     def _as_saved(self, name: str, shape: tuple[int, ...]) -> ShardedParameter:
-        """A buffer in its own memory."""
+        """Return a buffer as a parameter for checkpoints, which shares its memory."""
         memory = nn.Parameter(self.chunks[0].model.get_buffer(name), requires_grad=False)
         layout = ParameterLayout(global_shape=shape, reduce_over=Axis.STAGE)
         return ShardedParameter(name, memory, layout)
 
     @property
     def linears(self) -> tuple[LinearLayer, ...]:
-        """The linears of the chunks, in forward order."""
+        """The linears of the stage modules, in forward order."""
         return tuple(linears_of(chunk.weight_blocks() for chunk in self.chunks))
 
     @property
     def shared(self) -> tuple[nn.Parameter, ...]:
-        """The trained parameters that two chunks of this rank use."""
+        """The trained parameters that several stage modules of this rank use."""
         uses = Counter(item.parameter for chunk in self.chunks for item in chunk.shards())
         return tuple(p for p, count in uses.items() if count > 1 and p.requires_grad)
 
     @property
     def tied_over_stages(self) -> ShardedParameter | None:
-        """The trained weight of both ends, if the rank has one of two copies of it."""
+        """The trained tied weight, if this rank has one copy of it and another rank the other."""
         first, last = 0 in self.stages, self.order.num_stages - 1 in self.stages
         if first == last:  # both ends use the one weight, or this rank has neither
             return None
@@ -92,7 +92,7 @@ class BuiltModel:
 
     @property
     def counted_elsewhere(self) -> tuple[str, ...]:
-        """Names of parameters that another stage has, too, and counts in the gradient norm."""
+        """The names of parameters whose copy on another stage counts in the gradient norm."""
         tied = self.tied_over_stages
         return () if tied is None or 0 in self.stages else (tied.name,)
 
@@ -106,12 +106,12 @@ def build_model(
     device: torch.device,
     dtype: torch.dtype,
 ) -> BuiltModel:
-    """This rank's shards of its stages of the model, with the initial weights of `seed`.
+    """Build this rank's stage modules, with the initial weights that follow from `seed`.
 
-    Without a seed they are left for others to fill.
+    seed None: weights are not initialized, as they will be loaded.
     """
     order, communicator = PipelineOrder(parallel.pipeline), None
-    # One rank has whole weights: a plan would be idle, and costs a fifth of a step of 64 tokens.
+    # One rank has whole weights: its plan would do nothing, at a fifth of a step of 64 tokens.
     if mesh.topology.mode.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, log=mesh.log)
@@ -155,6 +155,7 @@ def build_model(
 
 
 def _communicator(weight: WeightConfig, mesh: Mesh, device: torch.device) -> ISPCommunicator:
+    """Make the communicator of the weight group, with groups of its own for reductions if asked."""
     sum_locally = {"auto": None, "all_to_all": True, "reduce_scatter": False}[weight.reduce_by]
     reduces = {axis: mesh[axis] for axis in (Axis.WEIGHT, Axis.EXPERT_WEIGHT)}
     if weight.reduces_apart:
@@ -186,7 +187,7 @@ def shape_only(
     embed_split_hidden: bool = False,
     experts_stay: bool = False,
 ) -> tuple[StageModule, ...]:
-    """Stages of the model as one rank would have them alone, without memory for weights."""
+    """Return stage modules of the model as built on a single rank, on the meta device."""
     solo = Channel.solo()
     layers = RankLayers(
         mode=mode,
@@ -202,13 +203,13 @@ def shape_only(
 
 
 def trained_layouts(model: TracedModel) -> dict[str, ParameterLayout]:
-    """The layout of each trained parameter of the whole model, as one rank has it, by name."""
+    """Return by name the layout of each trained parameter of the whole model on a single rank."""
     (whole,) = shape_only(model, Mode.ISP)
     return {p.name: p.layout for p in whole.shards() if p.parameter.requires_grad}
 
 
 def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter and buffer that checkpoints of the whole model have, by name."""
+    """Return by name the shape of each parameter and buffer in checkpoints of the whole model."""
     (whole,) = shape_only(model, Mode.ISP)
     return _saved_buffers(model) | {
         item.name: item.layout.global_shape
@@ -218,5 +219,5 @@ def parameter_shapes(model: TracedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _saved_buffers(model: TracedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of buffers in checkpoints; adapters are saved without the model's."""
+    """Return the shapes of buffers in checkpoints; none with adapters, which are saved alone."""
     return saved_buffers(model.shape, model.trace) if model.checkpoints_frozen else {}

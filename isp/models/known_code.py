@@ -1,16 +1,16 @@
-"""Checks that the code of transformers that ISP replaces is code that ISP was compared with.
+"""A check that the code of transformers that ISP replaces is code that ISP was compared with.
 
 [Note: Known code] ISP replaces forwards, methods and functions of transformers by name
-(`isp.models.huggingface.patches.calls`). Under the same name a release may compute something else,
-which ISP's own code would not follow. So known_code.txt has hashes of the code in the versions with
-which all tests and tools/check_architectures.py were run: 5.17.0, 5.23.0 and 5.24.0. Other code, of
-a version between them, too, is compared in a small copy of the model before a run starts; the run
-is refused if the copy gives something else or cannot be made.
+(`isp.models.huggingface.patches.calls`). A release may compute something else under the same name,
+and ISP's own code would not follow. So known_code.txt has hashes of the code in the versions with
+which all tests and tools/check_architectures.py were run: 5.17.0, 5.23.0 and 5.24.0. Other code,
+also that of versions in between, is compared in a small copy of the model before a run starts; the
+run is refused if the copy has other results or cannot be made.
 
-A hash is of a class or function and of all that it names in its file, such as bases and the class
-of a submodule: ISP's own code may stand for that, too. Code in other files does not count. The
-first class of a module's bases that overrides something is looked up, so a subclass with a forward
-of its own is other code.
+A hash covers a class or function and all that it names in its file, such as base classes and
+classes of submodules, because ISP's own code may replace these, too. Code in other files does not
+count. The first class among a module's bases that overrides something is looked up, so a subclass
+with a forward of its own counts as other code.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ __all__ = ["KNOWN", "check_code", "known_code", "local_layers", "source_hash", "
 logger = logging.getLogger(__name__)
 
 KNOWN = Path(__file__).with_name("known_code.txt")
-"""Written by tools/check_architectures.py --sources."""
+"""The file of known hashes, which tools/check_architectures.py --sources writes."""
 
 _LENGTHS = 29, 19
-"""Tokens of the documents of a comparison: more than the windows and chunks of a small model."""
+"""Tokens of the two documents of a comparison, more than windows and chunks of a small model."""
 
 _TOLERANCE = 1e-9
-"""Largest difference that is none, as a part of the largest element, of float64 sums."""
+"""The tolerance of float64 sums, relative to the largest element."""
 
 _LEAST_SCALE = 1e-6
-"""Smaller gradients are compared with this part of the largest: they are its rounding errors."""
+"""The smallest scale of a gradient's tolerance, relative to the largest gradient: smaller gradients
+are rounding errors of that one."""
 
 
 @cache
@@ -68,10 +69,11 @@ def known_code() -> dict[str, list[str]]:
 
 
 def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
-    """Raise ValueError if ISP's own code may differ from code of the model that it replaces.
+    """Raise ValueError if ISP's own code may differ from the code of the model that it replaces.
 
-    Code that is not known is compared in a small copy of the model, in some seconds, once per
-    process. If no copy can be made, `allow_unchecked` makes that a warning. See [Note: Known code].
+    Unknown code is compared in a small copy of the model, which takes some seconds, once per
+    process. If that fails to run, raises ValueError, too, or warns if `allow_unchecked`. See
+    [Note: Known code].
     """
     unknown = unknown_code(model)
     if not unknown:
@@ -95,7 +97,7 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
         _compare(_Case(unknown, str(config.to_json_string(use_diff=False)), config, about))
     except _DiffersError as error:
         raise ValueError(f"{about}, and {error}: {way_out}") from error
-    except Exception as error:  # of code that is not known: anything may come
+    except Exception as error:  # unknown code may raise anything
         reason = " ".join(str(error).split())
         if not allow_unchecked:
             raise ValueError(
@@ -105,21 +107,21 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
 
 
 class _DiffersError(ValueError):
-    """ISP's own code gives other results."""
+    """The error that ISP's own code has other results than the code that it replaces."""
 
 
 # -- sources -----------------------------------------------------------------------------------
 
 
 def unknown_code(model: nn.Module) -> tuple[str, ...]:
-    """Return the full names of classes and functions that are replaced and not known."""
+    """Return the full names of classes and functions of the model that are replaced but unknown."""
     replaced = dict.fromkeys(replaced_code(model))
     return tuple(f"{space}.{name}" for space, name in replaced if not _is_known(space, name))
 
 
 @cache
 def _is_known(space: str, name: str) -> bool:
-    """Return whether the code of this class or function in a module of Python is known."""
+    """Return whether the code of class or function `name` in the Python module `space` is known."""
     try:
         text = inspect.getsource(sys.modules[space])
     except (KeyError, OSError, TypeError):  # there is no file, or the module is not registered
@@ -131,10 +133,10 @@ def _is_known(space: str, name: str) -> bool:
 
 
 def source_hash(text: str, name: str) -> str | None:
-    """Return a hash of a class or function in the `text` of a module; None if it is not there.
+    """Return a hash of a class or function in the `text` of a module; None if it is not defined.
 
-    With all that it names in the module. Comments, docstrings, texts of f-strings and formatting do
-    not count. It is the same in all versions of Python.
+    The hash covers all that it names in the module. Comments, docstrings, texts of f-strings and
+    formatting do not count, so that all versions of Python give the same hash.
     """
     definitions, found, left = _definitions(text), dict[str, Any](), [name]
     if name not in definitions:
@@ -149,7 +151,7 @@ def source_hash(text: str, name: str) -> str | None:
 
 @lru_cache(maxsize=2)  # several classes of one file come in a row
 def _definitions(text: str) -> dict[str, list[ast.stmt]]:
-    """Return what a module assigns to each name at its top level."""
+    """Return by name the statements at the top level of a module that define it."""
     found = defaultdict[str, list[ast.stmt]](list)
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -162,8 +164,11 @@ def _definitions(text: str) -> dict[str, list[ast.stmt]]:
 
 
 def _plain(node: Any) -> Any:
-    """Return a tree of code as lists, without fields that are empty: Python adds some of those."""
-    if isinstance(node, ast.JoinedStr):  # parsed differently by versions of Python
+    """Return a syntax tree as nested lists.
+
+    Empty fields are left out, because versions of Python add some.
+    """
+    if isinstance(node, ast.JoinedStr):  # versions of Python parse these differently
         return "f-string"
     if isinstance(node, ast.AST):
         fields = ((n, _plain(x)) for n, x in ast.iter_fields(node) if x is not None and x != [])
@@ -174,7 +179,7 @@ def _plain(node: Any) -> Any:
 
 
 def _is_text(node: Any) -> bool:
-    """Return whether a statement is a docstring."""
+    """Return whether a statement is a docstring, or another constant without effect."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
@@ -183,25 +188,31 @@ def _is_text(node: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Case:
-    """A comparison; those of the same code and configuration are equal."""
+    """A comparison to be made, equal to others of the same code and configuration."""
 
     names: tuple[str, ...]
+    """The unknown classes and functions."""
     settings: str
+    """The configuration of the model as JSON."""
     config: Any = field(compare=False)
+    """The configuration of the model."""
     about: str = field(compare=False)
+    """The beginning of a message about the unknown code."""
 
 
 @cache  # once per process
 def _compare(case: _Case) -> None:
-    """Compare a small model alone and as ISP runs it on one rank; log that they are the same.
+    """Compare a small copy of the model run alone and by ISP on one rank; log if they are equal.
 
-    Raises ValueError if they differ, and what the code of the model raises.
+    Raises `_DiffersError` if they differ, ValueError if the copy lacks code to compare, and errors
+    of the model's own code.
     """
     began = time.monotonic()
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of the small model: a run logs the same of the real one
+    # Warnings about the small model would be repeated for the real one.
+    logging.disable(logging.WARNING)
     try:
-        cpu = torch.device("cpu")  # also where the caller has another default
+        cpu = torch.device("cpu")  # the caller may have set another default device
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), cpu:
             torch.default_generator.manual_seed(0)
             small = tiny_model(case.config)
@@ -233,7 +244,7 @@ def local_layers() -> RankLayers:
 
 
 def _difference(small: Any) -> str:
-    """Return what differs if ISP runs a model, in words; empty: nothing. Changes the model."""
+    """Return in words what differs if ISP runs the model; empty: nothing. Changes the model."""
     plain = copy.deepcopy(small)
     plain.set_attn_implementation("eager")
     plain.set_experts_implementation("eager")
@@ -244,6 +255,7 @@ def _difference(small: Any) -> str:
     parts = zip(ids.split(_LENGTHS, 1), positions, strict=True)
     expected = torch.cat([host.forward(plain, *part) for part in parts], 1)
     ends = torch.tensor([0, *_LENGTHS]).cumsum(0).to(torch.int32)
+    # The plain model runs each document alone, ISP runs both packed into one sequence.
     logits = chunk.logits(chunk(ids, torch.cat(positions, 1), ends))
     if _apart(logits, expected):
         return "logits"
@@ -260,14 +272,20 @@ def _difference(small: Any) -> str:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
+    """Return the gradient of a parameter; zeros if it has none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _largest(x: Tensor) -> float:
+    """Return the largest absolute value; 0 for an empty tensor."""
     return x.detach().abs().max().item() if x.numel() else 0.0
 
 
 def _apart(found: Tensor, expected: Tensor, least: float = 0.0) -> bool:
-    """Return whether tensors differ; also if one is no number."""
+    """Return whether tensors differ by more than the tolerance, or one contains NaN.
+
+    `least`: the smallest scale to which the tolerance is relative.
+    """
     largest = max(_largest(expected), least)
+    # With `not`, a comparison with NaN counts as a difference.
     return not _largest(found - expected) <= _TOLERANCE * largest

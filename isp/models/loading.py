@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as a traced model: made without memory, each rank reads its rows."""
+"""Loading of a Hugging Face folder as a traced model, of which each rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ def folder_model(
     allow_unchecked: bool = False,
     **keys: Any,
 ) -> TracedModel:
-    """The model in `folder`, to be computed in `dtype`; of its files only the heads are read.
+    """Return the traced model in `folder`, to be computed in `dtype`, without reading its weights.
 
-    `overrides`: `model.hf_overrides` as JSON, which can be hashed.
-    `keys`: as of `TracedModel.computed`; the folder is read and traced once for all of them. A
-    model that does not train may have dropout. Of one with an `adapter`, only that is trained.
+    Of the weight files only the headers are read, to check names and shapes.
 
-    In float64 all of it is computed in float64. Raises ValueError if the folder does not hold such
-    a model, or one that is not supported.
+    `trains`: False for evaluation; a model that trains must not have dropout. `overrides`:
+    `model.hf_overrides` as JSON, which can be hashed for the cache. `adapter`: only the adapter is
+    trained. `keys`: arguments of `TracedModel.computed`; the folder is read and traced once for all
+    of them. In float64 all of the model is computed in float64, also what transformers keeps in
+    float32. Raises ValueError if the folder has no causal language model or an unsupported one.
     """
     read = _read_and_traced(
         folder, dtype, overrides, adapter, trains=trains, allow_unchecked=allow_unchecked
@@ -84,6 +85,7 @@ def _read_and_traced(
     trains: bool,
     allow_unchecked: bool,
 ) -> TracedModel:
+    """Return the traced model of a folder; raise ValueError that names `model.hf`."""
     try:
         with limited_model(folder):
             given = json.loads(overrides) if overrides else None
@@ -99,7 +101,7 @@ def _read_and_traced(
             return TracedModel(
                 model, weights=weights, in_place=False, allow_unchecked=allow_unchecked
             )
-    except OverrideError:  # says its key
+    except OverrideError:  # names its own key
         raise
     except ValueError as error:
         raise ValueError(f"model.hf={folder}: {error}") from None
@@ -114,7 +116,7 @@ def _read_and_traced(
 def empty_model(
     folder: str, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None
 ) -> tuple[nn.Module, InitialWeights]:
-    """Return the model in `folder` without memory, in training mode, and its weights' source.
+    """Return the model in `folder` on the meta device in training mode, and its weights' source.
 
     `overrides`: `model.hf_overrides`. Raises ValueError as `folder_model` does.
     """
@@ -130,12 +132,13 @@ def saved_again(
     read: Callable[[str], Tensor],
     overrides: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """A trained folder's tensors, by the names and in the pieces that `save_pretrained` gives them.
+    """Return the tensors of a trained model, named and divided as `save_pretrained` does it.
 
-    These are those of the folder's files. `read` gives a parameter, whole, of those with `shapes`;
-    those of one block are in memory at a time. What no step changes is as in the folder: buffers,
-    a tower of vision, and what transformers does not load. Raises ValueError as `folder_model`
-    does, and for other parameters.
+    That is also how the files of `folder`, from which training began, have them. `read` returns one
+    whole parameter of those in `shapes`; at most one block's are in memory at a time. Tensors that
+    training does not change are those of the folder: buffers, a vision tower, and tensors that
+    transformers does not load. Raises ValueError as `folder_model` does, and if `shapes` do not fit
+    the model.
     """
     model = meta_model(folder, torch.float32, overrides)
     weights = _weights_of(model, Path(folder))
@@ -154,9 +157,13 @@ def saved_again(
 def _by_block(
     model: Any, kept: Mapping[str, Tensor | None], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What `save_pretrained` writes, block by block; `read` gives what is None."""
+    """Yield the tensors that `save_pretrained` writes, block by block.
+
+    `kept`: the values by parameter or buffer; None: `read` returns it.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
+    # Conversion to the names of files may combine or split tensors of a block.
     blocks: dict[str, list[str]] = {}
     for name in kept:
         block = re.match(r".*?\.\d+\.", name)
@@ -174,11 +181,11 @@ def plain_model(
     state: dict[str, Tensor] | None = None,
     device_map: str | None = None,
 ) -> Any:
-    """Load a folder's model by `from_pretrained` of transformers, ready to generate.
+    """Load a folder's model by `from_pretrained` of transformers, ready to generate text.
 
-    `overrides`: `model.hf_overrides`. `state`: weights to use instead of the folder's, as
-    `saved_again` gives them. `device_map`: as of transformers; None: in CPU memory. Raises
-    ValueError where transformers cannot load it.
+    `overrides`: `model.hf_overrides`. `state`: weights to use instead of the folder's, named as by
+    `saved_again`. `device_map`: that of transformers; None: CPU memory. Raises ValueError if
+    transformers cannot load the model, or if it generates no text.
     """
     import transformers
 
@@ -187,7 +194,8 @@ def plain_model(
     if not kind.can_generate():
         raise ValueError(f"{folder} contains a {kind.__name__}, which generates no text")
     if state is None:
-        _weights_of(empty, Path(folder))  # transformers loads files of another model in part
+        # Raises for files of another model, of which transformers would load what fits.
+        _weights_of(empty, Path(folder))
     config = overridden_config(folder, overrides)
     if state is not None and hasattr(config, "quantization_config"):
         del config.quantization_config  # `state` is not quantized
@@ -207,7 +215,7 @@ def plain_model(
         raise ValueError(
             f"transformers {transformers.__version__} cannot load {folder}: {first_line(error)}"
         ) from None
-    if missing := sorted(info["missing_keys"]):  # transformers would draw them
+    if missing := sorted(info["missing_keys"]):  # transformers fills these with random numbers
         raise ValueError(
             f"{folder} lacks {len(missing)} weights of the model, such as {missing[0]}"
         )
@@ -217,7 +225,10 @@ def plain_model(
 def meta_model(
     folder: str, dtype: torch.dtype, overrides: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """A folder's model without memory for its parameters; one that sees is whole."""
+    """Return a folder's model with parameters on the meta device, in training mode.
+
+    A vision model still has its vision tower. Raises ValueError if transformers cannot build it.
+    """
     import transformers
 
     try:
@@ -226,7 +237,7 @@ def meta_model(
             model: Any = made(config, dtype)
     except OverrideError:
         raise
-    except Exception as error:  # somebody else's code on somebody's file: anything may come
+    except Exception as error:  # transformers may raise anything for a file
         first = next(iter(str(error).strip().splitlines()), "")
         if "custom code" in first:
             first += " isp runs no code that a folder brings: give isp.parallelize the model"
@@ -241,6 +252,7 @@ def meta_model(
 
 
 def _check_dropout(model: nn.Module) -> None:
+    """Raise ValueError for a model with dropout."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(
@@ -249,11 +261,15 @@ def _check_dropout(model: nn.Module) -> None:
             )
 
 
-# -- where weights come from -----------------------------------------------------------------
+# -- sources of weights ----------------------------------------------------------------------
 
 
 def _weights_of(model: Any, folder: Path) -> _Files | _Random:
-    """The source of a model's weights; raises ValueError for files of another model."""
+    """Return the source of a model's weights: its folder's files, or random numbers without files.
+
+    Takes the vision tower out of the model, in place. Raises ValueError for files of another model
+    and for weights that are not in safetensors.
+    """
     if not any(folder.glob("*.safetensors*")):
         if others := sorted(path.name for path in folder.glob("*.bin")):
             raise ValueError(
@@ -265,13 +281,14 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
     check_readable(getattr(model.config, "quantization_config", None))
     files = ConvertedFiles(folder, model)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # what is saved is whole
+        del model.config.quantization_config  # weights are saved without quantization
+    # What the files have but training does not change: it is not checked, only saved again.
     tower = tuple(f"{name}." for name in take_out_tower(model))
     names = _names(model)
     untrained = {name for name in files.names if name.startswith(tower)}
     untrained |= {*_ignored(model, files.names)}
     tensors, aliases = {}, {*untrained}
-    for of_one in names.values():
+    for of_one in names.values():  # a tied weight may be in the files by any of its names
         there = next((name for name in of_one if name in files.names), of_one[0])
         tensors[there] = attrgetter(there)(model)
         aliases.update(of_one)
@@ -283,7 +300,7 @@ def _weights_of(model: Any, folder: Path) -> _Files | _Random:
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:
-    """Of each parameter and kept buffer, by its first name, all names."""
+    """Return all names of each parameter and saved buffer, by its first name."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -293,39 +310,46 @@ def _names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to a model's weights."""
+    """Return the buffers of a model that its state dict contains, by name."""
     kept = model.state_dict(keep_vars=True).keys()
     return (item for item in model.named_buffers() if item[0] in kept)
 
 
 def _ignored(model: Any, names: Iterable[str]) -> Iterator[str]:
-    """Those that transformers ignores, too, and angles that models once kept by layer."""
+    """Yield the `names` that transformers ignores when it loads a model, too.
+
+    Also the rotary angles that earlier versions saved for each layer.
+    """
     own = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     patterns = (r"rotary_emb\.inv_freq$", *own)
     return (name for name in names if any(re.search(pattern, name) for pattern in patterns))
 
 
 class _Files:
-    """Weights in files, read by slices."""
+    """A source of weights that reads a rank's shards from files; see `InitialWeights`."""
 
     def __init__(
         self, files: ConvertedFiles, names: Mapping[str, list[str]], untrained: Iterable[str]
     ) -> None:
+        """`names`: see `_names`; `untrained`: tensors of the files that are not in the model."""
         self._files = files
         self._names = names
         self._untrained = untrained
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a vision tower, and those that transformers ignores, as in the files.
+        """Yield the tensors of a vision tower and those that transformers ignores, from the files.
 
-        Such as DeepSeek-V3's heads for further tokens. One is in memory at a time.
+        DeepSeek-V3's heads for further tokens are among these. One tensor is in memory at a time.
         """
         there = dict.fromkeys(n for name in self._untrained for n in self._files.made_of(name))
         return ((name, self._files.read_block(name, ())) for name in there)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """As `InitialWeights`; one shard at a time is in memory."""
+        """Fill shards and saved buffers from the files, as `InitialWeights.fill`.
+
+        One shard at a time is in memory.
+        """
         if shards:
             logger.info("weights     from %s", self._files.folder)
         for item in shards:
@@ -335,28 +359,33 @@ class _Files:
         self._files.close()
 
     def _read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
+        """Return a parameter or buffer, or the shard of it that `layout` describes."""
         there = next(alias for alias in self._names[name] if alias in self._files.names)
         return self._files.read(there, layout)
 
 
 class _Random:
-    """Weights as the model itself begins them; a function of the seed and of modules' names."""
+    """A source of random weights, made by the model's own initialization; see `InitialWeights`.
+
+    They depend on the seed and on the names of modules alone, so they are the same in each layout.
+    """
 
     def __init__(self, model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None) -> None:
-        """`drawn_as`: the parameters of other names whose random numbers some are drawn from."""
+        """`drawn_as`: by name of a parameter, the rows of another one whose numbers it gets."""
         self._shape = model
-        """On the meta device, but for its buffers; never changed."""
+        """The model, with parameters on the meta device; never changed."""
         self._drawn_as = drawn_as or {}
 
     def untrained(self) -> Iterator[tuple[str, Tensor]]:
-        """None: there are no files."""
+        """Return an iterator over nothing, because there are no files."""
         return iter(())
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise ValueError for a parameter that the model's `_init_weights` leaves as it is.
+        """Raise ValueError for a parameter that the model's `_init_weights` does not initialize.
 
-        Weights are made only where their values depend on others, those of one module at a time.
+        Weights are made only for modules whose initialization is not known to be elementwise, one
+        module at a time.
         """
         shape: Any = copy.deepcopy(self._shape)
         for owner, module in shape.named_modules():
@@ -365,6 +394,7 @@ class _Random:
             unknown = [local for local in own if not drawn[local].known]
             values = _begun(shape, owner, 0) if unknown else {}
             for local in own:
+                # Not initialized: still NaN, or no operation was recorded.
                 left = values[local].isnan().any() if local in unknown else not drawn[local].calls
                 if left:
                     raise ValueError(
@@ -374,9 +404,9 @@ class _Random:
 
     @torch.no_grad()
     def fill(self, model: nn.Module, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """As `InitialWeights`; one module's weights at a time are in memory.
+        """Fill shards with random weights, as `InitialWeights.fill`.
 
-        Raises ValueError as `check` does.
+        At most one module's whole weights are in memory at a time. Raises ValueError as `check`.
         """
         if not shards:
             return
@@ -396,13 +426,13 @@ class _Random:
             owner, _, local = name.rpartition(".")
             if owner != owner_before:
                 drawn, values, owner_before = _drawn(shape, owner), {}, owner
-            if drawn[local].known:
+            if drawn[local].known:  # the numbers of the shard alone
                 source = self._drawn_as.get(name, RowsOf(name))
                 own = drawn[local].shard(layout, MasterStream(seed, *source))
-            else:
+            else:  # the whole weight, by the model's own code
                 values = values or _begun(shape, owner, seed)
                 own = layout.shard(values[local])
-            if own.isnan().any():
+            if own.isnan().any():  # find out which parameter is not initialized, and raise
                 self.check()
             item.parameter.copy_(own)
 
@@ -410,10 +440,10 @@ class _Random:
 def begun_by_the_model(
     model: nn.Module, drawn_as: Mapping[str, RowsOf] | None = None
 ) -> _Random | None:
-    """The source of the weights of a model on the meta device; None for one that has weights.
+    """Return the source of weights of a model on the meta device; None for one with weights.
 
-    Its buffers get their values, in place. Raises ValueError for a model with only some weights,
-    and for one whose buffers nobody can make.
+    Gives buffers on the meta device their values, in place. Raises ValueError for a model with only
+    some weights, and for one whose buffers cannot be made again.
     """
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if not empty:
@@ -430,7 +460,7 @@ def begun_by_the_model(
                 f"{kind.__name__} has buffers on the meta device, so their values are lost: build"
                 " it inside isp.parameters_on_meta(), which keeps buffers"
             )
-        with parameters_on_meta():
+        with parameters_on_meta():  # buffers of a new model of the same class
             twin = kind(config)
         for name, buffer in twin.named_buffers():
             owner, _, local = name.rpartition(".")
@@ -440,7 +470,7 @@ def begun_by_the_model(
 
 @contextmanager
 def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor]]:
-    """In this context the module has other parameters of its own, of NaN in float32; by name."""
+    """Replace the module's own parameters in this context by NaN in float32; yield them by name."""
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
     own: dict[str, Tensor] = {
         local: nn.Parameter(torch.full(parameter.shape, torch.nan, **options))
@@ -451,9 +481,9 @@ def _own_parameters(module: nn.Module, device: str) -> Iterator[dict[str, Tensor
 
 
 def _begin(shape: Any, owner: str) -> None:
-    """Let the model, or torch, begin the own parameters of a module.
+    """Initialize the own parameters of a module as the model does, or else as torch does.
 
-    Modules around it have a say, too: GPT-2 scales some of their linears.
+    The modules around it are initialized after it, because GPT-2 scales some of their linears.
     """
     module = shape.get_submodule(owner)
     if not hasattr(shape, "_init_weights"):
@@ -467,13 +497,13 @@ def _begin(shape: Any, owner: str) -> None:
 
 
 def _drawn(shape: Any, owner: str) -> dict[str, Drawing]:
-    """What is done to begin the own parameters of a module, by local name."""
+    """Return how the own parameters of a module are initialized, by local name."""
     with _own_parameters(shape.get_submodule(owner), "meta") as own, torch.random.fork_rng([]):
         return drawings(own, lambda: _begin(shape, owner))
 
 
 def _begun(shape: Any, owner: str, seed: int) -> dict[str, Tensor]:
-    """The own parameters of a module as the model begins them, in float32, by local name."""
+    """Return the initialized own parameters of a module, whole, in float32, by local name."""
     with _own_parameters(shape.get_submodule(owner), "cpu") as own, torch.random.fork_rng([]):
         torch.default_generator.manual_seed(MasterStream(seed, owner).generator_seed)
         _begin(shape, owner)

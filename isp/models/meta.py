@@ -1,4 +1,4 @@
-"""Models on the meta device, which have no memory, and copies of them."""
+"""Models on the meta device, which have no memory, and fast copies of models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """In this context parameters lose their memory as modules take them; buffers keep theirs."""
+    """Put parameters on the meta device when modules register them in this context.
+
+    Buffers keep their values, which cannot be made again without the model's own code.
+    """
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -36,7 +39,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of `model` without memory for its parameters and buffers."""
+    """Return a copy of `model` with all parameters and buffers on the meta device."""
     empty: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for parameter in model.parameters():
         value = torch.empty_like(parameter, device="meta")
@@ -45,10 +48,10 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def copied(model: nn.Module, instead: dict[int, Any]) -> nn.Module:
-    """Copy a model, with the values of `instead` in place of the objects with these ids.
+    """Return a deep copy of a model, with values of `instead` in place of the objects by their ids.
 
-    As `copy.deepcopy`, two to four times as fast: it is slow for the empty dicts of hooks, of which
-    each module has a dozen. Adds entries for those to `instead`.
+    Two to four times as fast as `copy.deepcopy`, which is slow for the dozen empty dicts of hooks
+    that each module has. Adds entries for those to `instead`.
     """
     for module in model.modules():
         for value in vars(module).values():
@@ -58,9 +61,10 @@ def copied(model: nn.Module, instead: dict[int, Any]) -> nn.Module:
 
 
 def leave_alone(shape: nn.Module, unused: Iterable[str]) -> None:
-    """Freeze the `unused` parameters, which torch's optimizers would not change either.
+    """Freeze the `unused` parameters of `shape`, and warn about those that would be trained.
 
-    In `shape`, a model without memory. The model itself is frozen where it is built.
+    torch's optimizers would not change them either, as they get no gradient. `shape` is a model on
+    the meta device; the real model is frozen when it is built.
     """
     trained = [name for name in unused if shape.get_parameter(name).requires_grad]
     for name in trained:

@@ -1,6 +1,6 @@
-"""The positions of the tokens of a forward, and the lengths of the documents in which they lie.
+"""Positions of the tokens of a forward, and lengths of the documents that contain them.
 
-B batch, S sequence, S' the tokens of this rank, D hidden size, d size of a head
+B batch, S sequence, S' tokens of this rank, D hidden size, d head size
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _positions: ContextVar[Tensor] = ContextVar("positions")
 
 
 def current_positions() -> Tensor:
-    """Those of the tokens of this rank, [B, S'], each counted in its document.
+    """Return the position of each token of this rank in its document, [B, S'].
 
-    Raises LookupError outside of a parallelised model's forward.
+    Raises LookupError outside of the forward of a parallelized model.
     """
     return _positions.get()
 
 
 @contextmanager
 def at_positions(positions: Tensor) -> Iterator[None]:
-    """Tokens of forwards in this context are at `positions`."""
+    """Set the result of `current_positions` in this context."""
     token = _positions.set(positions)
     try:
         yield
@@ -50,10 +50,10 @@ def at_positions(positions: Tensor) -> Iterator[None]:
 
 
 def give_positions(model: nn.Module) -> None:
-    """Let tables of positions look up those of the forward, not a count of the rank's tokens.
+    """Let tables of positions look up `current_positions` instead of counting the rank's tokens.
 
-    A table that counts tokens is known by its optional argument `position_ids`. The argument for
-    the number of cached tokens has another name in each few versions of transformers.
+    A table that counts tokens is recognized by its optional argument `position_ids`. Its argument
+    for the number of cached tokens is renamed every few versions of transformers.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -63,16 +63,18 @@ def give_positions(model: nn.Module) -> None:
 
 
 def _look_up(table: Callable[..., Tensor], tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-    """[B, S', D]; classes of transformers take positions of one sequence, [S']."""
+    """Return rows of a table of positions for all tokens, [B, S', D]."""
     positions = current_positions()
+    # Classes of transformers take positions of one sequence, [S'].
     return table(tokens, position_ids=positions.flatten()).view(*positions.shape, -1)
 
 
 def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLayers) -> Tensor:
-    """The length of the document in which each token of this rank lies, as `positions` [B, S'].
+    """Return the length of the document that contains each token, in the shape of `positions`.
 
-    All positions, [B, S], where the mode has a rank compute them. Without `cu_seqlens` a row is one
-    document.
+    positions [B, S'] are those of this rank's tokens, or [B, S] if a rank computes with the
+    positions of all tokens. `cu_seqlens`: starts of the documents, [documents + 1]; None: each row
+    is one document.
     """
     parts = layers.tensor.size if layers.mode.slices_batch else 1
     if cu_seqlens is None:
@@ -88,18 +90,21 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLaye
 def by_document(
     limit: int, lengths: Callable[[], Tensor | None], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`forward`, which makes angles [B, S', d] by whether the largest position reaches `limit`.
+    """Return a forward of rotary positions that treats each token by the length of its document.
 
-    Rotary positions that treat long rows otherwise (longrope): the result makes those of each token
-    by the length of its document, as if that were alone, if `lengths` gives them, [B, S'].
+    `forward` makes angles [B, S', d] in one of two ways, by whether the largest position of the row
+    reaches `limit` (longrope). The returned function chooses for each token as if its document were
+    alone. `lengths` returns the documents' lengths [B, S'], or None to run `forward` as it is.
     """
 
     def angles(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute both kinds of angles, and choose by token."""
         of_tokens = lengths()
         if of_tokens is None:
             return forward(x, position_ids, *args, **kwargs)
         far = torch.full_like(position_ids[..., :1], limit)
         short = forward(x, position_ids.clamp(max=limit - 1), *args, **kwargs)
+        # One position more, at the limit, makes `forward` take the row for a long one.
         long = forward(x, torch.cat([position_ids, far], -1), *args, **kwargs)
         is_long = (of_tokens > limit).unsqueeze(-1)
         return tree_map(lambda a, b: torch.where(is_long, b[:, :-1], a), short, long)

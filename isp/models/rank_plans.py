@@ -1,4 +1,4 @@
-"""What a pipeline rank has of a model, and the plan of its step."""
+"""The prefetch plan of a training step on each pipeline rank, made without starting ranks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ __all__ = ["RankPlan", "RankShape", "marked", "rank_plans", "rank_shapes", "sche
 
 
 class RankShape(NamedTuple):
-    """A pipeline rank's part of a model, as the model declares it; nothing is cut."""
+    """The stages of a model on one pipeline rank, with whole weights."""
 
     chunks: Chunks
+    """The declared blocks of each stage, with the uses of their weights."""
     layouts: dict[str, ParameterLayout]
-    """By parameter, or what it travels in, in order of declaration; by their names in `chunks`."""
+    """By name in `chunks`, the layout of each parameter or fused parameter, in declared order."""
     tied: str | None
-    """The model's tied weight, if the rank has it, by its name in `chunks`."""
+    """The name in `chunks` of the model's tied weight; None: the rank does not have it."""
     frozen: frozenset[str]
-    """Of `layouts`, those that are not trained."""
+    """The names in `layouts` of parameters that are not trained."""
     trained: dict[str, ParameterLayout]
-    """Of each trained parameter by itself, by its name in the model."""
+    """By name in the model, the layout of each trained parameter, also of those that are fused."""
 
 
 def rank_shapes(
     model: TracedModel, whole: StageModule, order: PipelineOrder
 ) -> tuple[RankShape, ...]:
-    """The shape of each rank of a pipeline.
+    """Return the shape of each rank of a pipeline.
 
-    `whole`: all of the model on one rank, without memory, recomputed in whatever way.
+    `whole`: the whole model on one rank, on the meta device, with any recomputation.
     """
     stages = stages_of(model.shape, model.trace, order.num_stages)
     chunks = [whole] if len(stages) == 1 else [*map(whole.of_stage, stages)]
@@ -52,6 +53,7 @@ def rank_shapes(
 
 
 def _rank_shape(model: TracedModel, own: list[StageModule]) -> RankShape:
+    """Return the shape of a rank with these stage modules."""
     declared = tuple(chunk.weight_blocks() for chunk in own)
     shards = [item for chunk in own for item in chunk.shards()]
     items = [item for chunk in own for item in by_whole(chunk.shards())]
@@ -67,7 +69,10 @@ def _rank_shape(model: TracedModel, own: list[StageModule]) -> RankShape:
 
 
 def marked(chunks: Chunks, blocks: Sequence[str], how: Recomputation) -> Chunks:
-    """The chunks of a model of these `blocks`, recomputed as `how` says."""
+    """Return `chunks` with the recomputation of each block set as `how` says.
+
+    `blocks`: the names of all blocks of the model, in order.
+    """
     recomputed = dict(zip(blocks, recomputed_blocks(len(blocks), how.checkpoint), strict=True))
 
     def of_chunk(chunk: tuple[Block, ...]) -> Iterator[Block]:
@@ -81,19 +86,20 @@ def marked(chunks: Chunks, blocks: Sequence[str], how: Recomputation) -> Chunks:
 
 
 class RankPlan(NamedTuple):
-    """The plan of one pipeline rank, and what it was made for."""
+    """The prefetch plan of one pipeline rank, with the inputs that it was made from."""
 
     title: str
-    """Its stages, such as `stage 0 and 4`."""
+    """The stages of the rank in words, such as `stage 0 and 4`."""
     plan: PrefetchPlan
     chunks: Chunks
     actions: tuple[Action, ...]
+    """The forwards and backwards of the step, in order."""
 
 
 def schedule_text(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> str:
-    """The grid of a training step of `micro_num` micro-batches on each stage, for people.
+    """Return the prefetch plans of a step of `micro_num` micro-batches as grids, one per rank.
 
-    Raises ValueError outside isp mode, where nothing travels.
+    Raises ValueError outside of isp mode, in which no weights are gathered.
     """
     plans = rank_plans(model, parallel, micro_num)
     grids = [grid(own.plan, own.chunks, own.actions) for own in plans]
@@ -103,9 +109,9 @@ def schedule_text(model: TracedModel, parallel: ParallelConfig, micro_num: int) 
 
 
 def rank_plans(model: TracedModel, parallel: ParallelConfig, micro_num: int) -> list[RankPlan]:
-    """The plan of one training step on each pipeline rank.
+    """Return the prefetch plan of one training step on each pipeline rank.
 
-    Raises ValueError outside isp mode, where nothing travels.
+    Raises ValueError outside of isp mode, in which no weights are gathered.
     """
     mode, order = parallel.tensor.mode, PipelineOrder(parallel.pipeline)
     if not mode.gathers_weights:

@@ -1,6 +1,6 @@
-"""What each parameter of a traced model is: where it may live, and whether it is decayed.
+"""The role of each parameter of a traced model, which decides how it is sharded, and its decay.
 
-E experts
+E experts, H heads, d head size, I in and O out features
 """
 
 from __future__ import annotations
@@ -28,33 +28,36 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|
 
 
 class ParameterRole(StrEnum):
-    """The places where a parameter may live."""
+    """The roles of a parameter, which decide whether it is cut or whole on each rank."""
 
     SHARDED = "sharded"
-    """Of a linear or a table: cut over the weight group, and gathered to be read."""
+    """A parameter of a linear or table: cut over the weight group, and gathered to be read."""
     VECTOR = "vector"
-    """Norms, sinks, decays, depthwise kernels and all else that code reads: whole on every rank."""
+    """Norms, sinks, decays, depthwise kernels and all else that code reads: whole on each rank."""
     EXPERT = "expert"
-    """Experts [E, .., ..] that are called as transformers calls them: as `SHARDED`."""
+    """Experts [E, .., ..] that are called as in transformers: cut like `SHARDED`."""
     ROUTER = "router"
-    """Other experts, routers of experts, and their biases: whole on every rank."""
+    """Other experts, routers of experts, and their biases: whole on each rank."""
     IDLE = "idle"
-    """Of a linear or table that no forward calls: whole on every rank."""
+    """A parameter of a linear or table that no forward calls: whole on each rank."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank has a part of it, which is gathered to be read."""
+        """True if each rank has a part of the parameter, which is gathered to be read."""
         return self in (ParameterRole.SHARDED, ParameterRole.EXPERT)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's own, Falcon's, or GPT-2's, transposed."""
+    """Return whether a module is a linear: torch's own, Falcon's, or GPT-2's transposed one."""
     falcon = isinstance(module, nn.Linear) and type(module).__name__ == "FalconLinear"
     return type(module) is nn.Linear or falcon or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is a linear with a weight [I, O]: `Conv1D` of transformers, known by its shape."""
+    """Return whether a module is a linear with a weight [I, O]: `Conv1D` of transformers.
+
+    It is recognized by its name and attribute, without importing transformers.
+    """
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -70,7 +73,7 @@ def is_decayed(model: nn.Module, name: str) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm: torch's LayerNorm, or a class whose name ends in Norm."""
+    """Return whether a module is a norm: torch's LayerNorm, or a class whose name ends in Norm."""
     return isinstance(module, nn.LayerNorm) or type(module).__name__.lower().endswith("norm")
 
 
@@ -82,9 +85,10 @@ def is_table_of_biases(module: nn.Module, name: str) -> bool:
 def roles_of(
     model: nn.Module, called: set[str], whole: set[str], read: Collection[str]
 ) -> dict[str, ParameterRole]:
-    """The role of each parameter; those of the modules `whole` are no linears'.
+    """Return the role of each parameter by name.
 
-    Of linears' biases, those that others `read` are whole.
+    `called`: the modules that the trace follows. `whole`: linears that count as vectors. `read`:
+    parameters that other code reads; biases of linears among them count as vectors, too.
     """
     roles: dict[str, ParameterRole] = {}
     kept = {id(p): name for name, p in model.named_parameters()}
@@ -102,6 +106,7 @@ def roles_of(
 def _role(
     model: nn.Module, name: str, module: nn.Module, parameter: nn.Parameter, called: set[str]
 ) -> ParameterRole:
+    """Return the role of a parameter of `module`, as if no other module used it."""
     if is_linear(module) or isinstance(module, nn.Embedding):
         return ParameterRole.SHARDED if name in called else ParameterRole.IDLE
     if parameter.numel() == max(parameter.shape, default=1):  # [N], or [1, N] of ernie4_5_moe
@@ -109,6 +114,7 @@ def _role(
     if holds_experts(module):
         stack = name in called and parameter.dim() == 3
         return ParameterRole.EXPERT if stack else ParameterRole.ROUTER
+    # A matrix next to a module with experts is their router.
     parent = model.get_submodule(name.rpartition(".")[0])
     if parameter.dim() == 2 and any(holds_experts(sibling) for sibling in parent.children()):
         return ParameterRole.ROUTER
@@ -116,9 +122,9 @@ def _role(
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module has weights of several experts in one: [E, .., ..], and no linear beside.
+    """Return whether a module has stacked weights of experts [E, .., ..], and no linears.
 
-    Mixers such as Zamba's have weights [H, .., ..] and linears.
+    Mixers such as Zamba's have weights [H, .., ..], too, but also linears.
     """
     if type(module).__module__.startswith("torch.") or any(map(is_linear, module.children())):
         return False
@@ -126,5 +132,5 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def expert_stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights [E, .., ..] of a module that holds experts, by their names in it."""
+    """Return the stacked weights [E, .., ..] of a module with experts, by their local names."""
     return {name: p for name, p in module.named_parameters(recurse=False) if p.dim() == 3}

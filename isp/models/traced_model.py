@@ -1,7 +1,4 @@
-"""`TracedModel`: a model as the runtime asks for it, known by its trace.
-
-B batch, S sequence, D hidden size, V vocabulary; S' the tokens and V' the logits of a rank.
-"""
+"""`TracedModel`: a model with its trace, checked against layouts and built into stage modules."""
 
 from __future__ import annotations
 
@@ -51,13 +48,14 @@ _Found = TypeVar("_Found")
 def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
     """Return the rows of the smallest table of learned positions; None if there is none.
 
-    `tables` are all embeddings of a model but that of its tokens. A table of no fewer rows than
-    config.json says is one of positions: a few models have one of two kinds of tokens, too.
+    `tables`: all embeddings of the model except that of its tokens. A table counts as one of
+    positions if it has at least as many rows as config.json has positions, since a few models also
+    have a table of two token types. Rows reserved at the start of a table are not counted.
     """
     host = host_of(model)
     config = host.config(model)
     least = config.get("max_position_embeddings") or config.get("n_positions") or 0
-    # The first rows of OPT's and RoBERTa's stand for no position.
+    # OPT and RoBERTa reserve the first rows: position 0 is row 2, or the row after the padding.
     first = host.first_position(model)
     weights = [(table, int(table.weight.shape[0])) for table in tables]  # type: ignore[index]
     return min(
@@ -67,7 +65,7 @@ def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
 
 
 class TracedModel:
-    """A model that can be built for any layout, known by its trace."""
+    """A model and its trace, from which stage modules can be built for any layout."""
 
     def __init__(
         self,
@@ -84,14 +82,21 @@ class TracedModel:
         earlier_names: Mapping[str, RowsOf] | None = None,
         allow_unchecked: bool = False,
     ) -> None:
-        """`weights`: where those of a `model` on the meta device come from; None: it has weights.
-        `gives_scores`: chunks have `scores` with gradients, for which backward reads the head.
-        `compile`: whether the losses of the head are compiled.
-        `router_losses`: where one is 0, that of the model's own configuration holds.
-        `earlier_names`: what parameters are in checkpoints of earlier versions, by name.
-        `allow_unchecked`: a model that the probe cannot run is taken with a warning.
+        """Trace the model on the meta device and probe it on the CPU.
 
-        If not `in_place`, `build` shards a copy of the model each time.
+        `recomputation`: what blocks keep for backward and what they recompute.
+        `attention_backend`: the implementation of attention over whole sequences.
+        `weights`: source of the weights of a `model` on the meta device; None: `model` has them.
+        `in_place`: `build` shards `model` itself; otherwise it shards a copy each time.
+        `loss_chunk_tokens`: tokens whose logits the loss computes at a time; 0: all tokens.
+        `compile`: when the loss of the head is compiled.
+        `gives_scores`: per-token results may need gradients, so backward reads the head's weight.
+        `router_losses`: coefficients; one that is 0 is taken from the model's own configuration.
+        `earlier_names`: by name of a parameter, its rows in checkpoints of earlier versions.
+        `allow_unchecked`: if the probe cannot run the model, warn instead of raising.
+
+        Raises ValueError for a model that cannot be traced, that mixes tokens outside of attention,
+        or that ignores the positions that it is given.
         """
         self.host = host_of(model)
         self.recomputation = recomputation
@@ -106,18 +111,20 @@ class TracedModel:
         self._weights = weights
         self._in_place = in_place
         self._found: dict[Hashable, Any] = {}
-        """What `_once` has found of `shape` and `trace`; copies that have both share it."""
+        """Cached results of `_once`, shared by copies with the same `shape` and `trace`."""
         check_supported(model)
         self.shape = self.host.without_values(on_meta(model))
-        """Of the same structure and without memory, connected; not to be changed."""
+        """The model on the meta device, connected to the runtime; never changed."""
         self.host.connect(self.shape)
-        traced = self._empty()  # a forward may leave something in a module
+        traced = self._empty()  # a copy, because a forward may leave state in a module
         self.trace = trace_model(traced, self.host.forward)
         self._check_recomputation()
         leave_alone(self.shape, self.trace.unused)
         how = self.trace, self.host.forward
         probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
         self._probed, self._lengths = probed, LengthCheck(model, self._empty, *how)
+        # A model that passed the probe may have no positions. Without the probe, a model that does
+        # not read them may count its tokens instead, which is wrong in a part of a sequence.
         if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
             raise ValueError(
                 f"{type(model).__name__} ignores position_ids: positions within each rank's part"
@@ -131,12 +138,13 @@ class TracedModel:
             )
 
     def _empty(self) -> nn.Module:
-        """A copy of `shape` whose parameters may be replaced by shards."""
+        """Return a copy of `shape` whose parameters may be replaced by shards."""
         return copied(self.shape, {id(p): p for p in self.shape.parameters()})
 
     def computed(self, **keys: Any) -> TracedModel:
-        """The same model with other arguments `keys` of `__init__`; it is not traced again."""
+        """Return this model with other attributes `keys`, without tracing it again."""
         other = copy.copy(self)
+        # The arguments of `__init__` that may be changed are attributes of the same name.
         assert keys.keys() <= vars(other).keys(), keys
         vars(other).update(keys)
         if {"shape", "trace"} & keys.keys():
@@ -145,20 +153,20 @@ class TracedModel:
         return other
 
     def frozen(self) -> TracedModel:
-        """The same model, of which no weight is trained."""
+        """Return a copy of this model in which no weight is trained."""
         model, shape = copy.deepcopy((self.model, self.shape))
         model.requires_grad_(False)
         shape.requires_grad_(False)
         return self.computed(model=model, shape=shape)
 
     def _once(self, key: Hashable, find: Callable[[], _Found]) -> _Found:
-        """Return what `find` gives, which depends on `key`, the shape and the trace alone."""
+        """Return the cached result of `find`, which depends on `key`, shape and trace alone."""
         if key not in self._found:
             self._found[key] = find()
         return cast(_Found, self._found[key])
 
     def _check_recomputation(self) -> None:
-        """Raise ValueError for keys that this model has no use for."""
+        """Raise ValueError if `mlp_tile_tokens` is set and no module can run in tiles."""
         if self.recomputation.mlp_tile_tokens and not self.trace.by_token:
             raise ValueError(
                 f"model.mlp_tile_tokens={self.recomputation.mlp_tile_tokens}: no module in the"
@@ -169,18 +177,18 @@ class TracedModel:
 
     @property
     def hidden_size(self) -> int:
-        """Features of a token's hidden state between blocks."""
+        """The number of features of a token between blocks, over all of its hidden states."""
         form = self.trace.outputs.get(self.trace.blocks[0])
         return self._first_table.embedding_dim if form is None else form.width
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a token, fewer or more than `vocab_rows`."""
+        """The number of logits of a token, which may be less or more than `vocab_rows`."""
         return self.trace.vocab_size
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the first table: tokens that the model takes."""
+        """The number of different token ids that the model accepts: rows of its first table."""
         return self._first_table.num_embeddings
 
     @property
@@ -191,22 +199,22 @@ class TracedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters, shared ones once."""
+        """The number of elements of all parameters, with shared ones counted once."""
         return sum(self.trace.sizes.values())
 
     @property
     def trained_names(self) -> tuple[str, ...]:
-        """The names of the parameters that are not frozen, of all pipeline stages, in order."""
+        """The names of all parameters that are not frozen, in the model's order."""
         return tuple(n for n, p in self.shape.named_parameters() if p.requires_grad)
 
     @property
     def checkpoints_frozen(self) -> bool:
-        """Whether frozen weights are in checkpoints; those below adapters are in the base model."""
+        """True if checkpoints contain frozen weights; with adapters, the base model has them."""
         return not hasattr(self.model, "peft_config")
 
     @property
     def flop_rule(self) -> str:
-        """The `flops` rule, in words."""
+        """The rule of `flops` in words, for logs."""
         parameters = "linears"
         if self.trace.elements(ParameterRole.EXPERT):
             parameters += " and of the experts that a token goes to"
@@ -218,51 +226,54 @@ class TracedModel:
         )
 
     def flops(self, document_lengths: Iterable[int]) -> int:
-        """FLOPs of forward and backward over documents of these lengths, in tokens.
+        """Return the FLOPs of forward and backward over documents of these lengths, in tokens.
 
-        Those of products, convolutions and scans, whose backward has twice the forward's; of
-        experts, as many count as a token goes to. A lookup has none, a head has them though it uses
-        the embedding's table. What is recomputed is not counted: the rule measures the work that
-        has to be done, and does not reward doing it twice.
+        Matrix products, attention, convolutions and scans count, with twice the forward's FLOPs for
+        backward. Only the experts that a token is routed to count. A lookup in a table counts
+        nothing; a head tied to that table counts as a product. Recomputation is not counted, so
+        that the number measures the work that is required and not the work that is done.
         """
         lengths = list(document_lengths)
+        # 2 FLOPs per multiply-add, three times: forward, dgrad and wgrad.
         total = 6 * self.trace.multiplied * sum(lengths)
         for sizes in self.trace.attentions:
             size = sizes.head_size + sizes.value_size
+            # `pairs` is twice the number of pairs, which is the 2 FLOPs per multiply-add.
             total += 3 * sizes.num_heads * size * sum(map(sizes.pairs, lengths))
         return total + 3 * sum(call.flops for call in self.trace.calls) * sum(lengths)
 
     @property
     def tied_weight(self) -> str | None:
-        """The weight that the first and the last stage both have, by name, if there is one."""
+        """The name of the weight that the first and last pipeline stages share, if there is one."""
         return self._once("tied weight", partial(tied_weight, self.shape, self.trace))
 
     @property
     def attention_windows(self) -> Windows:
-        """The windows of its attention layers, with how many have each; empty: it attends to none.
+        """Each attention window with its number of layers; empty for a model without attention.
 
-        Of packed sequences they decide which rank has which tokens.
+        For packed sequences they decide which rank gets which tokens.
         """
         return tuple(Counter(sizes.window for sizes in self.trace.attentions).items())
 
     @property
     def learned_positions(self) -> int | None:
-        """As `position_rows`."""
+        """The result of `position_rows` for this model."""
         names = dict.fromkeys(self.trace.tables)
-        tables = [self.shape.get_submodule(name) for name in names][1:]
+        tables = [self.shape.get_submodule(name) for name in names][1:]  # the first: tokens
         return position_rows(self.model, tables)
 
     def with_head_size(self, parallel: ParallelConfig) -> ParallelConfig:
-        """`parallel` with the sizes of heads x context that the heads of all layers allow."""
+        """Return `parallel` with the heads x context sizes that the heads of all layers allow."""
         sizes = self.trace.attentions
         # Scans exchange tokens over the whole tensor group: without attention any size will do.
         query = min((s.num_heads for s in sizes), default=parallel.tensor.size)
         return parallel.for_heads(query, math.gcd(*(s.num_kv_heads for s in sizes)) or 1)
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
-        """Raise ValueError, naming key, value and way out, if it cannot be split as asked.
+        """Check that the model can run in the layout `parallel`; `seq_len`: tokens of a batch row.
 
-        `seq_len` is the number of tokens in one row of a batch.
+        Raises ValueError that names key, value and what to do. It needs no process group, so it can
+        run before ranks start.
         """
         check_layout(parallel, seq_len)
         if self.recomputation.distributed:
@@ -285,15 +296,15 @@ class TracedModel:
             self._rehearse(parallel.tensor.size)
 
     def check_length(self, parallel: ParallelConfig, tokens: int) -> None:
-        """Raise ValueError if its results in rows of so many `tokens` depend on their length.
+        """Raise ValueError if results in rows of this many `tokens` depend on the rows' length.
 
-        A row that is not much longer than one before is not checked.
+        A row that is not much longer than one checked before is not checked again.
         """
         parts = parallel.tensor.size if parallel.tensor.mode.splits_sequence else 1
         self._lengths.check(tokens, tokens // parts, allow_unchecked=self.allow_unchecked)
 
     def _check_exchanged(self, size: int) -> None:
-        """Raise ValueError if `size` ranks cannot have a part of the logits of all tokens each."""
+        """Raise ValueError if `size` ranks cannot each have a slice of all tokens' logits."""
         vocab, key = self.trace.vocab_size, "parallel.weight.vocab_parallel_loss"
         if self.trace.head is None:
             raise ValueError(
@@ -307,11 +318,12 @@ class TracedModel:
             )
 
     def _check_stages(self, num_stages: int, pipeline: PipelineConfig) -> None:
-        """Raise ValueError if the model cannot be cut into so many pipeline stages."""
+        """Raise ValueError if the model cannot be cut into this many pipeline stages."""
         try:
             stages = stages_of(self.shape, self.trace, num_stages)
             whole = self.shape, self.model.buffers(), self.trace, self.host.forward
             self._once(("cut", num_stages), partial(check_stages, *whole, stages))
+            # A model that is only evaluated may have ranks without trainable weights.
             trains = any(p.requires_grad for p in self.shape.parameters())
             for rank in range(pipeline.size if trains else 0):
                 own = PipelineOrder(pipeline).stages_of(rank)
@@ -327,10 +339,14 @@ class TracedModel:
 
     @property
     def _tensor_plan(self) -> TensorPlan:
-        """The cuts of the modes that split features; raises ValueError if it has none."""
+        """The tensor-parallel plan, for modes that split features.
+
+        Raises ValueError if the model has none.
+        """
         return self._once("tensor plan", self._make_plan)
 
     def _make_plan(self) -> TensorPlan:
+        """Make the tensor-parallel plan, or raise ValueError that says how to go on without one."""
         try:
             if hasattr(self.model, "peft_config"):
                 raise ValueError("it does not cover adapters")
@@ -339,7 +355,10 @@ class TracedModel:
             raise self._not_split(error) from None
 
     def _rehearse(self, size: int) -> None:
-        """Raise ValueError if the model's code needs more than a rank's share of the features."""
+        """Raise ValueError if the model's code needs more than a rank's share of the features.
+
+        Runs before ranks start; see [Note: Shares].
+        """
         if size == 1:
             return
 
@@ -348,17 +367,18 @@ class TracedModel:
             run_with_a_share(build, self.trace, self._tensor_plan, size)
 
         def shares() -> None:
-            if self._probed:  # otherwise it is not known to run on the CPU
+            if self._probed:  # otherwise the model is not known to run on the CPU
                 whole = self.shape, self.model.buffers(), self.trace, self.host.forward
                 check_shares(*whole, self._tensor_plan, size, self._probed)
 
         try:
             self._once(("share", size, self.recomputation), share)
             self._once(("shares", size), shares)
-        except Exception as error:  # the model's own code, on a rank's shapes: anything may come
+        except Exception as error:  # the model's own code may raise anything on a rank's shapes
             raise self._not_split(error) from None
 
     def _not_split(self, why: Exception) -> ValueError:
+        """Return the error for a model that cannot be sharded by features, because of `why`."""
         reason = next(iter(str(why).splitlines()), "")
         if not isinstance(why, ValueError | RuntimeError):
             reason = f"its code does not run on a rank's features: {type(why).__name__}: {reason}"
@@ -375,12 +395,13 @@ class TracedModel:
         *,
         attention: LocalAttention | None = None,
     ) -> tuple[StageModule, ...]:
-        """The chunks of a rank that has these of `num_stages` stages, weights uninitialised.
+        """Return the stage modules of a rank that has these of `num_stages` pipeline stages.
 
-        A weight that two of them use is one parameter. `attention` computes the attention of whole
-        sequences; None: what the model asks for, on the device of `layers`. Raises ValueError if
-        that does not run there. The model itself is sharded if it may be changed in place, else a
-        copy of it; on the meta device one without memory.
+        Weights that have a source are not initialized yet: call `StageModule.init_weights`. A
+        weight that two of the stages use is one parameter. `attention` computes attention over
+        whole sequences; None: the backend that each kind of attention in the model needs on the
+        device of `layers`. Raises ValueError if it does not run there. Shards the model itself if
+        it is used in place, otherwise a copy; on the meta device, a copy without memory.
         """
         every = stages_of(self.shape, self.trace, num_stages)
         own = tuple(every[number] for number in stages)
@@ -390,12 +411,13 @@ class TracedModel:
     def _chunk(
         self, layers: RankLayers, attention: LocalAttention | None, stages: tuple[Stage, ...]
     ) -> StageModule:
+        """Return one module with the parameters of all `stages`, which runs the whole model."""
         if layers.device.type == "meta":
             model = self._empty()
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
             self.host.connect(model)
-            for name in self.trace.unused:
+            for name in self.trace.unused:  # frozen in `shape` before, see `leave_alone`
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
         plan = self._tensor_plan if layers.splits_features else None
@@ -425,6 +447,6 @@ class TracedModel:
         )
 
     def _router_losses(self) -> RouterCoefficients:
-        """The weights of the losses of routers."""
+        """Return the coefficients of the router losses: those given, else the model's own."""
         asked, own = self.router_losses, self.host.router_coefficients(self.model)
         return RouterCoefficients(*(a or b for a, b in zip(asked, own, strict=True)))

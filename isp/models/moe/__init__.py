@@ -1,1 +1,1 @@
-"""Experts: gathered as weights or sent their tokens; their load, losses and adapters."""
+"""Experts: gathered weights or dispatched tokens, load balance and router losses."""

@@ -1,11 +1,11 @@
 """Modules of a block that are computed earlier than the model's own code calls them.
 
-[Note: Computed ahead] A shared expert reads the tokens that a block gives to its experts, and most
-blocks call it behind them. So it is computed where the experts are called: the tokens that are
-sent are on their way meanwhile, or weights that are gathered. Backward comes to the experts first,
-and the gradients of the tokens that they sent back travel while it goes through the shared expert.
-The block's own call is given what there is. The trace shows which module that is. If full backward
-hooks lie around that call, the gradient of the tokens goes through them, too.
+[Note: Computed ahead] A shared expert reads the same tokens as the routed experts of its block, and
+most blocks call it after them. It is computed where the experts are called instead, so that it
+overlaps with the transfers of their tokens or weights. Backward reaches the experts first, and the
+gradients of the tokens are sent back while it runs through the shared expert. The block's own call
+returns the result that is there. The trace shows which module that is. If full backward hooks are
+registered around that call, the gradient of the tokens passes through them, too.
 
 N tokens, D and E features
 """
@@ -28,29 +28,34 @@ __all__ = ["ComputedAhead"]
 
 
 class ComputedAhead:
-    """A module [.., D] -> [.., E] that is computed ahead of its call, of each token by itself."""
+    """A module [.., D] -> [.., E] that acts on each token alone and is computed before its call."""
 
     def __init__(
         self, module: nn.Module, ahead: Ahead, under_way: Callable[[str], ForwardPass]
     ) -> None:
-        """`under_way` gives the pass in which the module of this name is computed."""
+        """Replace the forward of `module`; `under_way` returns the current pass, given its name."""
         self._name, self._dims = ahead
         self._module, self._forward, self._under_way = module, module.forward, under_way
         module.forward = self._called
 
     @property
     def _is_hooked(self) -> bool:
-        """Whether it has full backward hooks."""
+        """True if the module has full backward hooks."""
         return has_full_backward_hooks(self._module)
 
     def compute(self, tokens: Tensor) -> None:
-        """Compute what the next call in this pass gives, of tokens [N, D]."""
+        """Compute the result of the module's next call in this pass, from tokens [N, D]."""
         x, call = tokens if self._dims == 2 else tokens.unsqueeze(0), list[_Reached]()
         if self._is_hooked:
             x = _Hooked.apply(x, call)
+        # Kept in the pass: a recompute is a pass of its own, and computes its own result.
         self._under_way(self._name).ahead[self._name] = tokens, self._forward(x), call
 
     def _called(self, x: Tensor) -> Tensor:
+        """Return the result for x [.., D]: the one computed ahead if there is one, else a new one.
+
+        Raises RuntimeError if that was computed from other tokens than x.
+        """
         tokens, y, call = self._under_way(self._name).ahead.pop(self._name, (x, None, []))
         if self._is_hooked and x.grad_fn is not None:
             call.append((get_gradient_edge(x), x.shape))
@@ -66,12 +71,12 @@ class ComputedAhead:
 
 
 _Reached = tuple[GradientEdge, torch.Size]
-"""Where what a module is called with lies in the graph, and its shape."""
+"""The place in the graph of the tensor that a module is called with, and its shape."""
 
 
 class _Hooked(Function):
-    """forward   x, of which a module is computed ahead of its `call`
-    backward  dx by way of what it was called with, where full backward hooks may change it
+    """forward   x, from which a module is computed before its `call`
+    backward  dx, passed through the input of that call, whose full backward hooks may change it
     """
 
     @staticmethod
@@ -83,7 +88,9 @@ class _Hooked(Function):
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
         own = dx
-        for at, shape in ctx.call:  # a function of torch's, which calls them
+        # The input of a hooked module comes from a node of torch that runs the hooks in backward:
+        # run that node alone.
+        for at, shape in ctx.call:
             begin = GradientEdge(*at.node.next_functions[0])
             (own,) = torch.autograd.grad([at], [begin], [dx.view(shape)])
         return own.view_as(dx), None

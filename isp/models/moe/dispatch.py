@@ -1,20 +1,21 @@
-"""Experts that are spread over ranks: a token travels to those that it is routed to, and back.
+"""Dispatch of tokens to experts that are spread over ranks, and the sum of their results.
 
-[Note: Launch and wait] A transfer is two autograd functions: the first launches it and returns the
-buffer that it fills, the second waits for it. Backward comes to them in the opposite order: there
-the second launches the gradient's way back and the first waits for it. Autograd runs first what
-was recorded last. So while the experts compute a part of the tokens, forward and backward, the next
-part is on its way; and all parts are while something else is computed between `dispatch` and the
-rest of the exchange. In isp mode the rest lies in a graph inside [Note: A graph inside], which a
-recompute makes anew, and what `dispatch` has recorded stays: `Sent.under_way` is where both meet.
+[Note: Launch and wait] A transfer consists of two autograd functions: the first launches it and
+returns the buffer that it fills, the second waits for it. Backward reaches them in the opposite
+order: there the second launches the transfer of the gradient and the first waits for it. Autograd
+runs first what was recorded last. So while the experts compute one part of the tokens, in forward
+and in backward, the next part is in flight; and all parts are in flight while something else is
+computed between `dispatch` and the rest of the exchange. In isp mode the rest is recorded in an
+inner graph [Note: A graph inside], which a recompute records again, while the nodes of the first
+`dispatch` stay: both find their transfers in `Sent.under_way`.
 
 [Note: Every rank takes part] A rank that receives no token still has the node through which
-gradients travel: ranks must launch the same transfers in backward, too. That node saves a tensor,
-also where neither tokens nor weights have a gradient: a recompute, with its transfers, begins
-where a saved tensor is asked for, and ends behind the last one.
+gradients are sent, because all ranks must launch the same transfers in backward. That node saves a
+tensor even if neither tokens nor weights have a gradient: a recompute, with its transfers, begins
+when a saved tensor is read, and ends after the last one.
 
-N tokens of a rank, k experts a token goes to, D hidden size, E experts; R = N k rows that a rank
-sends, a token for one of its experts, sorted by expert; M rows that it receives
+N tokens of a rank, k experts of each token, D hidden size, E experts; R = N k rows that a rank
+sends, one for each token and expert, sorted by expert; M rows that it receives
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
 
 
 def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig) -> None:
-    """Raise ValueError if tokens of a model cannot be sent to ranks that share its experts."""
+    """Raise ValueError if the model's experts cannot be spread over ranks as `of` asks."""
     if of.size == 1:
         return
     key = f"parallel.expert.size={of.size}"
@@ -71,10 +72,10 @@ def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: Ex
 
 
 class ExpertSubset(nn.Module):
-    """Calls the code of a module's class, and none of its hooks, for some of its experts."""
+    """A module that runs the code of another one, without its hooks, for some of its experts."""
 
     def __init__(self, module: nn.Module, num_experts: int, own: slice) -> None:
-        """`own`: those of its `num_experts` whose weights it is given."""
+        """`own`: the experts of `num_experts` whose weights `module` has when it is called."""
         super().__init__()
         self.module, self._code, self._own = module, module.forward, own
         self._num_experts = num_experts
@@ -83,14 +84,16 @@ class ExpertSubset(nn.Module):
             for name, p in module.named_parameters(recurse=False)
             if p.dim() < 3 and len(p) == num_experts
         ]
-        """Parameters that have a row for each expert."""
+        """Parameters with a row for each expert, such as biases, of which each rank has all."""
         self._counts = [
             key
             for key, value in vars(module).items()
             if type(value) is int and value == num_experts and "expert" in key
         ]
+        """Attributes that hold the number of experts, known by value and name."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as if it had only its own experts."""
         for key in self._counts:
             setattr(self.module, key, self._own.stop - self._own.start)  # as its weights have
         own = {name: getattr(self.module, name)[self._own] for name in self._vectors}
@@ -98,16 +101,21 @@ class ExpertSubset(nn.Module):
             with reparametrized(self.module, own):
                 return self._code(*args, **kwargs)
         finally:
-            for key in self._counts:  # the model's own code may read it
+            for key in self._counts:  # restored, because the model's own code may read it
                 setattr(self.module, key, self._num_experts)
 
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Of tokens [M, D], numbers of experts [M, 1] and their weights [M, 1]: the weighted results."""
+"""A function from tokens [M, D], expert indices [M, 1] and routing weights [M, 1] to the weighted
+results [M, D]."""
 
 
 def on_other_tokens(code: Callable[..., Tensor], given: Any, place: int) -> Compute:
-    """`code`, called as with `given` (args and kwargs), whose leaf `place` is the weights."""
+    """Return `code` as a function of other tokens, expert indices and routing weights.
+
+    `given`: args and kwargs of the original call, of which leaf 0 is the tokens, leaf 1 the indices
+    and leaf `place` the routing weights; the rest is passed as it is.
+    """
     leaves, spec = tree_flatten(given)
     dtype = leaves[1].dtype
 
@@ -122,27 +130,30 @@ def on_other_tokens(code: Callable[..., Tensor], given: Any, place: int) -> Comp
 
 @dataclass(eq=False)
 class _Route:
-    """The way of the rows of one part of the tokens."""
+    """The route of the rows of one part of the tokens, to their experts and back."""
 
     channel: Channel
     tag: Tag
     order: Tensor
-    """[R], of each row the number of its entry among the N k of the tokens."""
+    """[R], the index of each row among the N k entries of the tokens' expert indices."""
     token: Tensor
-    """[R], its token."""
+    """[R], the token of each row."""
     of_token: Tensor
-    """[N, k], the rows of each token, from the lowest expert to the highest."""
+    """[N, k], the rows of each token, from its lowest expert to its highest."""
     sent: list[int]
-    """Rows to each rank."""
+    """The number of rows sent to each rank."""
     received: list[int]
-    """Rows from each rank."""
+    """The number of rows received from each rank."""
     numbers: Tensor
-    """[M, 1], the experts of the received rows, among those of this rank."""
+    """[M, 1], the expert of each received row, numbered within this rank's experts."""
     under_way: list[Pending] = field(default_factory=list)
-    """In the order in which they are waited for."""
+    """The transfers in flight, in the order in which they are waited for."""
 
     def launch(self, rows: Iterable[Tensor], what: str, *, back: bool = False) -> list[Tensor]:
-        """Send rows to their experts, or `back`; gives what will be received."""
+        """Launch the transfer of rows to their experts, or `back`; return the buffers it fills.
+
+        Each tensor is [R, ..] -> [M, ..], or [M, ..] -> [R, ..] back. `what` names it in the log.
+        """
         there, here = (self.received, self.sent) if back else (self.sent, self.received)
         tag = self.tag._replace(tensor=what)
         buffers = []
@@ -158,24 +169,25 @@ class _Route:
 
 
 class Sent(NamedTuple):
-    """Tokens that are on their way to their experts, in parts."""
+    """Tokens in flight to their experts, in parts."""
 
     parts: list[tuple[Tensor, ...]]
-    """What arrives: tokens [M, D] and weights [M, 1]."""
+    """For each part, the buffers of received tokens [M, D] and routing weights [M, 1]."""
     routes: list[_Route]
+    """The route of each part."""
     num_tokens: int
-    """Those that were given: without padding."""
+    """The number of tokens that the experts were called with, without padding."""
 
     @property
     def under_way(self) -> list[list[Pending]]:
-        """What is under way of each part."""
+        """For each part, the list of its transfers in flight."""
         return [route.under_way for route in self.routes]
 
 
 class ExpertExchange:
-    """The ranks that share the experts of a layer, each with some of them.
+    """The exchange of tokens between ranks that each have some of the experts of a layer.
 
-    Source: GShard (arXiv 2006.16668), without a capacity: no token is dropped.
+    Source: GShard (arXiv 2006.16668), without a capacity limit: no token is dropped.
     """
 
     def __init__(
@@ -187,28 +199,33 @@ class ExpertExchange:
         alike: Channel,
         num_chunks: int,
     ) -> None:
-        """`bounds`: rank i has the experts from `bounds[i]` to `bounds[i + 1]`. `alike`: the ranks
-        that are given the same tokens, of which each sends its share."""
+        """`bounds`: rank i has experts `bounds[i]` up to, not including, `bounds[i + 1]`.
+
+        `alike`: the ranks that have the same tokens, of which each sends its share.
+        `num_chunks`: the number of parts into which tokens are divided to overlap transfers.
+        """
         self.ranks, self.bounds, self.alike = ranks, bounds, alike
         self.num_chunks = num_chunks
         self._tag = Tag(Purpose.EXPERTS, name)
 
     @property
     def own(self) -> slice:
-        """The experts of this rank."""
+        """The range of this rank's experts."""
         return slice(*self.bounds[self.ranks.rank : self.ranks.rank + 2])
 
     def dispatch(self, tokens: Tensor, numbers: Tensor, weights: Tensor) -> Sent:
-        """Send tokens [N, D] to experts, by numbers [N, k] of these and their weights [N, k].
+        """Launch the transfer of tokens [N, D] to experts `numbers` [N, k] with `weights` [N, k].
 
-        The host waits once, for the numbers of rows.
+        The CPU waits for the device once, for the numbers of rows.
         """
+        # Padded, so that each of the ranks with the same tokens sends as many.
         count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.alike.size)
         tokens, numbers, weights = (
             scatter_to_sequence_parallel_region(F.pad(x, pad) if pad[-1] else x, self.alike)
             for x in (tokens, numbers, weights)
         )
-        last = self.bounds[-1] - 1  # transformers numbers by E what goes to no expert
+        # transformers uses index E for an entry that goes to no expert: send it with weight 0.
+        last = self.bounds[-1] - 1
         weights = weights.masked_fill(numbers > last, 0)
         numbers = numbers.clamp(max=last)
         parts = [chunk_range(len(tokens), self.num_chunks, i) for i in range(self.num_chunks)]
@@ -221,17 +238,17 @@ class ExpertExchange:
         return Sent(launched, routes, count)
 
     def __call__(self, compute: Compute, sent: Sent, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The sum of what its experts give for each token that was `sent`, [N, D].
+        """Return for each token that was `sent` the sum of its experts' results, [N, D].
 
-        `compute` is called with rows that other ranks sent, and their experts numbered among this
-        rank's. `parameters` are what it reads.
+        `compute` is called with the rows that this rank received, and their experts numbered within
+        this rank's. `parameters`: all parameters that it reads.
         """
         routes, back = sent.routes, []
         for route, buffers in zip(routes, sent.parts, strict=True):
             x, w = _Arrive.apply(*buffers, route)
             if len(x):
                 y = compute(x, route.numbers, w)
-            else:  # [Note: Every rank takes part]
+            else:  # [Note: Every rank takes part]; empty, but connected to all inputs
                 y = joined(x * w, *parameters) * torch.ones_like(w)
             back.append(_Return.apply(y.to(x.dtype), route))
         sums = [_Combine.apply(rows, route) for rows, route in zip(back, routes, strict=True)]
@@ -242,7 +259,7 @@ class ExpertExchange:
         return every if len(every) == sent.num_tokens else every[: sent.num_tokens]
 
     def _routes(self, parts: Sequence[Tensor]) -> list[_Route]:
-        """The ways of parts of the tokens, whose experts are numbers [N, k]."""
+        """Return the route of each part of the tokens, given its expert indices [N, k]."""
         num_experts, size = self.bounds[-1], self.ranks.size
         flat = [part.flatten().long() for part in parts]
         counts = torch.stack(
@@ -251,21 +268,26 @@ class ExpertExchange:
         every = counts.new_empty(size, *counts.shape)  # [ranks, parts, E]
         tag = self._tag._replace(tensor="counts")
         self.ranks.all_gather_into(every, counts.unsqueeze(0), tag=tag).wait()
+        # Rows from each rank to each: differences of running sums at the bounds between ranks.
         sums = every.cumsum(-1)
         sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
-        rows = sums.tolist() if not sums.is_meta else _even(parts, size)  # the host's one wait
+        rows = sums.tolist() if not sums.is_meta else _even(parts, size)  # the CPU's one wait
         return [
             self._route(part, every[:, i, self.own], [of_rank[i] for of_rank in rows])
             for i, part in enumerate(parts)
         ]
 
     def _route(self, numbers: Tensor, own: Tensor, rows: list[list[int]]) -> _Route:
-        """`own` [ranks, e]: rows from each rank for each expert of this one; `rows`: from each rank
-        to each."""
+        """Return the route of tokens with expert indices `numbers` [N, k].
+
+        `own` [ranks, e]: rows from each rank for each expert of this rank. `rows`: rows from each
+        rank to each.
+        """
         me, k = self.ranks.rank, numbers.shape[1]
-        order = numbers.flatten().argsort(stable=True)
+        order = numbers.flatten().argsort(stable=True)  # by expert, then by token
         token = order // k
         received = [of_rank[me] for of_rank in rows]
+        # Received rows are sorted by rank, and those of a rank by expert.
         local = torch.arange(own.shape[1], device=own.device).repeat(len(own))
         return _Route(
             self.ranks,
@@ -280,18 +302,21 @@ class ExpertExchange:
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
-    """Rows of each part from each rank to each, on the meta device: equally many."""
+    """Return rows from each rank to each, for each part, spread evenly: for the meta device."""
     ranges = [[len(chunk_range(x.numel(), size, i)) for i in range(size)] for x in parts]
     return [ranges] * size
 
 
 def _wait(under_way: list[Pending], count: int = 1) -> list[Tensor]:
-    """Wait for the first `count` transfers; return what they bring."""
+    """Wait for the first `count` transfers in flight; return their buffers."""
     return [under_way.pop(0).wait() for _ in range(count)]
 
 
 def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
-    """[R, D] -> [N, D], in the order of experts, as one process adds up."""
+    """Sum the rows of each token in the order of experts: [R, D] -> [N, D].
+
+    This is the order in which a single process adds them up.
+    """
     total = rows[of_token[:, 0]]
     for column in of_token.unbind(1)[1:]:
         total += rows[column]
@@ -299,8 +324,8 @@ def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
 
 
 class _Dispatch(Function):
-    """forward   tokens [N, D] and weights [N, k] to their experts, under way: [M, D], [M, 1]
-    backward  waits for their gradients, and sums those of tokens
+    """forward   launches tokens [N, D] and weights [N, k] to their experts: [M, D], [M, 1]
+    backward  waits for their gradients, and sums those of each token
     """
 
     @staticmethod
@@ -321,7 +346,7 @@ class _Dispatch(Function):
 
 class _Arrive(Function):
     """forward   waits for dispatched rows
-    backward  sends their gradients back
+    backward  launches their gradients back to the tokens' ranks
     """
 
     @staticmethod
@@ -338,8 +363,8 @@ class _Arrive(Function):
 
 
 class _Return(Function):
-    """forward   what experts gave back to where the tokens came from, under way: [M, D] -> [R, D]
-    backward  waits for its gradient
+    """forward   launches the results of experts back to the tokens' ranks: [M, D] -> [R, D]
+    backward  waits for their gradient
     """
 
     @staticmethod
@@ -355,8 +380,8 @@ class _Return(Function):
 
 
 class _Combine(Function):
-    """forward   waits for the rows and sums those of a token: [R, D] -> [N, D]
-    backward  sends the gradient to the experts
+    """forward   waits for the rows and sums those of each token: [R, D] -> [N, D]
+    backward  launches their gradient to the experts
     """
 
     @staticmethod

@@ -1,13 +1,13 @@
-"""Experts of a model: weights [E, .., ..] of one module, gathered as those of linears are.
+"""Experts of a model: stacked weights [E, .., ..] of one module, gathered like those of linears.
 
 [Note: A graph inside] Modules differ in how they use their weights: one expert after the other, or
 all at once for groups of tokens. So a module's code runs as it is, on whole weights in place of the
-shards, and autograd records it in a graph of its own, inside one function of the graph outside. Of
-a weight, that graph saves only which part was read: backward gathers the weight again, so the graph
-keeps none.
+shards, and autograd records it in an inner graph, within one function of the outer graph. In place
+of a tensor in a whole weight, the inner graph saves only its position: backward gathers the weight
+again, so the graph keeps no whole weight.
 
-[Note: A graph again] In a recomputed block the graph is recorded by the recompute, and the function
-that first went forward takes it from there: nothing is computed a third time.
+[Note: A graph again] In a recomputed block, the recompute records the inner graph, and the function
+of the first forward uses that: the experts are computed twice and not a third time.
 
 E experts
 """
@@ -45,7 +45,7 @@ __all__ = ["ExpertPlace", "ExpertWeight", "ShardedExperts"]
 
 
 class ExpertWeight:
-    """One of the weights of experts as the runtime sees it: a holder of a shard."""
+    """One stacked weight of experts as the communicator sees it: the holder of a shard."""
 
     bias: nn.Parameter | None = None
 
@@ -53,6 +53,7 @@ class ExpertWeight:
         self.module = module
         self.name, self.weight_name = name, weight_name
         self.layouts: dict[str, ParameterLayout] = {}
+        """The layout of the weight, by local name; `WeightHolders` sets it."""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -60,16 +61,16 @@ class ExpertWeight:
 
 
 class ExpertPlace(NamedTuple):
-    """Where a call comes."""
+    """The place of a call of experts in its block."""
 
     number: int
-    """Among the calls of its block."""
+    """The number of calls of the block up to this one."""
     recomputed: bool
-    """Whether the block is."""
+    """True if the block is recomputed in backward."""
 
 
 class ShardedExperts:
-    """A module that holds experts, whose weights are read together."""
+    """A module with experts, whose stacked weights are read together."""
 
     def __init__(
         self,
@@ -81,33 +82,35 @@ class ShardedExperts:
         exchange: ExpertExchange | None = None,
         ahead: ComputedAhead | None = None,
     ) -> None:
-        """`called` is called with each call, and `place` gives where in the block that is.
+        """Replace the forward of `module` if its weights are gathered or its tokens exchanged.
 
-        `exchange`: the ranks that have other experts; None: all are here, or gathered. `ahead`:
-        what is computed while tokens or weights are on their way.
+        `called` is called before each call; `place` returns the place of the current call.
+        `exchange`: the exchange with ranks that have other experts; None: all experts are here, or
+        gathered. `ahead`: the module that is computed while tokens or weights are in flight.
         """
         self.weights = tuple(ExpertWeight(module, name, n) for n in expert_stacks(module))
         self.communicator = communicator
         self.name, self.place = name, place
         self._exchange, self._ahead = exchange, ahead
         self.recorded: dict[int, _Graph] = {}
-        """By the recompute whose backward is to come, by number [Note: A graph again]."""
+        """The inner graphs of the last recompute, by number of the call [Note: A graph again]."""
         self.reading: Sequence[Tensor] = []
         """The whole weights, while a backward reads them."""
         self._checked = False
         gathered = {weight.weight_name for weight in self.weights}
         self._module, self._call = module, _Call(module, exchange)
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
+        # A hook must return None, or its result would replace the arguments.
         module.register_forward_pre_hook(lambda *_: called() and None)
         if communicator.gathers_weights or exchange is not None:
             module.forward = self.__call__
 
     @contextmanager
     def whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:
-        """The whole weights, waited for in order, in backward from the last to the first.
+        """Yield the whole weights, gathered in order, or in backward from the last to the first.
 
-        All of them: what is not there is gathered by all ranks, and which tokens go to an expert
-        decides on each rank what is read, and when.
+        All weights are waited for, even if no token of this rank needs them: gathering takes all
+        ranks, and the tokens of each rank decide what is read there, and when.
         """
         turn = slice(None, None, -1 if phase is Phase.BACKWARD else 1)
         with ExitStack() as stack:
@@ -116,9 +119,11 @@ class ShardedExperts:
             yield [one.weight for one in full][turn]
 
     def compute(self, given: _Given, tensors: Sequence[Tensor], full: Sequence[Tensor]) -> Tensor:
-        """What the module makes of `tensors` and its whole weights.
+        """Run the module's code on `tensors` and the whole weights `full`; return its output.
 
-        Raises TypeError if that is no tensor, RuntimeError if it writes into what it is given.
+        `tensors`: the differentiable arguments, in order of `given.places`, then the parameters
+        that are not gathered. Raises TypeError if the output is not one tensor, and RuntimeError if
+        the code writes into its inputs.
         """
         inputs, others = tensors[: len(given.places)], tensors[len(given.places) :]
         leaves = list(given.leaves)
@@ -139,11 +144,15 @@ class ShardedExperts:
                 f"{self.name} modifies an input tensor in place, which gradients would not see:"
                 f" return a new tensor instead"
             )
-        memory = {memory_of(x) for x in full}  # another's as soon as this is over
+        # The memory of whole weights is reused after this: an output that is a view needs a copy.
+        memory = {memory_of(x) for x in full}
         return out.clone() if memory_of(out) in memory else out
 
     def check(self, graph: _Graph) -> None:
-        """Raise RuntimeError if the graph, the first one, leads on to what is outside."""
+        """Raise RuntimeError if the inner graph reaches parameters that are not its inputs.
+
+        Only the first graph is checked.
+        """
         if not self._checked and graph.leaves():
             raise RuntimeError(
                 f"{self.name} reads a tensor that requires a gradient but is neither an argument"
@@ -152,16 +161,19 @@ class ShardedExperts:
         self._checked = True
 
     def deliver(self, weight: ExpertWeight, dw: Tensor | None, needs: NeedsGrad) -> Tensor | None:
-        """The gradient of a shard for autograd, or None if the communicator brings it."""
+        """Give the gradient of a whole weight to the communicator.
+
+        Returns the gradient of the shard if autograd has to deliver it, else None.
+        """
         if not needs:
             return None
-        if dw is None:  # the other ranks wait for this one's part
+        if dw is None:  # no token went to an expert, but all ranks take part in the reduce-scatter
             dw = weight.weight.new_zeros(weight.layouts[weight.weight_name].global_shape)
         returned = needs is NeedsGrad.VALUE
         return self.communicator.grad_hook(dw, module=weight, returned=returned)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the module gives."""
+        """Compute the experts of all tokens, as the module's forward."""
         leaves, spec = tree_flatten((args, kwargs))
         tokens, under_way = leaves[0], []
         if self._exchange is not None:
@@ -169,6 +181,7 @@ class ShardedExperts:
             assert place is not None, "the trace knows"
             sent = self._exchange.dispatch(tokens, leaves[1], leaves[place])
             under_way = sent.under_way
+            # The received buffers are among the leaves of `sent`, in place of tokens and weights.
             leaves[0] = leaves[place] = None
             leaves, spec = tree_flatten(((sent, place, tree_unflatten(leaves, spec)), {}))
         if self._ahead is not None:
@@ -178,7 +191,7 @@ class ShardedExperts:
         others = [self._module.get_parameter(name) for name in self._others]
         tensors = [*(leaves[place] for place in places), *others]
         shards = [weight.weight for weight in self.weights]
-        if not self.communicator.gathers_weights:
+        if not self.communicator.gathers_weights:  # the parameters are read as they are
             return self.compute(given, tensors, shards)
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *shards)):
             out: Tensor = _Experts.apply(*tensors, *shards, self, given)
@@ -192,8 +205,9 @@ def _is_differentiable(x: object) -> bool:
 
 
 class _Call(nn.Module):
-    """Calls the code of a module's class, and none of its hooks; with the `exchange`, for tokens of
-    all its ranks.
+    """A module that runs the code of another one, without its hooks.
+
+    With an `exchange`, it runs for the received tokens of all its ranks.
     """
 
     def __init__(self, module: nn.Module, exchange: ExpertExchange | None) -> None:
@@ -203,11 +217,12 @@ class _Call(nn.Module):
             self._code = ExpertSubset(module, exchange.bounds[-1], exchange.own).forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the code; with an `exchange` the args are those that `ShardedExperts` prepares."""
         exchange = self._exchange
         if exchange is None:
             return self._code(*args, **kwargs)
         sent, place, (args, kwargs) = args
-        factors = kwargs.get("factors", {})  # of adapters
+        factors = kwargs.get("factors", {})  # the factors of adapters, [E, .., ..] each
         if factors:
             own_of = {n: tuple(x[exchange.own] for x in f) for n, f in factors.items()}
             kwargs = {**kwargs, "factors": own_of}
@@ -217,28 +232,28 @@ class _Call(nn.Module):
 
 
 class _Given(NamedTuple):
-    """What a module is called with."""
+    """The arguments of a call of experts, as a flattened tree."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
     places: tuple[int, ...]
-    """Those of the leaves that may have a gradient."""
+    """The indices of the leaves that may have a gradient."""
     under_way: list[list[Pending]]
-    """Of the `Sent` among them."""
+    """The transfers in flight of the `Sent` among the leaves; empty without an exchange."""
 
 
 class _Graph(NamedTuple):
-    """A graph inside [Note: A graph inside]; it keeps no tensor that it does not save."""
+    """An inner graph [Note: A graph inside], which keeps alive only the tensors that it saves."""
 
     begins: tuple[GradientEdge | None, ...]
-    """At each tensor and then each whole weight; None at those without a gradient."""
+    """The graph's start at each tensor and then at each whole weight; None: no gradient."""
     ends: GradientEdge | None
-    """None if nothing that has a gradient was used: no token went to an expert."""
+    """The graph's end at the output; None if nothing with a gradient was used."""
     under_way: list[list[Pending]]
-    """What travels to those who `Sent` its tokens."""
+    """The transfers of the `Sent` that it was recorded with."""
 
     def leaves(self) -> bool:
-        """Whether there is a way from its end to a parameter that is not by its begins."""
+        """Return whether its end is connected to a parameter other than through its begins."""
         seen = {begin.node for begin in self.begins if begin is not None}
         ahead: list[Any] = [] if self.ends is None else [self.ends.node]
         while ahead:
@@ -252,7 +267,7 @@ class _Graph(NamedTuple):
         return False
 
     def backward(self, dy: Tensor, needs: Sequence[NeedsGrad]) -> list[Tensor | None]:
-        """The gradients that are needed, in the order of `begins`; None of what was not used."""
+        """Return the gradients that are needed, in the order of `begins`; None: it was not used."""
         if self.ends is None:
             return [None] * len(needs)
         begins = [b for b, needs in zip(self.begins, needs, strict=True) if needs and b is not None]
@@ -261,22 +276,24 @@ class _Graph(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A tensor that lies in a whole weight."""
+    """The position of a tensor within a whole weight."""
 
     weight: int
+    """The index of the weight in `ShardedExperts.weights`."""
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 class _SavedParts(saved_tensors_hooks):
-    """In this context a graph saves, of tensors within whole weights, only where they lie.
+    """A context in which a graph saves only the position of tensors within whole weights.
 
-    Others go through the hooks that were there before, but not through those of a recompute: these
-    know what to compute again for by the backward that asks, and a graph inside has its own.
+    Other tensors go through the saved-tensor hooks that are in use outside, except those of a
+    recompute: these identify the backward that reads a tensor, and an inner graph has its own.
     """
 
     def __init__(self, experts: ShardedExperts, full: Sequence[Tensor], recomputing: bool) -> None:
+        """`full`: the whole weights; `recomputing`: True in a recompute."""
         kinds = [(memory_of(x), x.dtype, int(x.storage_offset())) for x in full]
         hooks = None
         if not recomputing:
@@ -288,7 +305,7 @@ class _SavedParts(saved_tensors_hooks):
             for index, (whole, dtype, offset) in enumerate(kinds):
                 if memory == whole and x.dtype == dtype:
                     return _Part(index, x.shape, x.stride(), int(x.storage_offset()) - offset)
-                if memory == whole:
+                if memory == whole:  # a view of another dtype: its position cannot be restored
                     return pack_other(x.clone())
             return pack_other(x)
 
@@ -308,7 +325,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 class _Begin(Function):
-    """Where a graph begins, at a tensor that it does not keep."""
+    """The node at which an inner graph begins, at a tensor that it does not keep alive."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
@@ -320,8 +337,8 @@ class _Begin(Function):
 
 
 class _Experts(Function):
-    """forward   y = the module's code, on tensors and whole weights
-    backward   their gradients; those of the weights, last one first, to the communicator
+    """forward    y = the module's code, on tensors and whole weights
+    backward   their gradients; those of the weights go to the communicator, the last weight first
     """
 
     @staticmethod
@@ -331,13 +348,15 @@ class _Experts(Function):
         tensors = inputs[: -2 - len(experts.weights)]
         ctx.experts, ctx.place, ctx.graph = experts, experts.place(), None
         ctx.under_way = given.under_way
-        ctx.save_for_backward(torch.empty(0))  # who reads it has what was not kept computed again
+        ctx.save_for_backward(torch.empty(0))  # reading it in backward starts the recompute
         recomputing = experts.communicator.is_recomputing
         with experts.whole(Phase.RECOMPUTE if recomputing else Phase.FORWARD) as full:
+            # The first forward of a recomputed block records no graph [Note: A graph again].
             if ctx.place.recomputed and not recomputing:
                 experts.recorded.clear()
                 return experts.compute(given, tensors, full)
             with torch.enable_grad(), _SavedParts(experts, full, recomputing):
+                # `_Begin` needs an input with a gradient, or the graph would have no start there.
                 token = torch.empty(0, requires_grad=True)
                 begun = [
                     _Begin.apply(x, token) if needed else x.detach()
@@ -368,8 +387,10 @@ class _Experts(Function):
                 gradients = graph.backward(dy, needs)
             finally:
                 experts.reading = []
+        # The transfers of gradients that the inner graph launched are waited for by the nodes that
+        # the first forward recorded, outside of it [Note: Launch and wait].
         for first, again in zip(ctx.under_way, graph.under_way, strict=True):
-            first[:] = again  # for who recorded the first [Note: Launch and wait]
+            first[:] = again
         of_weights = range(len(needs) - len(experts.weights), len(needs))
         for weight, i in zip(experts.weights[::-1], of_weights[::-1], strict=True):
             gradients[i] = experts.deliver(weight, gradients[i], needs[i])

@@ -1,6 +1,6 @@
-"""How many tokens each expert gets, counted where experts are called; biases that even it out.
+"""The number of tokens that each expert gets, and the update of router biases that evens it out.
 
-L modules of experts, E the most experts of one, N tokens that one is called with, k experts of each
+L modules with experts, E experts of the largest, N tokens of a call, k experts of each token
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ __all__ = [
 ]
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names in transformers of what a router adds to scores where it chooses, and nowhere else."""
+"""Names in transformers of the bias that a router adds to its scores only to choose experts."""
 
 
 def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a tensor of `model`, which is computed in `dtype`: float32 at least of routers.
+    """Return the dtype of the tensor `name` in a model that is computed in `dtype`.
 
-    Of their biases, to which so little is added, and of what transformers keeps in float32.
+    Biases of routers have at least float32, because an update is too small for a narrower dtype;
+    so have routers that transformers keeps in float32. All others have `dtype`.
     """
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     routes = trace.roles.get(name) is ParameterRole.ROUTER and any(key in name for key in kept)
@@ -43,9 +44,9 @@ def router_dtype(model: Any, trace: ModelTrace, name: str, dtype: torch.dtype) -
 
 
 def experts_of(shape: nn.Module, trace: ModelTrace) -> dict[str, int]:
-    """Return the modules of experts that are called as in transformers, with their sizes E.
+    """Return the modules with experts that are called as in transformers, by name, with E of each.
 
-    `shape`: the traced model, on whatever device.
+    `shape`: the traced model, on any device.
     """
     names = dict.fromkeys(call.module for call in trace.calls if call.route is not None)
     stacks = {name: expert_stacks(shape.get_submodule(name)) for name in names}
@@ -53,15 +54,19 @@ def experts_of(shape: nn.Module, trace: ModelTrace) -> dict[str, int]:
 
 
 def saved_buffers(shape: nn.Module, trace: ModelTrace) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of buffers that training may change and checkpoints have, by name."""
+    """Return by name the shapes of buffers that training may change, so that checkpoints have them.
+
+    These are biases of routers that are no parameters.
+    """
     biases = {*_biases_of(shape, experts_of(shape, trace)).values()}
     return {name: tuple(b.shape) for name, b in shape.named_buffers() if name in biases}
 
 
 def _biases_of(model: nn.Module, experts: Mapping[str, int]) -> dict[str, str]:
-    """The name of the bias by which the router of each of `experts` chooses, if it has one.
+    """Return for each of `experts` the name of the bias by which its router chooses, if it has one.
 
-    `experts`: modules, and the number of experts in each.
+    `experts`: modules by name, with the number of experts in each. The bias is found next to the
+    experts, by its name and its number of elements.
     """
     tensors = dict([*model.named_buffers(), *model.named_parameters()])
     biases = [name for name in tensors if name.rpartition(".")[2] in _BIASES]
@@ -76,7 +81,10 @@ def _biases_of(model: nn.Module, experts: Mapping[str, int]) -> dict[str, str]:
 def check_bias_update(
     model: nn.Module, experts: Mapping[str, int], rate: float, *, tiles: int
 ) -> None:
-    """Raise ValueError if a model, or the way in which it is computed, cannot have the update."""
+    """Raise ValueError if the biases of the model's routers cannot be updated at this `rate`.
+
+    `tiles`: tokens of a tile, 0 without tiles.
+    """
     if not rate:
         return
     key = f"model.moe_router_bias_update_rate={rate}"
@@ -94,7 +102,7 @@ def check_bias_update(
 
 
 class ExpertLoad:
-    """Counts the tokens of each expert in the forward passes of a step, on the device.
+    """The number of tokens of each expert in the forward passes of a step, counted on the device.
 
     Source of the update of biases: Wang et al. 2024 (arXiv 2408.15664), as in DeepSeek-V3.
     """
@@ -102,28 +110,28 @@ class ExpertLoad:
     def __init__(
         self, model: nn.Module, experts: Mapping[str, int], device: torch.device, *, rate: float
     ) -> None:
-        """`experts`: the modules that are counted, and the number of experts in each.
+        """`experts`: the modules to count, by name, with the number of experts in each.
 
-        `rate`: how much a step moves the biases of routers; 0: not at all.
+        `rate`: the change of a router's biases per step; 0: no update.
         """
         self._model, self._rate, self._experts = model, rate, dict(experts)
         self._biases, most = _biases_of(model, experts), max(experts.values())
         self._sizes = torch.tensor([[size] for size in experts.values()]).to(device)
         self._exists = torch.arange(most, device=device) < self._sizes
         self.counts = torch.zeros(len(experts), most + 1, dtype=torch.int64, device=device)
-        """[L, E + 1], tokens since `clear`; the last column is of those that do not count."""
+        """[L, E + 1], tokens since `clear`; the last column collects those that do not count."""
         self._masks: tuple[Tensor, ...] | None = None
-        """Of a forward whose tokens are counted."""
+        """The masks given to `counting`; None: tokens are not counted now."""
         for index, name in enumerate(experts):
             hook = partial(self._count, index)
             model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     @contextmanager
     def counting(self, *masks: Tensor) -> Iterator[None]:
-        """In this context tokens are counted, but for those that are False in `masks`.
+        """Count tokens in this context, except those that are False in `masks`.
 
-        Of the tokens of a sequence, and of this rank's among them: [B, S] and [B, S']. What is
-        recomputed later is not counted again.
+        `masks`: one for the tokens of the sequence [B, S] and one for this rank's [B, S'], told
+        apart by size. Recomputation runs outside of the context, so it counts nothing twice.
         """
         self._masks = masks
         try:
@@ -132,20 +140,22 @@ class ExpertLoad:
             self._masks = None
 
     def clear(self) -> None:
-        """A step begins: nothing is counted yet."""
+        """Set all counts to 0, at the beginning of a step."""
         self.counts.zero_()
 
     def tokens(self) -> Tensor:
-        """[L, E], this rank's, of layers of other stages none.
+        """Return this rank's counts [L, E], which are 0 for layers of other pipeline stages.
 
-        Where several ranks have the same tokens, their sum is a multiple, the same in a layer.
+        If several ranks count the same tokens, the sum over ranks is a multiple of the number, by
+        the same factor within a layer.
         """
         return self.counts[:, :-1].contiguous()
 
     def figures(self, counts: Tensor) -> Tensor:
-        """The largest load of an expert as a multiple of the mean of its layer; unused experts.
+        """Return the largest load and the number of unused experts, over all layers; [2], float64.
 
-        Over all layers; [2], float64.
+        counts [L, E] are summed over ranks. The load of an expert is its number of tokens as a
+        multiple of the mean in its layer.
         """
         mean = (counts.sum(1, keepdim=True) / self._sizes).clamp(min=1e-9)
         unused = ((counts == 0) & self._exists).sum()
@@ -153,30 +163,37 @@ class ExpertLoad:
 
     @torch.no_grad()
     def update_biases(self, counts: Tensor) -> None:
-        """After a step: experts with more tokens than the mean are chosen less, and vice versa."""
+        """Lower the biases of experts with more tokens than the mean, and raise those with fewer.
+
+        Called after a step with counts [L, E] summed over ranks, so it does the same on all ranks.
+        """
         if not self._rate:
             return
+        # mean - count, multiplied by the number of experts to stay in integers
         moves = (counts.sum(1, keepdim=True) - counts * self._sizes).sign()
         for move, (name, size) in zip(moves, self._experts.items(), strict=True):
             if name in self._biases:
                 bias = attrgetter(self._biases[name])(self._model)
-                if bias.is_contiguous():  # a parameter of another stage has the memory of one
+                # Parameters of other stages are one element expanded, and cannot be written.
+                if bias.is_contiguous():
                     bias += move[:size].to(bias.dtype).view_as(bias) * self._rate
 
     def _count(
         self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Count the tokens that experts are called with, as a forward pre-hook."""
         if self._masks is None:
             return
         numbers = _numbers((*args, *kwargs.values()))
         counts, seen = self.counts[index], [m for m in self._masks if m.numel() == len(numbers)]
-        if seen:  # in tiles all count
+        if seen:  # a call with a tile of the tokens fits no mask, so all of its tokens count
             numbers = numbers.masked_fill(~seen[0].reshape(-1, 1), len(counts))
-        numbers = numbers.flatten().long().clamp(max=len(counts) - 1)  # some route to nothing, too
+        # Masked tokens, and entries that are routed to no expert, go to the last column.
+        numbers = numbers.flatten().long().clamp(max=len(counts) - 1)
         counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def _numbers(given: Iterable[Any]) -> Tensor:
-    """The numbers of the experts of each token, [N, k], among what experts are called with."""
+    """Return the expert indices of each token [N, k] among the arguments of experts."""
     found = next(x for x in given if isinstance(x, Tensor) and not x.is_floating_point())
     return found.flatten(0, -2)

@@ -1,12 +1,12 @@
-"""The losses that balance experts: load balancing and z-loss, of the routers of a model.
+"""The losses that balance experts: the load-balancing loss and the z-loss of routers.
 
-[Note: Gradients of router losses] The load-balancing loss is num_experts * sum(f * p), of experts'
-shares of the tokens f, which have no gradient, and mean probabilities p, both over all layers and
-all tokens of a sequence. f is known when the forward is over, before any backward. So a router's
-outputs pass through a node that adds to the gradient of its logits, in backward, what the losses
-would bring; no graph leads from the routers to a loss.
+[Note: Gradients of router losses] The load-balancing loss is num_experts * sum(f * p), where f is
+each expert's share of the tokens, which has no gradient, and p its mean probability, both over all
+layers and all tokens of a sequence. f is known when the forward is over, before any backward. So a
+router's outputs pass through a node that adds the gradient of the losses to the gradient of its
+logits in backward; no autograd graph leads from the routers to a loss.
 
-N tokens that a router is called with, E experts, k of them a token
+N tokens that a router is called with, E experts, k experts of each token
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ __all__ = ["RouterLosses", "check_router_losses", "make_router_losses"]
 
 
 def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
-    """The routers of a model of transformers, as it names them for its own losses.
+    """Return the routers of a transformers model, as it declares them for its own losses.
 
-    Each with the place of the logits [N, E] among what it gives. Raises ValueError for a model
-    without any.
+    Each comes with the index of the logits [N, E] in its output. Raises ValueError for a model that
+    declares none.
     """
+    # transformers lists for each class of models the modules whose outputs it records.
     kinds = [getattr(part, "_can_record_outputs", None) or {} for part in model.modules()]
     found: list[tuple[nn.Module, int]] = []
     recorders = {id(r): r for kind in kinds if (r := kind.get("router_logits")) is not None}
     for recorder in recorders.values():
         if isinstance(recorder, list) or not hasattr(recorder, "target_class"):
-            break
+            break  # declared in a form that does not name one class
         found += [
             (part, recorder.index)
             for name, part in model.named_modules()
@@ -56,30 +57,34 @@ def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
 
 
 class _Routing:
-    """Sums over the tokens of one forward, for its losses and their gradients."""
+    """Sums over the tokens of one forward, for the losses of its routers and their gradients."""
 
     def __init__(self, mask: Tensor, own: Tensor, weight: float, scale: Tensor) -> None:
+        """Set sums to zero; see `RouterLosses.begin` for the arguments."""
         self.mask, self.own = mask, own
         self.weight, self.scale = weight, scale
         zero = mask.new_zeros((), dtype=torch.float64)
         self.counts = self.probabilities = zero
-        """[E] once there are some: tokens sent to each expert, and probabilities, in all layers."""
+        """Sums over tokens and layers, [E] after the first router: choices and probabilities of
+        each expert; `end` divides the choices by the number of tokens."""
         self.z = zero
+        """The sum of the tokens' z-losses over all layers."""
         self.num_rows = zero
-        """Tokens that count, of all layers."""
+        """The number of tokens that count, summed over all layers."""
         self.whole = False
-        """Whether routers are called with all tokens of the sequence."""
+        """True if routers are called with all tokens of the sequence, False if with a rank's."""
         self.is_over = False
+        """True after the forward: routers that run again in a recompute are not counted."""
 
     def tokens(self, count: int) -> Tensor:
-        """Which of the `count` tokens of a router count, [N]."""
+        """Return which tokens count, [N], of the `count` tokens that a router is called with."""
         self.whole = count == self.mask.numel()
         found = self.mask if self.whole else self.own
         assert found.numel() == count, (found.shape, count)
         return found.flatten()
 
     def add(self, logits: Tensor, top_k: int) -> None:
-        """Count the tokens of a router."""
+        """Add the sums of one router, from its logits [N, E]."""
         seen = self.tokens(len(logits)).unsqueeze(-1)
         probabilities = logits.softmax(-1)
         chosen = probabilities.topk(top_k, dim=-1).indices
@@ -90,19 +95,20 @@ class _Routing:
         self.num_rows = self.num_rows + seen.sum()
 
     def gradient(self, logits: Tensor, coefficients: RouterCoefficients) -> Tensor:
-        """That of the logits of a router, [N, E]."""
+        """Return the gradient of the losses to the logits of a router, [N, E]."""
         seen = self.tokens(len(logits)).unsqueeze(-1)
         softmax = logits.softmax(-1)
+        # After `end`, `counts` has the shares f; the gradient to p goes through the softmax.
         of_p = self.counts * (coefficients.aux * len(self.counts) / self.num_rows)
         of_logits = softmax * (of_p - (softmax * of_p).sum(-1, keepdim=True))
-        if coefficients.z:
+        if coefficients.z:  # z is the mean of logsumexp squared
             lse = logits.logsumexp(-1, keepdim=True)
             of_logits += softmax * (lse * 2 * coefficients.z / self.num_rows)
         return of_logits * seen * (self.scale * self.weight)
 
 
 def _experts_of_a_token(config: dict[str, Any]) -> int:
-    """The number of experts that a token is sent to.  Raises ValueError if the config has none."""
+    """Return the number of experts of each token; raise ValueError if the config has none."""
     for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"):
         if isinstance(config.get(name), int):
             return int(config[name])
@@ -110,10 +116,11 @@ def _experts_of_a_token(config: dict[str, Any]) -> int:
 
 
 class RouterLosses:
-    """The losses of the routers of a model, over the tokens of all ranks of a sequence.
+    """The losses of a model's routers, over the tokens of all ranks that share a sequence.
 
-    Source: Switch Transformer (arXiv 2101.03961), equations 4 to 6, and ST-MoE for the z-loss; as
-    `load_balancing_loss_func` of transformers, over all layers together.
+    Each forward begins with `begin` or `leave_out`, and one with losses ends with `end`. Sources:
+    Switch Transformer (arXiv 2101.03961), equations 4 to 6; ST-MoE for the z-loss. As in
+    `load_balancing_loss_func` of transformers, all layers count together.
     """
 
     def __init__(
@@ -123,21 +130,25 @@ class RouterLosses:
         of: RouterCoefficients,
         channel: Channel,
     ) -> None:
+        """`routers`: each with the index of the logits in its output; `top_k`: experts of a token.
+
+        `channel`: the ranks that share a sequence.
+        """
         self._top_k, self.coefficients, self._channel = top_k, of, channel
         self._routing: _Routing | None = None
         for router, place in routers:
             router.register_forward_hook(partial(self._routed, place))
 
     def begin(self, mask: Tensor, own: Tensor, *, weight: float, scale: Tensor) -> None:
-        """A forward in training begins, whose losses have this `weight` in that of the step.
+        """Begin a forward with router losses, which have this `weight` in the loss of the step.
 
-        `mask` tells which tokens of the sequence count, [B, S], `own` those of this rank, [B, S'].
-        Gradients are multiplied by `scale` [].
+        `mask` [B, S] is True for the tokens of the sequence that count, `own` [B, S'] for those of
+        this rank. Gradients are multiplied by `scale` [].
         """
         self._routing = _Routing(mask, own, weight, scale)
 
     def leave_out(self) -> None:
-        """A forward without these losses begins."""
+        """Begin a forward without router losses."""
         self._routing = None
 
     def scaling(self) -> Callable[[Tensor], None]:
@@ -151,7 +162,7 @@ class RouterLosses:
         return scale
 
     def end(self) -> Tensor:
-        """The forward is over: the weighted sum of the losses, the same on all ranks; []."""
+        """End the forward; return the weighted sum of the losses [], the same on all ranks."""
         routing = self._routing
         assert routing is not None
         routing.is_over = True
@@ -168,7 +179,10 @@ class RouterLosses:
         return (self.coefficients.aux * aux + self.coefficients.z * z) * routing.weight
 
     def _routed(self, index: int, _: nn.Module, __: object, given: Any) -> Any:
-        """A router has given logits, at `index`, and more."""
+        """Count the output `given` of a router and tie its gradients to the losses.
+
+        A forward hook; `index`: the index of the logits in the output.
+        """
         routing = self._routing
         if routing is None:
             return given
@@ -178,6 +192,7 @@ class RouterLosses:
             routing.add(widened(logits.detach().flatten(0, -2)), self._top_k)
         if not (torch.is_grad_enabled() and logits.requires_grad):
             return given
+        # All outputs with a gradient go through the node, so that it runs if any of them is used.
         places = [i for i, x in enumerate(leaves) if x.requires_grad]
         tied = _Tied.apply(logits, routing, self.coefficients, *(leaves[i] for i in places))
         for place, x in zip(places, tied, strict=True):
@@ -186,8 +201,8 @@ class RouterLosses:
 
 
 class _Tied(Function):
-    """forward   what a router gives, as it is
-    backward  the same, and the gradient of the losses to the logits
+    """forward   the outputs of a router, unchanged
+    backward  their gradients, unchanged, and the gradient of the losses to the logits
     """
 
     @staticmethod
@@ -209,7 +224,7 @@ class _Tied(Function):
 def make_router_losses(
     model: Any, config: dict[str, Any], of: RouterCoefficients, channel: Channel
 ) -> RouterLosses | None:
-    """The losses of a model's routers; None where their weights are 0."""
+    """Return the losses of a model's routers; None if their coefficients are 0."""
     if not of.of_losses:
         return None
     return RouterLosses(_find_routers(model), _experts_of_a_token(config), of, channel)
@@ -224,9 +239,9 @@ def check_router_losses(
     num_stages: int,
     tiles: int,
 ) -> None:
-    """Raise ValueError if this model, or this layout, cannot have the losses that `of` asks for.
+    """Raise ValueError if the model or layout cannot have the losses and bias update of `of`.
 
-    `experts`: see `isp.models.moe.load_balance.experts_of`.
+    `experts`: the result of `isp.models.moe.load_balance.experts_of`.
     """
     check_bias_update(model, experts, of.bias_rate, tiles=tiles)
     if not of.of_losses:

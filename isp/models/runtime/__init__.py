@@ -1,1 +1,1 @@
-"""A traced model on one rank: its modules, its weights, its calls."""
+"""A traced model on one rank: its stage modules, weight holders and calls."""

@@ -1,11 +1,11 @@
-"""Linears that are called one behind another with the same tensor, gathered and reduced as one.
+"""Linears that are called in a row with the same tensor, gathered and reduced as one.
 
-Their weights lie one behind the other, [sum of Oi, I], and a rank has contiguous rows of that: some
-of one linear, all of another, none of a third. Each parameter is a view of its own rows, so
-optimizers, checkpoints and adapters need not know. One transfer gathers all rows for the call of
-the first linear, which computes the outputs of all; the calls of the others return theirs.
+Their weights are concatenated to [sum of Oi, I], and a rank holds contiguous rows of that: perhaps
+some of one linear, all of the next and none of a third. Each parameter is a view of its own rows,
+so optimizers, checkpoints and adapters see separate parameters. The call of the first linear
+gathers all rows in one transfer and computes all outputs; the calls of the others return theirs.
 
-B batch, S sequence, N tokens, I in features, Oi out features of each linear
+B batch, S sequence, N tokens, I in features, Oi out features of linear i
 """
 
 from __future__ import annotations
@@ -42,25 +42,31 @@ __all__ = ["FusedLinears", "FusedRows", "groups_of", "rows_of"]
 
 
 class FusedRows(NamedTuple):
-    """The place of a linear's weight or bias among those that travel with it."""
+    """The rows of a linear's weight or bias in the fused parameter of its group."""
 
     whole: str
-    """Name of what travels."""
+    """The name of the fused parameter."""
     ahead: int
-    """Rows of others that come before."""
+    """The number of rows of other linears before these."""
     behind: int
+    """The number of rows of other linears after these."""
 
 
 def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...]:
-    """The linears that are computed as one, by their modules, in order of the calls.
+    """Return the groups of linears that can be computed as one, by module, in order of the calls.
 
-    Plain linears of a block, each called once, whose weights and biases nobody shares, and which
-    are alike in dtype and in what is trained.
+    A group consists of plain linears of one block that are called in a row with the same tensor,
+    each once. Their weights and biases are sharded and not shared with other modules, and have the
+    same dtypes and the same trained parameters.
     """
     calls = Counter(call.module for call in trace.calls)
     uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
 
     def kind(numbered: tuple[int, Call]) -> Hashable:
+        """Return a key that is equal for neighboring calls which can be computed as one.
+
+        A call that cannot be fused gets its own number, which is equal to no other key.
+        """
         number, call = numbered
         module = model.get_submodule(call.module)
         if call.kind is not Kind.LINEAR or call.block is None or type(module) is not nn.Linear:
@@ -71,6 +77,7 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
         if not cut or calls[call.module] > 1 or any(uses[p] > 1 for p in own.values()):
             return number
         alike = tuple((local, p.dtype, p.requires_grad) for local, p in own.items())
+        # `given` is the number of the input tensor: it changes when the tensor is written into.
         return call.block, call.given, alike, names.isdisjoint(trace.unused)
 
     runs = (list(run) for _, run in groupby(enumerate(trace.calls), key=kind))
@@ -78,7 +85,7 @@ def groups_of(model: nn.Module, trace: ModelTrace) -> tuple[tuple[str, ...], ...
 
 
 def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, FusedRows]:
-    """The place of each parameter that travels with others, by name."""
+    """Return the place of each parameter of the `groups` in its fused parameter, by name."""
     found = {}
     for linears in groups:
         modules = [model.get_submodule(name) for name in linears]
@@ -91,14 +98,14 @@ def rows_of(model: nn.Module, groups: Iterable[Sequence[str]]) -> dict[str, Fuse
 
 
 def _name(linears: Sequence[str]) -> str:
-    """The name of several linears: `self_attn.q_proj+k_proj+v_proj`."""
+    """Return a name for several linears, as `self_attn.q_proj+k_proj+v_proj`."""
     first, *others = linears
     parent = first.rpartition(".")[0]
     return "+".join([first, *(name.removeprefix(f"{parent}.") for name in others)])
 
 
 class FusedLinears:
-    """Linears [Oi, I] that are called one behind another with the same tensor, as one holder."""
+    """A group of linears [Oi, I] that are called in a row with the same tensor, as one holder."""
 
     weight_name = "weight"
     transposed = False
@@ -111,7 +118,11 @@ class FusedLinears:
         weight: ShardedParameter,
         bias: ShardedParameter | None,
     ) -> None:
-        """`called` is given the name of each that is called; `weight` and `bias`: those of all."""
+        """Replace the forwards of `linears`, which are in order of their calls.
+
+        `called` is called with the name of each linear that is called. `weight` [sum of Oi, I] and
+        `bias` [sum of Oi] are the fused shards.
+        """
         self._names = [*linears]
         self.name = _name(self._names)
         self.communicator, self.moves = communicator, Moves()
@@ -125,19 +136,25 @@ class FusedLinears:
         self.weights = (self,)
         self._called = called
         self.first = self._names[0]
-        """The one whose call brings the weights."""
+        """The linear whose call gathers the weights and computes all outputs."""
         self._x: Tensor | None = None
-        """What the first was called with, as long as not all have been."""
+        """The input of the first linear, until all linears have been called."""
         self._outputs: list[Tensor] = []
-        """Those that have not been called for, the last first."""
+        """The outputs of the linears that have not been called yet, the last linear's first."""
         for number, linear in enumerate(linears.values()):
             linear.forward = partial(self._forward, number, linear.forward)
 
     def _forward(self, number: int, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return the output of one linear: x [B, S, I] -> [B, S, Oi].
+
+        Raises RuntimeError if x is not the tensor that the first linear was called with.
+        """
         self._called(self._names[number])
+        # The parameters are whole and no gradient is computed, so the module's own code will do.
         if not (self.communicator.gathers_weights or torch.is_grad_enabled()):
             return original(x)
         if number == 0:
+            # Reversed, so that `pop` below takes the output of the linear that is called.
             self._x, self._outputs = x, list(self._multiply(x))[::-1]
         elif x is not self._x:
             raise RuntimeError(
@@ -145,12 +162,12 @@ class FusedLinears:
                 f" but with the same one when the model was traced, so isp computed them together"
             )
         y = self._outputs.pop()
-        if not self._outputs:
+        if not self._outputs:  # do not keep the activation alive
             self._x = None
         return y
 
     def _multiply(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all: x [B, S, I] -> [B, S, Oi]."""
+        """Compute the outputs of all linears: x [B, S, I] -> [B, S, Oi] each."""
         if torch.is_grad_enabled():
             ys: tuple[Tensor, ...] = _Fused.apply(x, self.weight, self.bias, self)
             return ys
@@ -161,9 +178,9 @@ class FusedLinears:
 class _Fused(Function):
     """forward   yi = x Wi^T + bi
     dgrad     dx = sum of dyi Wi
-    wgrad     dWi = dyi^T x, one behind the other, to the communicator; db likewise
+    wgrad     dWi = dyi^T x, concatenated and given to the communicator; db likewise
 
-    The outputs are tensors of their own: a model may write into one of them.
+    The outputs do not share memory, because a model may write into one of them.
     """
 
     @staticmethod
@@ -174,6 +191,7 @@ class _Fused(Function):
             ys = _products(x, full, layer.sizes)
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
+        # The shard is saved, not the whole weight: backward gathers again.
         ctx.save_for_backward(x if need_w else None, weight if need_x else None)
         return ys
 
@@ -184,11 +202,12 @@ class _Fused(Function):
         needs_x, needs_w, needs_b = needs_grad(ctx, 3)
         x, weight = ctx.saved_tensors
         communicator = layer.communicator
+        # The weight is needed for dx alone.
         use = communicator.unshard(layer, Phase.BACKWARD, weight) if needs_x else nullcontext()
         dys = tuple([dy.flatten(0, -2) for dy in given])  # [N, Oi]
         dx = dw = db = None
         with use as full:
-            if needs_w:
+            if needs_w:  # first, so that its reduce-scatter overlaps with the product for dx
                 flat_x = in_dtype(x.flatten(0, -2), dys[0].dtype)
                 dw = delivered_gradient(dys, flat_x, layer, ctx.parameter, needs_w)
             if needs_b:
@@ -202,13 +221,17 @@ class _Fused(Function):
 
 
 def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Return x Wi^T + bi for the rows of each linear, in tensors that may be written into."""
     weights, bias = full.weight.split(sizes), full.bias
     biases = [None] * len(sizes) if bias is None else bias.split(sizes)
     return tuple([writable(F.linear(x, w, b)) for w, b in zip(weights, biases, strict=True)])
 
 
 def _input_gradient(dys: Sequence[Tensor], weight: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The sum of dyi Wi, [N, I], the last first, as autograd would add them up."""
+    """Return dx [N, I], the sum of dyi Wi.
+
+    The last linear comes first, as when autograd adds up the gradients of separate linears.
+    """
     pairs = zip(reversed(dys), reversed(weight.split(sizes)), strict=True)
     (dy, rows), *others = pairs
     dx = dy @ in_dtype(rows, dy.dtype)

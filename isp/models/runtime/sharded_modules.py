@@ -1,7 +1,9 @@
-"""Shards in the place of a model's weights, and linears and tables that read them whole.
+"""Replacement of a model's parameters by shards, and of forwards that read them as whole weights.
 
-The model keeps its modules and names: `module.weight` is this rank's shard, and the instance's
-`forward` multiplies by the whole weight. O out features, I in features
+The model keeps its modules and names: `module.weight` becomes this rank's shard, and the `forward`
+of the instance multiplies by the whole weight.
+
+O out features, I in features
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ __all__ = ["ShardedEmbedding", "ShardedLinear", "shard_parameters"]
 
 
 Called = Callable[[], Callable[[Tensor], Tensor] | None]
-"""Called first in each call; gives what is called in its place, None: nothing."""
+"""A function that each call calls first; it returns the function to call in its place, or None."""
 
 
 class _ShardedModule:
-    """A module of the model as the runtime sees it: a holder of a sharded weight."""
+    """A module of the model as the communicator sees it: the holder of a sharded weight."""
 
     weight_name = "weight"
 
@@ -52,17 +54,19 @@ class _ShardedModule:
         self.communicator = layers.communicator
         self.moves = moves
         self._sends_nothing = moves == Moves() and not self.communicator.gathers_weights
-        """Whether nothing travels; without gradients the module's own forward is called then."""
+        """True if neither weights nor activations are sent: without gradients the module's own
+        forward can be called."""
         self.layouts: dict[str, ParameterLayout] = {}
+        """The layouts of weight and bias, by local name; `WeightHolders` sets them."""
 
     @property
     def weights(self) -> tuple[Self]:
-        """The weights that one call reads."""
+        """The holders of the weights that one call reads: this one."""
         return (self,)
 
     @property
     def width(self) -> int:
-        """Features that it gives for a token, over all ranks."""
+        """The number of features of the output for a token, over all ranks."""
         of: Any = self.module
         if isinstance(of, nn.Embedding):
             return of.embedding_dim
@@ -76,10 +80,11 @@ class _ShardedModule:
 
 
 class ShardedLinear(_ShardedModule):
-    """An `nn.Linear` [O, I], or a `Conv1D` of transformers [I, O].
+    """The holder of an `nn.Linear` [O, I] or a `Conv1D` of transformers [I, O].
 
-    A column of a region reads at its `entrance`. A row's output is a sum over ranks, and its bias
-    is added to that; so is a bias that is whole, as others read it, too.
+    A column linear of a region reads the input at the region's `entrance`. The output of a row
+    linear is summed over ranks, and its bias is added once, after the sum. A bias that is whole on
+    each rank, because other code reads it too, is also added after the product.
     """
 
     def __init__(
@@ -92,6 +97,10 @@ class ShardedLinear(_ShardedModule):
         entrance: Entrance | None,
         bias_is_whole: bool,
     ) -> None:
+        """Replace the forward of `module`; `called` is called first in each call.
+
+        `entrance`: that of the region that the linear is a column of; None: it is no column.
+        """
         moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
         super().__init__(module, name, layers, moves)
         self.transposed = is_transposed(module)
@@ -103,7 +112,7 @@ class ShardedLinear(_ShardedModule):
             instead = called()
             if instead is not None:
                 return instead(x)
-            if is_local and not torch.is_grad_enabled():
+            if is_local and not torch.is_grad_enabled():  # the module's own code is right and fast
                 own: Tensor = original(x)
                 return own
             with nullcontext() if entrance is None else entrance.column(x):
@@ -115,14 +124,17 @@ class ShardedLinear(_ShardedModule):
 
     @property
     def bias(self) -> nn.Parameter | None:
-        """What is added where the product is made."""
+        """The bias that is added with the product; None: none, or it is added after the product."""
         bias = None if self._bias_after_move else self.module.bias
         assert bias is None or isinstance(bias, nn.Parameter)
         return bias
 
 
 class ShardedEmbedding(_ShardedModule):
-    """An `nn.Embedding`, or a class made of it, whose own lookup is replaced and nothing else."""
+    """The holder of an `nn.Embedding` or a subclass of it, in whose forward the lookup is replaced.
+
+    The rest of the forward runs as it is: a subclass may scale the rows or compute the ids.
+    """
 
     bias: nn.Parameter | None = None
     deterministic = False
@@ -130,13 +142,15 @@ class ShardedEmbedding(_ShardedModule):
     def __init__(
         self, module: nn.Module, name: str, layers: RankLayers, called: Called, moves: Moves
     ) -> None:
+        """Replace the forward of `module`; `called` is called first in each call."""
         super().__init__(module, name, layers, moves)
         original = module.forward
 
         def look_up_own(ids: Tensor) -> Tensor:
             return look_up(ids, self.weight, self)
 
-        def forward(*args: Any, **kwargs: Any) -> Tensor:  # OPT's table takes more than tokens
+        # Any arguments: OPT's table of positions takes more than ids.
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
             instead = called()
             is_local = self._sends_nothing and instead is None and not torch.is_grad_enabled()
             with nullcontext() if is_local else _Lookup(module, instead or look_up_own):
@@ -147,18 +161,19 @@ class ShardedEmbedding(_ShardedModule):
 
     @property
     def padding_idx(self) -> int:
-        """The row that takes no gradient, of those that backward adds up; -1: none."""
+        """The row without a gradient, numbered as in the gradient that backward makes; -1: none."""
         row = self.module.padding_idx
         if not isinstance(row, int):
             return -1
-        if self.communicator.gathers_weights:
+        if self.communicator.gathers_weights:  # the gradient is of the whole table
             return row
+        # The gradient is of this rank's rows only.
         ((start, stop),) = self.layouts["weight"].intervals()
         return row - start if start <= row < stop else -1
 
 
 class _Lookup(TorchFunctionMode):
-    """Calls `instead` with the ids that are looked up in one table."""
+    """A mode in which lookups in one table call `instead` with the ids."""
 
     def __init__(self, table: nn.Module, instead: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -179,11 +194,13 @@ def shard_parameters(
     own: frozenset[str],
     rows: Mapping[str, FusedRows],
 ) -> Iterator[ShardedParameter]:
-    """Put this rank's shard in the place of every parameter, wherever it is used.
+    """Replace each parameter by this rank's shard, wherever it is used, and yield the shards.
 
-    `rows`: of those that travel with others. `own`: names of those that the rank has. The others
-    become NaN, with the memory of one element: what lies before the blocks runs on every stage.
+    `own`: names of the parameters that the rank has. The others become NaN with the memory of one
+    element, because code before the blocks runs on every pipeline stage. `rows`: the places of
+    parameters in fused ones, by name. Buffers are moved to the device when the iterator ends.
     """
+    # The modules that use each parameter, with its name there: a shared parameter has several.
     uses: dict[int, list[tuple[nn.Module, str]]] = {}
     wholes: dict[str, ShardedParameter] = {}
     for module in model.modules():
@@ -214,7 +231,7 @@ def shard_parameters(
         shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
         for module, local in uses.pop(id(parameter)):
             setattr(module, local, shard)
-        del parameter  # nobody else holds it: whole weights go one by one
+        del parameter  # the last reference: whole weights are freed one by one
         yield ShardedParameter(name, shard, layout, whole)
     for prefix, module in model.named_modules():
         for local, buffer in module.named_buffers(recurse=False):
@@ -231,13 +248,14 @@ def _layout(
     layers: RankLayers,
     plan: TensorPlan | None,
 ) -> ParameterLayout:
-    """The cut of a parameter: by rows over the weight group, or as the plan has it.
+    """Return the layout of a parameter: cut by rows over the weight group, or as the plan says.
 
-    Tables may be asked to be cut by hidden features.
+    In isp, embedding tables are cut by hidden features if `embed_split_hidden` is set.
     """
     shape = tuple(parameter.shape)
     owner, _, local = name.rpartition(".")
     module, role = model.get_submodule(owner), trace.roles[name]
+    # Stacks of experts, cut by experts or within them.
     if role is ParameterRole.EXPERT and (plan is None or layers.experts_stay):
         return layers.expert_layout(shape)
     if plan is None:
@@ -245,19 +263,21 @@ def _layout(
             return layers.replicated_layout(shape)
         is_table = any(parameter is model.get_submodule(name).weight for name in trace.tables)
         return layers.sharded_layout(shape, dim=int(is_table and layers.embed_split_hidden))
-    if layers.experts_stay and holds_experts(module):
+    if layers.experts_stay and holds_experts(module):  # all but its stacks: biases of experts
         return layers.replicated_layout(shape, sees_part=True)
     if parameter is model.get_submodule(plan.table).weight or name in plan.vectors:
         return layers.sharded_layout(shape, dim=0)
     cut = plan.cuts.get(owner)
+    # The bias of a row linear is added after the sum over ranks, so each rank has all of it.
     if cut is None or (cut.role is Role.ROW and local == "bias"):
         return layers.replicated_layout(shape, sees_part=plan.sees_part(owner))
     turned = local == "weight" and is_transposed(module)
+    # Rows are cut by input features, columns by output features; Conv1D stores [I, O].
     return layers.sharded_layout(shape, dim=int((cut.role is Role.ROW) != turned))
 
 
 def _whole(among: FusedRows, parameter: nn.Parameter, layers: RankLayers) -> ShardedParameter:
-    """What `parameter` travels in, with this rank's rows of it and of others."""
+    """Return the fused parameter that `parameter` is a part of, uninitialized, as a shard."""
     shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)
     shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
@@ -273,10 +293,14 @@ def _own_part(
     whole: ShardedParameter | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """This rank's shard, in the memory of the `whole` that it travels in."""
+    """Return this rank's shard of `parameter`, in the memory of the fused parameter `whole`.
+
+    `whole` None: in memory of its own.
+    """
     if whole is None:
         part = torch.empty(layout.local_shape, device=layers.device, dtype=dtype)
     else:
+        # Rows of this parameter on the rank, and the first row of the fused parameter on the rank.
         ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
         begin = max(layout.ahead + start - first, 0)
         part = whole.parameter.detach()[begin : begin + stop - start]

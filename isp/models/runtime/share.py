@@ -1,14 +1,14 @@
-"""Trials of a rank's share of a model's features, before ranks start.
+"""Trial runs of a model on one rank's share of its features, before ranks start.
 
 [Note: Shares] Between a column and a row, a rank has its share of the features, and the model's own
 code must compute them without the features of other ranks. If it takes a mean or a norm over all of
 them, the shapes fit but the result is wrong. So the model runs on the CPU without weights, as in
-[Note: Locality], once whole and once for each rank. In a rank's run, a column gives the rank's
-share of what it gave in the whole run, and a row gives the same as there. What the row is given,
-and the gradients from there back to the columns, must be the rank's share of those in the whole
-run. Nothing is sent, and no error reaches the next region. The head is a column, too: what the
-model's code makes of a rank's logits must be the rank's share of the logits. Not seen is what
-[Note: Locality] lists.
+[Note: Locality], once whole and once for each of a few ranks. In a rank's run, a column linear
+returns the rank's share of its output in the whole run, and a row linear returns the same as there.
+The input of the row, and the gradients from there back to the columns, must be the rank's share of
+those in the whole run. Nothing is sent, and no error reaches the next region. The head is a column,
+too: the result of the model's code on a rank's logits must be the rank's share of the logits. The
+cases that [Note: Locality] lists are not detected.
 
 I features between a column and a row
 """
@@ -46,10 +46,11 @@ def run_with_a_share(
     plan: TensorPlan,
     size: int,
 ) -> None:
-    """Run, without values, what `build` makes for a rank of `size` that split features.
+    """Run the stage module that `build` makes for one of `size` ranks, on the meta device.
 
-    Always in msp, where the tokens in a region and outside differ in number.
-    Raises ValueError, or what the model's code raises, if it does not run with its share.
+    The mode is always msp, in which the number of tokens inside a region differs from that outside.
+    Raises ValueError, or an error of the model's code, if the model does not run on a rank's share
+    of the features.
     """
     tensor, tokens = DryChannel("tensor", size, 0), 8 * size
     layers = RankLayers(
@@ -65,6 +66,7 @@ def run_with_a_share(
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, sinks: Tensor | None = None
     ) -> Tensor:
+        """Check that attention gets the rank's share of the heads for all tokens."""
         call = next(attentions)
         assert call.sizes is not None
         parts = plan.head_parts(call.block, size)
@@ -91,10 +93,10 @@ def check_shares(
     size: int,
     run: ProbeRun,
 ) -> None:
-    """Raise ValueError, naming the module, if features of one of `size` ranks need others'.
+    """Raise ValueError, naming the module, if the features of a rank need those of other ranks.
 
-    shape, buffers, forward: as of `isp.models.tracing.probe.check_local`, which gave `run`. See
-    [Note: Shares].
+    shape, buffers and forward are those of `isp.models.tracing.probe.check_local`, which returned
+    `run`; `size`: tensor ranks. See [Note: Shares].
     """
     model = without_weights(shape, buffers, trace.roles, training=run.training)
     random = torch.Generator().manual_seed(0)
@@ -108,7 +110,7 @@ def check_shares(
             shares.begin(rank)
             for name, vector in vectors.items():
                 owner, _, local = name.rpartition(".")
-                own = nn.Parameter(vector.chunk(size)[rank], requires_grad=False)
+                own = nn.Parameter(vector.chunk(size)[rank], requires_grad=False)  # of its heads
                 setattr(model.get_submodule(owner), local, own)
             if shares.differ(whole, forward(model, ids, positions)):
                 raise ValueError(
@@ -130,7 +132,7 @@ class _Given(NamedTuple):
 
 
 class _Shares:
-    """Linears of a model that give, and are given, all features, then those of one rank."""
+    """The column and row linears of a model, run with all features and then with one rank's."""
 
     def __init__(self, model: nn.Module, plan: TensorPlan, size: int, stack: ExitStack) -> None:
         """Replace forwards in the model until `stack` ends; the first run is the whole one."""
@@ -143,7 +145,8 @@ class _Shares:
         self._leaves: list[Tensor] = []
         """Outputs of columns since the last row, as leaves of the graph."""
         self._other = ""
-        """The first module since then whose output is not a rank's share of that before."""
+        """The first module since the last row whose output is not the rank's share of that in the
+        whole run; empty: none."""
         self.of_gradients = ""
         """The message for the first gradients that differ; empty: none do."""
         for name, cut in plan.cuts.items():
@@ -163,9 +166,10 @@ class _Shares:
         self._leaves.clear()
 
     def differ(self, whole: Tensor, own: Tensor, limit: float = 1e-5) -> bool:
-        """Return whether `own` is not this rank's share of `whole`, of each dim that differs.
+        """Return whether `own` is not this rank's share of `whole`, along each dim that differs.
 
-        `limit`: of the largest value; sums of float32 in another order differ by less.
+        `limit`: the allowed difference relative to the largest value; float32 sums in another order
+        differ by less.
         """
         assert self._rank is not None
         for dim, (all_of, of_rank) in enumerate(zip(whole.shape, own.shape, strict=True)):
@@ -178,10 +182,12 @@ class _Shares:
         return bool(own.numel()) and not bool(apart.max() <= limit * largest)
 
     def _key(self, name: str) -> tuple[str, int]:
+        """Count a call of a module; return its key, which is the same in each run."""
         self._calls[name] += 1
         return name, self._calls[name]
 
     def _column(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return a column's output in the whole run, or the rank's share of it, as a new leaf."""
         key = self._key(name)
         if self._rank is None:
             with torch.no_grad():
@@ -194,6 +200,7 @@ class _Shares:
         return self._leaves[-1].clone(memory_format=torch.contiguous_format)
 
     def _row(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return a row's output in the whole run; check its input and gradients in a rank's run."""
         key, gradients = self._key(name), self._gradients(x)
         if self._rank is None:
             with torch.no_grad():
@@ -216,6 +223,7 @@ class _Shares:
         leaves = self._leaves
         if not (leaves and x.requires_grad):
             return ()
+        # The factor of a feature is the same in the whole run and in its rank's run.
         first = 0 if self._rank is None else self._rank * x.shape[-1]
         factors = torch.arange(first, first + x.shape[-1]).cos().to(x.dtype)
         found = torch.autograd.grad(x, leaves, factors.expand_as(x), allow_unused=True)
@@ -232,7 +240,10 @@ class _Shares:
         return any(a is not None and b is not None and self.differ(a, b, 1e-3) for a, b in pairs)
 
     def _passed(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        """A module between a column and a row has given `output`."""
+        """Compare the output of a module between a column and a row, as a forward hook.
+
+        The first that differs is remembered, to be named if the input of the row differs.
+        """
         key = self._key(name)
         if not isinstance(output, Tensor):
             return
@@ -242,7 +253,10 @@ class _Shares:
             self._other = name if self.differ(self._whole[key], output.detach()) else ""
 
     def _said(self, place: str, row: str, features: int, where: str = "") -> str:
-        """Return the message for what a row is given; `place`: empty for the region's module."""
+        """Return the message for a row whose input is wrong.
+
+        `place`: the module at fault; empty: unknown, so the region's module is named.
+        """
         regions = self._plan.regions
         place = place or next(r.module for r in regions if row.startswith(f"{r.module}."))
         return (
@@ -253,7 +267,7 @@ class _Shares:
 
 
 def _share(x: Tensor, rank: int, size: int, dim: int = -1) -> Tensor:
-    """Return a rank's part of a dim: equal ones, but for the last ranks' if it does not divide."""
+    """Return a rank's part of a dim, like `torch.chunk`: equal parts, the last ones smaller."""
     length = -(-x.shape[dim] // size)
     first = min(rank * length, x.shape[dim])
     return x.narrow(dim, first, min(length, x.shape[dim] - first))

@@ -1,6 +1,6 @@
-"""`StageModule`: a traced model on one rank, or a pipeline stage of it.
+"""`StageModule`: a traced model on one rank, or one pipeline stage of it.
 
-B batch, S sequence, D hidden size, V vocabulary; S' the tokens of this rank
+B batch, S sequence, D hidden size, V vocabulary; S' tokens and V' logits of this rank, F features
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ __all__ = ["StageModule"]
 
 
 class StageModule:
-    """A traced model on this rank: its modules hold shards, its calls are followed."""
+    """A traced model on one rank, whose modules hold shards and whose calls are checked.
+
+    A rank with several pipeline stages has one such object for each of them (`of_stage`); they
+    share model, shards and call follower, and differ in the stage that they run.
+    """
 
     def __init__(
         self,
@@ -53,22 +57,24 @@ class StageModule:
         routers: RouterLosses | None,
         expert_load: ExpertLoad | None,
     ) -> None:
-        """`weights`: the source of the initial ones; None: they are there.
+        """Prepare the loss of the model whose weights are in `holders`.
 
-        If the trace has a head, losses are computed `loss_chunk_tokens` tokens at a time, 0: all,
-        and compiled if `compile` says so.
-        `gives_scores`: gradients of `scores` may be asked for.
+        `weights`: source of the initial weights; None: the model has them already.
+        `loss_chunk_tokens`: tokens whose logits a loss computes at a time, if the trace has a head;
+        0: all tokens. `compile`: when that loss is compiled.
+        `gives_scores`: `results` may need gradients, so backward reads the head's weight.
         """
         self._stage: Stage | None = None
-        """None: the whole model."""
+        """The pipeline stage that is run; None: the whole model."""
         self._gives_scores = gives_scores
         self.routers = routers
-        """Losses of routers; None: without."""
+        """The losses of routers; None: their coefficients are 0, or the model is on meta."""
         self.expert_load = expert_load
-        """None: it has no experts, or does not train."""
+        """The load of experts; None: the model has no experts, or is on meta."""
         self.model, self.trace = holders.model, holders.follower.trace
         self.splits_logits = holders.layers.splits_logits
-        """Whether the losses need the labels of the whole sequence, or those of its tokens."""
+        """True if losses need the labels of the whole sequence, False if those of this rank's
+        tokens."""
         self._host, self._layers = host, holders.layers
         self.holders, self._follower = holders, holders.follower
         self._weights = weights
@@ -78,51 +84,57 @@ class StageModule:
         )
         self._blocks = frozenset(self.trace.blocks)
         self._outside = frozenset(self.trace.called_at)
+        # Instead of the head's product the forward ends with its input: the loss computes logits.
         self._ends = {} if self.trace.head is None else {self.trace.head: _end}
         self._length_limits = host.length_limits(self.model)
         self._most_tokens = host.most_tokens(self.model)
         for part, limit in self._length_limits.items():
             part.forward = by_document(limit, self._document_lengths, part.forward)
         self._loss: HeadLoss | None = None
-        """Those of the head, if there is one."""
+        """The loss computed from the head's input; None: the trace has no head."""
         if self.trace.head is not None:
             self._loss = self._layers.head_loss(
                 holders.linear(self.trace.head),
                 self.trace.vocab_size,
                 chunk_tokens=loss_chunk_tokens,
-                # Where the model changes nothing, its code need not run.
+                # If the model does nothing to the head's output, its code need not run again.
                 after_head=self._behind_head if self.trace.changes_logits else None,
                 compile=compile,
             )
 
     @property
     def vocab_size(self) -> int:
-        """Logits of a token, over all ranks."""
+        """The number of logits of a token, over all ranks."""
         return self.trace.vocab_size
 
     @property
     def learns(self) -> bool:
-        """Whether a first forward shows what later ones need not keep."""
+        """True if the first forward finds out what later ones need not keep [Note: Watched]."""
         return self._follower.blocks.learns
 
-    # -- what the runtime asks ---------------------------------------------------------------
+    # -- the interface for the runtime -------------------------------------------------------
 
     def of_stage(self, stage: Stage) -> StageModule:
-        """The same chunk, of which one stage is run and has parameters."""
+        """Return a view of this module that runs, and has the parameters of, one stage."""
         other = copy.copy(self)
         other._stage = stage
         return other
 
     def __call__(self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """This rank's logits: x and positions [B, S'] -> [B, S', V'], or what the head is given.
+        """Run the forward: tokens and positions [B, S'] -> the input of the head [B, S', D].
 
-        x are the tokens; of a later stage, what the one before gave, [B, S', D]. All positions,
-        [B, S], where the table leaves a rank its tokens. cu_seqlens [documents + 1], int32, in host
-        memory: where the documents of the sequence of all ranks begin, B being 1; None if it is not
-        packed.
+        Without a head in the trace, returns this rank's logits [B, S', V'].
+
+        x: token ids; on a later stage the hidden states [B, S', D] from the stage before, and all
+        but the last stage return hidden states. positions: those of this rank's tokens, or of all
+        tokens [B, S] if the lookup in the table distributes them over ranks. cu_seqlens: for a
+        packed sequence (B = 1), the starts of the documents in the sequence of all ranks,
+        [documents + 1], int32, in host memory; None otherwise.
         """
         stage, instead = self._stage, Instead(calls=self._ends)
         if stage is not None:
+            # Each stage runs the model's own forward: blocks of other stages pass `received` (or
+            # their input) on, and linears and tables of other stages return zeros.
             outside = self._outside - stage.parts
             instead = Instead(
                 left_out=self._blocks - stage.parts,
@@ -130,11 +142,12 @@ class StageModule:
                 last_block=None if stage.is_last else stage.blocks[-1],
                 calls={**self.holders.zeros_of(outside), **self._ends},
             )
+            # The code before the blocks still takes token ids; `received` replaces its result.
             x = x if stage.is_first else torch.zeros_like(positions)
         return self._forward(x, positions, cu_seqlens, instead)
 
     def logits(self, output: Tensor) -> Tensor:
-        """The logits [B, S', V'] of what a forward gave."""
+        """Return the logits [B, S', V'] for the `output` of a forward."""
         if self._loss is None:
             return output
         head = self._loss.head
@@ -147,10 +160,12 @@ class StageModule:
         cu_seqlens: Tensor | None,
         pick: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """The logits [B, n, V'] of the tokens that `pick`, [B, .., F] -> [B, n, F], leaves.
+        """Run a forward and return the logits [B, n, V'] of the tokens that `pick` selects.
 
-        x, positions, cu_seqlens: those of a forward. The others' are not computed, if the model has
-        a head. Where a region before the head joins the tokens of all ranks, `pick` is given these.
+        `pick` [B, .., F] -> [B, n, F] takes the head's input, or logits if the trace has no head;
+        with a head, the logits of other tokens are not computed. If a region before the head
+        gathers the tokens of all ranks, `pick` gets all of them. x, positions and cu_seqlens are as
+        in a forward.
         """
         if self._loss is None:
             return pick(self(x, positions, cu_seqlens))
@@ -159,10 +174,10 @@ class StageModule:
         return self._forward(x, positions, cu_seqlens, Instead(calls=picked))
 
     def loss(self, output: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
-        """The sum of the tokens' cross-entropies: what a forward gave, and labels [B, S'] -> [].
+        """Return the sum [] of the tokens' cross-entropies, from the `output` of a forward.
 
-        Labels are [B, S] if `splits_logits`. `expected` [], not 0, is the gradient that the sum
-        will have if there is a backward: gradients are computed together with the loss.
+        labels [B, S'], or [B, S] if `splits_logits`. `expected` [], not 0, is the gradient that the
+        sum will have in backward; with it, gradients are computed together with the loss.
         """
         if self._loss is None:
             return self._whole_losses(output, labels).sum()
@@ -171,7 +186,7 @@ class StageModule:
         return self._loss.total(output, labels, expected)
 
     def losses(self, output: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each token, as the labels; of what `loss` gives the sum of. No gradient."""
+        """Return the cross-entropy of each token, in the shape of `labels`, without gradients."""
         if self._loss is None:
             return self._whole_losses(output, labels)
         return self._loss.each(output, labels)
@@ -179,10 +194,11 @@ class StageModule:
     def results(
         self, output: Tensor, beside: Tensor, make: Callable[[Channel, int, int], ResultRules]
     ) -> Tensor:
-        """As `isp.core.layers.head_results`, with gradients: of what a forward gave -> [B, n, K].
+        """Return per-token results [B, n, K] with gradients, from the `output` of a forward.
 
-        `beside` [B, n, ..] is of the tokens that `loss` takes labels of. `make` is given the ranks
-        over which a token's logits are split, this rank's first logit, and the number of all.
+        `beside` [B, n, ..]: a further input for each token that `loss` takes a label for. `make`
+        returns the rules of the results, given the ranks over which a token's logits are split,
+        this rank's first logit and the number of all logits. See `isp.core.layers.head_results`.
         """
         size, channel = self.trace.vocab_size, self._layers.loss_channel
         rules = make(channel, self._layers.first_logit(size), size)
@@ -191,22 +207,22 @@ class StageModule:
         return results_of_head(self._loss, output, beside, rules)
 
     def shards(self) -> Iterator[ShardedParameter]:
-        """The parameters, each once, with their names in the model; of a stage, those it reads."""
+        """Yield each parameter once, with its name in the model; for a stage, those it reads."""
         own = self._stage and self._stage.parameters
         return (item for item in self.holders.named if own is None or item.name in own)
 
     def init_weights(self, seed: int | None) -> None:
-        """Give the parameters their initial weights, the same in every layout.
+        """Fill the parameters with their initial weights, which are the same in every layout.
 
-        The model's own, or those of their source. None leaves the parameters to others; buffers
-        that no checkpoint has get their values. A weight that two stages of a rank have is filled
-        twice.
+        Does nothing if the model came with weights. seed None: fill only the buffers that no
+        checkpoint has, for parameters that are loaded afterwards. A weight that two stages of a
+        rank share is filled twice, with the same values.
         """
         if self._weights is not None:
             self._weights.fill(self.model, () if seed is None else [*self.shards()], seed or 0)
 
     def parts(self) -> dict[str, nn.Module]:
-        """As `WeightHolders.parts`; of a stage, those that have parameters of it."""
+        """Return the parts of `WeightHolders.parts`; for a stage, those with its parameters."""
         every = self.holders.parts()
         if self._stage is None:
             return every
@@ -214,46 +230,49 @@ class StageModule:
         return {name: part for name, part in every.items() if not own.isdisjoint(part.parameters())}
 
     def weight_blocks(self) -> tuple[DeclaredBlock, ...]:
-        """As `WeightHolders.weight_blocks`, of the stage if it is one."""
+        """Return `WeightHolders.weight_blocks` for this stage, or for the whole model."""
         return self.holders.weight_blocks(self._stage, head_in_backward=self._gives_scores)
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------
 
     def _forward(
         self, x: Tensor, positions: Tensor, cu_seqlens: Tensor | None, instead: Instead
     ) -> Tensor:
+        """Run one forward of the stage, with `instead` in place of parts of the model."""
         masks = self._masks(positions, cu_seqlens)
         blocks = self._follower.blocks
+        # The first block that runs identifies the stage, whose recomputation starts over.
         blocks.begin(next(b for b in blocks.recomputed if b not in instead.left_out))
         with _random_numbers(self.model.training, self._layers):
             return self._passed(x, positions, masks, instead)
 
     def _passed(self, x: Tensor, positions: Tensor, masks: Masks, instead: Instead) -> Tensor:
-        """What the model's own forward gives, or what ended it."""
+        """Return the result of the model's own forward, or the tensor that ended it early."""
         forward_pass = ForwardPass("the model", self._outer_calls, masks, instead=instead)
         with self._follower.passing(forward_pass):
             try:
                 return self._host.forward(self.model, x, positions)
-            except ForwardEnd as end:
+            except ForwardEnd as end:  # raised at the head, or after a stage's last block
                 forward_pass.end()
                 return end.hidden
 
     def _document_lengths(self) -> Tensor | None:
-        """Those of this rank's tokens, in the forward that is under way."""
+        """Return the length of the document of each of this rank's tokens, in this forward."""
         return self._follower.under_way("rotary positions").masks.lengths
 
     def _masks(self, positions: Tensor, cu_seqlens: Tensor | None) -> Masks:
-        """Those of a micro-batch with these positions, [B, S'] or [B, S]."""
-        check_not_compiled(self.model)
+        """Return the masks of a micro-batch with these positions, [B, S'] or [B, S]."""
+        check_not_compiled(self.model)  # it may have been compiled after it was built
         parts = self._layers.tensor.size if self._layers.mode.slices_batch else 1
         check_row(self._most_tokens, positions.shape[1] * parts)
         if not self._length_limits:
             return Masks(cu_seqlens)
         return Masks(cu_seqlens, token_lengths(positions, cu_seqlens, self._layers))
 
-    # -- behind the head ---------------------------------------------------------------------
+    # -- after the head ----------------------------------------------------------------------
 
     def _whole_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the cross-entropy of each token, from the logits of a model without a head."""
         return vocab_parallel_cross_entropy(
             logits,
             labels,
@@ -262,7 +281,11 @@ class StageModule:
         )
 
     def _behind_head(self, y: Tensor) -> Tensor:
-        """The logits that the model makes of what its head gives, [B, n, V]."""
+        """Return the logits that the model's code makes of the head's output, [B, n, V].
+
+        A soft cap or a scale is the model's own code, so the model runs again on any tokens: the
+        blocks return their input, everything else outside of them zeros, and the head `y`.
+        """
         ids = torch.zeros(y.shape[:2], dtype=torch.int64, device=y.device)
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
         assert self.trace.head is not None
@@ -272,20 +295,22 @@ class StageModule:
         try:
             return self._passed(ids, positions, Masks(None), instead)
         finally:
-            if before is not None:  # what is left out may have drawn numbers
+            if before is not None:  # this extra run may have drawn numbers (dropout)
                 restore_generators(self._layers.device, before)
 
 
 def _end(x: Tensor) -> Tensor:
+    """End the forward at the head, with the head's input."""
     raise ForwardEnd(x)
 
 
 @contextmanager
 def _random_numbers(training: bool, layers: RankLayers) -> Iterator[None]:
-    """A forward whose draws (dropout) follow from one number of the host's generator, and the rank.
+    """Seed the generators for one forward, and restore them afterwards.
 
-    Where the ranks of a sequence have the same tokens (mtp), they draw the same. Nothing is drawn
-    but in `training`.
+    Draws in the forward (dropout) depend on one number drawn from the CPU's generator, and on the
+    rank. Ranks that have the same tokens (mtp) draw the same numbers. Outside of `training`,
+    nothing is drawn or changed.
     """
     if not training:
         yield

@@ -1,18 +1,18 @@
-"""`TiledModule`: a module of a block whose tokens are independent, in tiles of them.
+"""`TiledModule`: a module in a block that computes each token independently, in tiles of tokens.
 
-B batch, S' the tokens of this rank, T those of a tile, D and E features
+B batch, S' tokens of this rank, T tokens of a tile, D and E features
 
-    x [B, S', D] -> y [B, S', E]; what lies inside exists for the [B, T, D] of one tile at a time
+    x [B, S', D] -> y [B, S', E]; activations inside exist for one tile [B, T, D] at a time
 
-The weights are there for all tiles (in isp gathered once in forward and once in backward), and
-their gradients are sums over the tiles, delivered once. Only x is kept; backward computes each tile
-again. Where features are split, a tile of the rank's tokens is gathered from all tensor ranks;
-ranks have as many tokens each, hence as many tiles. Ranks that share experts exchange tokens in
-every tile, so those with fewer cut theirs smaller.
+The weights are whole during all tiles (isp gathers them once in forward and once in backward), and
+their gradients are summed over the tiles and delivered once. Only x is kept; backward computes each
+tile again. If features are split, each tile of the rank's tokens is gathered from all tensor ranks,
+which have the same number of tokens and therefore of tiles. Ranks that share experts exchange
+tokens in each tile, so a rank with fewer tokens cuts them into smaller tiles.
 
-[Note: Kept input] x is kept by a node of its own ahead of the module's, which itself saves nothing.
-Inside what is recomputed (`isp.core.recompute.recompute`) the recompute then ends at that node,
-before the module: its tiles are computed once forward and once in backward.
+[Note: Kept input] x is saved by an autograd node before the module's, which itself saves nothing.
+In a recomputed block (`isp.core.recompute.recompute`) the recompute then ends at that node, before
+the module, so that its tiles are computed once in forward and once in backward.
 
 Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 """
@@ -47,7 +47,7 @@ Holder = ShardedLinear | ShardedEmbedding | ShardedExperts | FusedLinears
 
 
 class TiledModule:
-    """A module's forward, in tiles of `tokens`; `holders`: of weights in it, in order."""
+    """The forward of a module, computed in tiles of tokens."""
 
     def __init__(
         self,
@@ -57,19 +57,22 @@ class TiledModule:
         tokens: int,
         layers: RankLayers,
     ) -> None:
-        """`tokens`: of all rows of the batch together; a tile has one of each row at least.
+        """`holders`: the holders of weights in the module, in order of their calls.
 
-        `output`: the form of what the module gives; several tensors are one [B, S', E] here.
+        `tokens`: tokens of a tile over all rows of the batch; each tile has at least one token of
+        each row. `output`: the form of the module's output, packed here as one tensor [B, S', E].
         """
         self._forward, self._output = module.forward, output
         self._dtypes: tuple[torch.dtype, ...] = ()
-        """Of what the module gives: one packed tensor has the widest."""
+        """The dtypes of the tensors that the module returns; the packed one has the widest."""
         self.tokens, self.layers = tokens, layers
         of_batches = layers.expert.size > 1 and layers.weight.size > layers.tensor.size
         self._shares_experts = of_batches and any(isinstance(h, ShardedExperts) for h in holders)
-        """With ranks that may have another number of tokens."""
+        """True if it shares experts with ranks that may have another number of tokens."""
+        # Without gathering, tiles read the parameters themselves, and autograd returns gradients.
         self._holders = holders if layers.communicator.gathers_weights else ()
         self.weights = [weight for holder in self._holders for weight in holder.weights]
+        # Backward returns a gradient for each of these. Fused shards are not in the module.
         own = dict.fromkeys(module.parameters())
         fused = (holder for holder in holders if isinstance(holder, FusedLinears))
         own |= dict.fromkeys(p for f in fused for p in (f.weight, f.bias) if p is not None)
@@ -77,17 +80,21 @@ class TiledModule:
         self.tracker = RngStatesTracker(layers.device)
 
     def __call__(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """x [B, S', D] -> [B, S', E]; each tile is computed in the context `inside`."""
+        """Compute all tiles: x [B, S', D] -> [B, S', E]; each tile runs in a context `inside()`."""
         if not torch.is_grad_enabled():
             with self.unsharded(Phase.FORWARD):
                 return self.computed(x, self.tiles(x), inside)
-        # [Note: Kept input] The others only say that there is a backward to come.
+        # [Note: Kept input] If x has no gradient, the parameters make the output of `_Keep` require
+        # one, so that the node exists.
         x = _Keep.apply(x, *(() if x.requires_grad else self.parameters))
         out: Tensor = _InTiles.apply(x, *self.parameters, self, inside, x.grad_fn)
         return out
 
     def tiles(self, x: Tensor) -> list[slice]:
-        """The tiles of x, as slices of S'; ranks that share experts ask each other how many."""
+        """Return the tiles of x as slices of S'.
+
+        Ranks that share experts agree on the largest number of tiles among them.
+        """
         length = max(1, self.tokens // x.shape[0])
         tiles = [slice(i, i + length) for i in range(0, x.shape[1], length)]
         if self._shares_experts:
@@ -100,20 +107,20 @@ class TiledModule:
         return tiles
 
     def tile(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
-        """Of one tile: [B, T, D] -> [B, T, E]."""
+        """Compute one tile: [B, T, D] -> [B, T, E]."""
         with inside():
             given = self._forward(x)
         self._dtypes = tuple(leaf.dtype for leaf in tree_leaves(given))
         return self._output.packed(given, len(x))
 
     def unpacked(self, y: Tensor) -> Any:
-        """Return what the module gives, of [B, S', E]."""
+        """Return the module's output in its own form, from the packed y [B, S', E]."""
         return self._output.unpacked(y, self._dtypes)
 
     def computed(
         self, x: Tensor, tiles: list[slice], inside: Callable[[], AbstractContextManager[None]]
     ) -> Tensor:
-        """All tiles, without a graph."""
+        """Compute all tiles without an autograd graph: [B, S', D] -> [B, S', E]."""
         out: Tensor | None = None
         for tile in self.layers.each_tile(tiles):
             y = self.tile(x[:, tile].contiguous(), inside)
@@ -125,7 +132,11 @@ class TiledModule:
 
     @contextmanager
     def unsharded(self, phase: Phase) -> Iterator[_Sums]:
-        """In this context the weights are there, and their gradients are summed."""
+        """Keep the weights whole in this context, and let their gradients be summed.
+
+        The holders get the yielded object as their communicator, which serves the weights.
+        """
+        # In backward weights are gathered in the opposite order, as the plan declares them.
         turn = slice(None, None, 1 if phase is Phase.FORWARD else -1)
         communicator = self.layers.communicator
         with ExitStack() as stack:
@@ -141,7 +152,7 @@ class TiledModule:
 
 
 class _Sums(WPCommunicator):
-    """Gives weights that are there, and adds up their gradients."""
+    """A communicator that serves weights which are already whole, and sums their gradients."""
 
     gathers_weights = True
 
@@ -166,7 +177,10 @@ class _Sums(WPCommunicator):
     def deliver(
         self, weight: Any, dtype: torch.dtype, *, is_bias: bool, needs: NeedsGrad
     ) -> Tensor | None:
-        """The gradient of a shard for autograd, or None if the communicator brings it."""
+        """Deliver the sum of a weight's gradients to the real communicator.
+
+        Returns the gradient of the shard if autograd has to deliver it, else None.
+        """
         found = self._sums.pop((id(weight), is_bias), None)
         gradient = None if found is None else found.sum()
         if gradient is None or not needs:
@@ -179,26 +193,26 @@ class _Sums(WPCommunicator):
 
 
 class _SummedGradient:
-    """A gradient that comes in parts: summed in float32 at least, and rounded once."""
+    """The sum of a gradient's parts, in float32 or wider, rounded once."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
         self._dtype = torch.float32
 
     def add(self, part: Tensor) -> None:
-        """Add a part."""
+        """Add one tile's part."""
         if self._total is None:
             self._total, self._dtype = widened(part), part.dtype
         else:
             self._total += part
 
     def sum(self) -> Tensor | None:
-        """In the dtype of its parts; None: there was none."""
+        """Return the sum in the dtype of its parts; None if there was no part."""
         return None if self._total is None else self._total.to(self._dtype)
 
 
 class _Keep(Function):
-    """Hands x through and saves it."""
+    """The node that saves x for `_InTiles`, whose own node saves nothing [Note: Kept input]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
@@ -212,15 +226,15 @@ class _Keep(Function):
 
 
 class _InTiles(Function):
-    """forward   y of each tile
-    backward   of each tile: y again, dx, and the gradients of all parameters, added up
+    """forward    y of each tile
+    backward   for each tile: y again, dx, and gradients of all parameters, summed over tiles
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         *_, tiled, inside, node = given
         ctx.tiled, ctx.inside, ctx.node = tiled, inside, node
-        ctx.snapshot = tiled.tracker.snapshot()
+        ctx.snapshot = tiled.tracker.snapshot()  # backward draws the same dropout masks
         with tiled.unsharded(Phase.FORWARD):
             ctx.tiles = tiled.tiles(x)
             y: Tensor = tiled.computed(x, ctx.tiles, inside)
@@ -231,7 +245,7 @@ class _InTiles(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         tiled: TiledModule = ctx.tiled
         need_x, *needs = needs_grad(ctx, 1 + len(tiled.parameters))
-        # Ahead of the uses: what is recomputed for it has uses of its own.
+        # Before the weights are gathered: reading x may start a recompute, which gathers its own.
         (x,) = ctx.node.saved_tensors
         trained = [p for p, need in zip(tiled.parameters, needs, strict=True) if need]
         sums = {parameter: _SummedGradient() for parameter in trained}
@@ -248,9 +262,10 @@ class _InTiles(Function):
                     if gradient is not None:
                         sums[parameter].add(gradient)
                 if dx is not None:
-                    dx[:, tile] = 0 if d_leaf is None else d_leaf
+                    dx[:, tile] = 0 if d_leaf is None else d_leaf  # None: y does not depend on x
         need_of = dict(zip(tiled.parameters, needs, strict=True))
         gradients = {parameter: total.sum() for parameter, total in sums.items()}
+        # Gathered weights got their gradients in `_Sums`; all others came from autograd above.
         for weight in reversed(tiled.weights):
             for is_bias, p in enumerate((weight.weight, weight.bias)):
                 if p in need_of:

@@ -1,4 +1,8 @@
-"""`WeightHolders`: a model's parameters on a rank, and the modules that read them whole."""
+"""`WeightHolders`: the shards of a model's parameters on a rank, and the modules that hold them.
+
+A holder is a module (a linear, an embedding, experts, fused linears) as the communicator sees it:
+it has shards, and its forward reads the whole weights.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,10 @@ __all__ = ["WeightHolders"]
 
 
 class WeightHolders:
-    """The weights of a traced model on a rank, in the modules that have them."""
+    """The shards of a traced model on a rank, and the holders through which its forward reads them.
+
+    The model is changed in place: its parameters become shards, and forwards are replaced.
+    """
 
     def __init__(
         self,
@@ -41,23 +48,25 @@ class WeightHolders:
         plan: TensorPlan | None,
         stages: Iterable[Stage],
     ) -> None:
-        """`model`: its parameters become shards, in place, and its calls go through `follower`.
+        """Shard `model` in place, and let its calls go through `follower`.
 
-        `plan`: of the modes that split features; None: of isp. `stages`: those that the rank has;
-        nothing of others is there.
+        `plan`: the tensor-parallel plan of modes that split features; None: isp. `stages`: the
+        pipeline stages of the rank; parameters of other stages take no memory.
         """
         self.model, self.follower, self.layers = model, follower, layers
         self._plan = plan
         self.entrances: dict[str, Entrance] = {}
-        """Those of the plan's regions, by column."""
+        """By column linear, the entrance of the region that it lies in."""
         self._of: dict[str, Holder] = {}
-        """By module."""
+        """The holders, by name of the module."""
         trace = follower.trace
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
+        # With a plan each rank needs its share of each linear, but fused linears are cut as one.
         groups = groups_of(model, trace) if plan is None else ()
         rows = rows_of(model, groups)
         self.named = tuple(shard_parameters(model, trace, layers, plan, own, rows))
-        """The parameters, each once, with their names in the model."""
+        """The shards of the rank's parameters, each once, with their names in the model."""
+        # In this order: holders of columns take entrances, and fused linears get no other holder.
         self._enter_regions()
         self._fuse(groups)
         self._swap()
@@ -65,13 +74,13 @@ class WeightHolders:
         follower.follow(model, self._of)
 
     def linear(self, name: str) -> ShardedLinear:
-        """The holder of a linear that is not fused with others."""
+        """Return the holder of a linear that is not fused with others."""
         found = self._of[name]
         assert isinstance(found, ShardedLinear)
         return found
 
     def zeros_of(self, names: Iterable[str]) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Zeros in place of what these linears and tables give."""
+        """Return functions that give zeros in place of the outputs of these linears and tables."""
         found = dict[str, Callable[[Tensor], Tensor]]()
         for name in names:
             holder = self._of[name]
@@ -80,9 +89,10 @@ class WeightHolders:
         return found
 
     def parts(self) -> dict[str, nn.Module]:
-        """The blocks, and what has parameters outside of them.
+        """Return the blocks and the modules outside of them that have parameters, by name.
 
-        The whole model is among them if it has some that lie in no module that is called.
+        A module that is never called as a whole may hold parameters that other code reads; for
+        these, the whole model is returned under the name "".
         """
         model, trace = self.model, self.follower.trace
         parts = {block: model.get_submodule(block) for block in trace.blocks}
@@ -97,12 +107,15 @@ class WeightHolders:
     def weight_blocks(
         self, stage: Stage | None = None, *, head_in_backward: bool = False
     ) -> tuple[DeclaredBlock, ...]:
-        """The weights gathered in a forward, in order; of one stage, or of the whole model.
+        """Return the weights that a forward gathers, in order, for `ISPCommunicator.declare`.
 
-        `head_in_backward`: whether backward reads that of the head.
+        `stage`: the pipeline stage; None: the whole model. `head_in_backward`: True if backward
+        reads the weight of the head.
         """
         follower, holders = self.follower, self._gathered
         trace, blocks = follower.trace, follower.blocks
+        # Weights that backward does not read: those without a gradient, and the head's, unless
+        # results need gradients: those of the loss are computed in forward.
         unused = (name.rpartition(".")[0] for name in trace.unused)
         forward_only = {*unused, "" if head_in_backward or trace.head is None else trace.head}
         return tuple(
@@ -119,15 +132,17 @@ class WeightHolders:
 
     @property
     def _gathered(self) -> Mapping[str, Holder]:
-        """Those that are gathered, or that a plan of features cuts.
+        """The holders whose weights are declared to the communicator, by module.
 
-        Experts are not, where such a plan leaves them whole, or each lies on one rank as a whole.
+        All of them in isp. Experts are left out if a tensor-parallel plan leaves them whole, and if
+        each expert stays on one rank, so that its weights are never gathered.
         """
         if self._plan is None and not self.layers.experts_stay:
             return self._of
         return {n: h for n, h in self._of.items() if not isinstance(h, ShardedExperts)}
 
     def _enter_regions(self) -> None:
+        """Make the entrances of the plan's regions, if features are split over several ranks."""
         tensor = self.layers.tensor
         for region in () if self._plan is None or tensor.size == 1 else self._plan.regions:
             module = self.model.get_submodule(region.module)
@@ -137,23 +152,27 @@ class WeightHolders:
             self.entrances |= dict.fromkeys(region.columns, entrance)
 
     def _fuse(self, groups: Iterable[tuple[str, ...]]) -> None:
-        """Let linears of a group be computed as one."""
+        """Give the linears of each group one holder, which computes them together."""
         named = {item.name: item for item in self.named}
         for group in groups:
             weight, bias = (named.get(f"{group[0]}.{local}") for local in ("weight", "bias"))
-            if weight is None or weight.whole is None:  # of another stage
+            if weight is None or weight.whole is None:  # the block belongs to another stage
                 continue
             linears = {name: self.model.get_submodule(name) for name in group}
             called = partial(self.follower.arrive, Kind.LINEAR)
+            # The shard of the fused weight; the parameters of the linears are views of it.
             whole = weight.whole, None if bias is None else bias.whole
             fused = FusedLinears(linears, self.layers.communicator, called, *whole)
             self._of |= dict.fromkeys(group, fused)
 
     def _swap(self) -> None:
-        """Let other linears, tables and experts read their shards as whole values."""
+        """Give each of the other linears, tables and experts that are called a holder."""
         follower, layers, plan = self.follower, self.layers, self._plan
+        # Blocks of other stages do not run; what is outside of the blocks (None) does, on each
+        # stage.
         own = {None, *follower.blocks.input_kept}
         here = (call for call in follower.trace.calls if call.block in own)
+        # A module that is called several times has one holder.
         for (kind, name), call in {(call.kind, call.module): call for call in here}.items():
             if name in self._of or kind.mixes:
                 continue
@@ -172,8 +191,10 @@ class WeightHolders:
     def _experts(
         self, call: Call, module: nn.Module, called: Callable[[], object]
     ) -> ShardedExperts:
+        """Return the holder of experts, with their exchange and what is computed ahead of them."""
         name, communicator = call.module, self.layers.communicator
         exchange = self._exchange(name, module)
+        # Computing ahead hides transfers, of weights or of tokens; without any there is no gain.
         travels = communicator.gathers_weights or exchange is not None
         what = self.follower.ahead_of(call) if travels else None
         ahead = None
@@ -184,21 +205,27 @@ class WeightHolders:
         return ShardedExperts(module, name, communicator, called, place, exchange, ahead)
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
-        """Between the ranks that share these experts; None: no token travels."""
+        """Return the exchange of tokens between the ranks that share these experts.
+
+        Returns None if the experts are not spread over ranks.
+        """
         layers = self.layers
         if layers.expert.size == 1:
             return None
+        # The first dim of each stack [E, .., ..] is the number of experts.
         weight = next(iter(expert_stacks(module).values()))
         layout = next(item.layout for item in self.named if item.parameter is weight)
         return ExpertExchange(
             name,
             layers.expert,
             layers.expert_bounds(layout.global_shape[0]),
+            # In mtp all tensor ranks have the same tokens, and each sends its share of them.
             alike=Channel.solo() if layers.mode.splits_sequence else layers.tensor,
             num_chunks=layers.expert_chunks,
         )
 
     def _give_layouts(self) -> None:
+        """Set the layouts of the weights of each holder; fused linears have theirs already."""
         layouts = {item.parameter: item.layout for item in self.named}
         for weight in (w for holder in self._of.values() for w in holder.weights):
             if not isinstance(weight, FusedLinears):
@@ -211,13 +238,13 @@ class WeightHolders:
 
 
 def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Of the shape that a linear or table of this width would give."""
-    if x.is_floating_point():
+    """Return zeros of the shape that a linear or table with this output width gives for x."""
+    if x.is_floating_point():  # a linear; x of a table is token ids
         return x.new_zeros(*x.shape[:-1], width)
     return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
 
 
-# -- a model as a communicator takes it: where a forward reads weights, in order -----------------
+# -- declared uses: where a forward reads weights, in order --------------------------------------
 
 
 def _uses_of(
@@ -227,16 +254,18 @@ def _uses_of(
     follower: CallFollower,
     forward_only: Collection[str],
 ) -> Iterator[DeclaredUse]:
-    """The uses of a part of `model`, which makes these `calls`.
+    """Yield the uses of weights in a part of `model` that makes these `calls`, in order.
 
-    `holders`: of weights, by module; experts that have none are whole. `forward_only`: linears
-    whose weights backward does not read.
+    `holders`: holders by module; experts without one are whole. `forward_only`: linears whose
+    weights backward does not read.
     """
 
     def turn(index: int) -> float:
-        """When weights are read: of experts, after what is computed ahead [Note: Computed ahead].
+        """Return the place of a call in the order in which weights are read.
 
-        In tiles all weights are read together.
+        Weights of experts are read after those of the module that is computed ahead of them
+        [Note: Computed ahead]: they get the place after its last call. In a tiled module all
+        weights are read together, so the order of the calls stays.
         """
         call = calls[index]
         own = call.module in holders and follower.tile_of(call.module) is None
@@ -245,7 +274,7 @@ def _uses_of(
         return max((i + 0.5 for i, within in enumerate(inside) if within), default=index)
 
     of = {i: holders.get(call.module) for i, call in enumerate(calls)}
-    # Of fused linears the first brings the weights of all.
+    # The call of the first of fused linears reads the weights of all, the other calls read none.
     later = {i for i, h in of.items() if isinstance(h, FusedLinears) and h.first != calls[i].module}
     reached = sorted((i for i in of if i not in later), key=turn)
     named, latest = _launch_points(calls, reached), None
@@ -255,6 +284,7 @@ def _uses_of(
         if isinstance(holder, FusedLinears):
             name = holder.name.removeprefix(f"{call.block}.")
         outer = follower.tile_of(call.module)
+        # The module whose hooks mark this place. Mixing has none, so `mix` calls one for it.
         at = model.get_submodule(outer or call.module)
         if call.kind.mixes:
             at = follower.points[call.module, index]
@@ -262,7 +292,7 @@ def _uses_of(
             inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
             use = Use(
                 f"{name}{inner}",
-                launch_point=None if number else launch_point,
+                launch_point=None if number else launch_point,  # a call reaches it once
                 weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
                 with_previous=number > 0 if outer is None else latest == outer,
                 passes=0 if weight is None else _passes(weight, call),
@@ -273,11 +303,13 @@ def _uses_of(
 
 
 def _passes(weight: WeightHolder, call: Call) -> int:
-    """Numbers of a token: what a linear is given is written and read; of a table, the rows.
+    """Return the elements that one token writes and reads at this use, for `Use.passes`.
 
-    Of experts, what each is given, for as many as a token goes to.
+    These are written once and read once: for a linear, its input; for a table, the row that is
+    looked up; for experts, the input of each expert that a token is routed to.
     """
     if isinstance(weight, ExpertWeight):
+        # Models store the two dims of an expert in either order: the smaller one is counted.
         return 2 * min(weight.weight.shape[1:]) * (call.route or 0)
     rows, columns = weight.layouts["weight"].global_shape
     turned = isinstance(weight, ShardedLinear) and weight.transposed
@@ -285,6 +317,7 @@ def _passes(weight: WeightHolder, call: Call) -> int:
 
 
 def _name(call: Call) -> str:
+    """Return the name of a call within its block, as the plan and logs print it."""
     if call.kind in (Kind.CONVOLUTION, Kind.SCAN):
         return str(call.kind)
     if call.kind is not Kind.ATTENTION:
@@ -294,9 +327,13 @@ def _name(call: Call) -> str:
 
 
 def _launch_points(calls: Sequence[Call], reached: Sequence[int]) -> dict[int, LaunchPoint]:
-    """The places of a block that the configuration has names for; none outside of blocks."""
+    """Return the launch points of a block, by index of the call; none outside of blocks.
+
+    `wqkv` is the first call, `attn` the first that mixes tokens, and `wo` and `w1` are the next two
+    after it that do not.
+    """
     mixing = [index for index in reached if calls[index].kind.mixes]
-    if not mixing:
+    if not mixing:  # a call outside of the blocks
         return {}
     points = {mixing[0]: LaunchPoint.ATTN}
     if mixing[0] > 0:

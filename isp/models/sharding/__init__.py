@@ -1,1 +1,1 @@
-"""How a traced model is cut: over pipeline stages and tensor ranks."""
+"""The cuts of a traced model: pipeline stages, tensor-parallel plan and matrices."""

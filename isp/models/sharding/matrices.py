@@ -1,4 +1,4 @@
-"""The matrices that the weights of a model consist of: what its code splits, heads, experts."""
+"""The matrices that a weight consists of (parts of fused linears, heads, experts), for Muon."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["matrices_in"]
 
 
 def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -> Matrices | None:
-    """Return those of a parameter; None: it is used twice, or is no matrix.
+    """Return the matrices of the parameter `name`; None: it is no matrix, or is used several times.
 
-    Norms and biases are no matrices, whatever their dimensions. Experts are those of transformers:
-    where they are gated, gate and up are halves of one weight, or every other feature of it, which
-    is left whole.
+    Norms and biases are no matrices, whatever their number of dims. Experts are stacked as in
+    transformers: if they are gated, gate and up are the two halves of one weight and count as two
+    matrices; if they alternate by feature, the weight counts as one.
     """
     owner, _, local = name.rpartition(".")
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
@@ -40,6 +40,7 @@ def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -
         split = gated and not rest and module.is_concatenated and local.startswith("gate_up")
         return Matrices(block is not None, dim, (half, half) if split else ())
     dim = -1 if is_transposed(module) else -2
+    # A linear next to experts with an output for each of them is a router.
     siblings = [] if block is None else model.get_submodule(owner.rpartition(".")[0]).children()
     routes = any(
         holds_experts(child)
@@ -51,7 +52,11 @@ def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -
 
 
 def _heads(trace: ModelTrace, owner: str, block: str | None, length: int) -> int:
-    """The heads of q, k or v, or of all in one, of which a linear ahead of attention has rows."""
+    """Return the number of heads that make up the rows of a q, k, v or fused linear; else 0.
+
+    `owner`: the linear, which counts if it is called before attention in its block; `length`: its
+    out features, which decide what it computes.
+    """
     calls = () if block is None else trace.calls_in[block]
     attends = next((i for i, call in enumerate(calls) if call.kind is Kind.ATTENTION), 0)
     if not any(call.kind is Kind.LINEAR and call.module == owner for call in calls[:attends]):

@@ -1,11 +1,11 @@
-"""Pipeline stages of a traced model: each runs the model's own forward without the others' blocks.
+"""Pipeline stages of a traced model: each runs the model's own forward without others' blocks.
 
-B batch, S sequence, D hidden size, V vocabulary
+Tables and linears of other stages return zeros, and blocks of earlier stages return what the stage
+has received. All stages but the last end their forward after their last block. This is right if a
+block needs nothing but hidden states from earlier blocks and tables; so before ranks start,
+`check_stages` compares the stages, one after the other, with the whole model on a few tokens.
 
-Tables and linears of another stage give zeros, and each block of an earlier stage gives what the
-stage has received. A stage that is not the last ends its forward behind its last block. This is
-right if a block needs nothing else of earlier blocks and of the tables, so `check_stages` compares
-the stages, one after the other, with the whole model on a few tokens before ranks start.
+B batch, S sequence, D hidden size
 """
 
 from __future__ import annotations
@@ -29,21 +29,23 @@ __all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
 
 
 class Stage(NamedTuple):
-    """A run of a model's blocks; the first stage has what lies before all, the last the rest."""
+    """A run of consecutive blocks; the first stage also has what is called before the blocks, the
+    last what is called after them."""
 
     blocks: tuple[str, ...]
     is_first: bool
     is_last: bool
     parts: frozenset[str]
-    """Its blocks, and the linears and tables that it calls outside of them."""
+    """The names of its blocks and of the linears and tables that it calls outside of blocks."""
     parameters: frozenset[str]
-    """Names of what it reads."""
+    """The names of the parameters that it reads."""
 
 
 def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Stage, ...]:
-    """The stages of a model, so that the one that multiplies most multiplies least.
+    """Return the stages of a model, cut so that the most expensive one costs least.
 
-    Raises ValueError for a model that cannot be cut into so many, naming what is in the way.
+    The cost is the number of weight elements that a token is multiplied by. Raises ValueError that
+    names the obstacle if the model cannot be cut into this many stages.
     """
     costs = [float(max(trace.multiplied_in.get(block, 0), 1)) for block in trace.blocks]
     cuts = split_layers(costs, num_stages, after=float(trace.multiplied_in.get(None, 0)))
@@ -56,6 +58,7 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
         for number in _one_stage(part, places, stage_of):
             parts[number].add(part)
     tied = tied_weight(model, trace)
+    # The tied weight alone may be read by several stages: each has a copy of it.
     for name, places in _readers(model, trace).items():
         several = {stage_of[place] for place in places}
         for number in several if name == tied else _one_stage(name, places, stage_of):
@@ -67,14 +70,17 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
 
 
 def tied_weight(model: nn.Module, trace: ModelTrace) -> str | None:
-    """The weight of a table before the blocks that is also the head's, by name."""
+    """Return the name of the weight of a table before the blocks that is also the head's."""
     ends = {trace.blocks[0], BEHIND}
     found = (n for n, places in _readers(model, trace).items() if places == ends)
     return next((name for name in found if trace.roles[name] is ParameterRole.SHARDED), None)
 
 
 def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
-    """Raise ValueError if a block gives nothing that travels, or as many features as no other."""
+    """Raise ValueError if a block returns no hidden state for the next stage.
+
+    Also if the hidden states between stages would differ in their number of features.
+    """
     for block in (block for span in spans[:-1] for block in span):
         if block not in trace.outputs:
             raise ValueError(f"{block} does not pass a hidden state [B, S, ..] to the next block")
@@ -85,7 +91,10 @@ def _check_outputs(trace: ModelTrace, spans: Sequence[tuple[str, ...]]) -> None:
 
 
 def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> set[int]:
-    """The stage that these places are in.  Raises ValueError if they are in several."""
+    """Return the stage that contains these places, as a set of one.
+
+    Raises ValueError if they are in several stages.
+    """
     found = {stage_of[place] for place in places}
     if len(found) > 1:
         where = ", ".join(sorted(place or "behind the blocks" for place in places))
@@ -94,9 +103,10 @@ def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> se
 
 
 def _readers(model: nn.Module, trace: ModelTrace) -> dict[str, set[str]]:
-    """The places where each parameter is read; what no forward reads counts as before all blocks.
+    """Return the places where each parameter is read.
 
-    What a block has counts as read in it.
+    The parameters of a block count as read in it, and those that no forward reads as read before
+    all blocks.
     """
     found = {name: {*trace.read_at.get(name, ())} for name in trace.roles}
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -109,12 +119,16 @@ def _readers(model: nn.Module, trace: ModelTrace) -> dict[str, set[str]]:
 def with_blocks(
     shape: nn.Module, trace: ModelTrace, blocks: Collection[str]
 ) -> tuple[nn.Module, ModelTrace]:
-    """A model without memory, and its trace, whose other blocks hand on what they are given."""
+    """Return a model without memory, and its trace, in which only `blocks` compute something.
+
+    All other blocks return their input.
+    """
     others = {name: trace.outputs.get(name) for name in trace.blocks if name not in blocks}
     empty: dict[int, Any] = {id(p): p for p in shape.parameters()}
     for name, form in others.items():
         block = shape.get_submodule(name)
-        empty[id(block)] = instead = copy.copy(block)  # code around it may ask what it is
+        # A copy of the block, because code around it may read its class and attributes.
+        empty[id(block)] = instead = copy.copy(block)
         vars(instead).update(_modules={}, _parameters={}, _buffers={})
         instead.forward = _handing_on(form)
     inside = tuple(f"{name}." for name in others)
@@ -128,7 +142,10 @@ def with_blocks(
 
 
 def _handing_on(form: BlockOutput | None) -> Callable[..., Any]:
-    def handed_on(*args: Any, **kwargs: Any) -> Any:  # a function, of which copies have the same
+    """Return a forward that returns its first argument, in the `form` of the block's output."""
+
+    # A plain function: deepcopy of the model does not copy it.
+    def handed_on(*args: Any, **kwargs: Any) -> Any:
         x = next(iter((*args, *kwargs.values())))
         return x if form is None else form.around(x)
 
@@ -145,11 +162,11 @@ def check_stages(
     forward: Forward,
     stages: Iterable[Stage],
 ) -> None:
-    """Raise ValueError if the stages of a model, one after the other, differ from the whole.
+    """Raise ValueError if the stages, run one after the other, differ from the whole model.
 
-    shape, buffers, forward: as of `isp.models.tracing.probe.check_local`. Each stage is a copy of
-    its own, in which the parameters of others are not a number: no attribute set by one is seen by
-    another.
+    shape, buffers and forward are those of `isp.models.tracing.probe.check_local`. Each stage runs
+    in a copy of the model, so that no stage sees attributes that another one set, and in which the
+    parameters of other stages are NaN.
     """
     kept = list(buffers)
     random = torch.Generator().manual_seed(0)
@@ -173,10 +190,10 @@ def check_stages(
 
 
 def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) -> None:
-    """Make a stage of a model without weights."""
+    """Turn a copy of the model without weights into one stage, in place."""
     for name in trace.roles:
         parameter = model.get_parameter(name)
-        if name not in stage.parameters:  # of its elements many lie in one place
+        if name not in stage.parameters:  # its elements overlap in memory, so fill the storage
             size = parameter.untyped_storage().nbytes() // parameter.itemsize
             parameter.data.as_strided((size,), (1,)).fill_(torch.nan)
     for part in (*trace.called_at, *trace.blocks):
@@ -190,14 +207,17 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
 
 
 def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Return zeros of the shape that `forward` gives."""
     return torch.zeros_like(forward(*args, **kwargs))
 
 
 def _given(around: Callable[[Tensor], Any], hidden: Tensor, *_: Any, **__: Any) -> Any:
+    """Return `hidden`, which the stage has received, in the form of a block's output."""
     return around(hidden)
 
 
 def _ended(
     forward: Callable[..., Any], hidden_of: Callable[[Any], Tensor], *args: Any, **kwargs: Any
 ) -> Any:
+    """Run a stage's last block, and end the forward with its hidden states."""
     raise ForwardEnd(hidden_of(forward(*args, **kwargs)))

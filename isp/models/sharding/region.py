@@ -1,13 +1,13 @@
-"""Entrances of regions: where a rank's activations become those that columns multiply.
+"""Entrances of tensor-parallel regions, where a rank's activations become the input of columns.
 
-B batch, S sequence, S' the tokens of this rank, D hidden size
+B batch, S sequence, S' tokens of this rank, D hidden size
 
     mode   forward               backward
     mtp    x as it is            dx: all-reduce
     msp    x: all-gather on S    dx: reduce-scatter on S (of [B S', D] on all tokens)
     fsp    as msp                as msp; x is gathered again, once for all columns
 
-One transfer serves all columns that read the input, which a model may have several of.
+One transfer serves all columns of the region (q, k and v, or gate and up).
 """
 
 from __future__ import annotations
@@ -33,28 +33,38 @@ __all__ = ["Entrance", "OnlyColumnsRead"]
 
 
 class Entrance:
-    """The entrance of a module whose columns read its input, and nothing else does.
+    """The entrance of a module whose input is read by column linears and by nothing else.
 
-    The input is [B, S', D], or [B S', D] where the module does not attend: tokens in any order.
+    The input is [B, S', D]; also [B S', D] if the module contains no attention, because then the
+    order of tokens does not matter.
     """
 
     def __init__(
         self, name: str, module: nn.Module, width: int, mode: Mode, tensor: Channel, attends: bool
     ) -> None:
+        """Replace the forward of `module`; `width`: features of its input, to recognize that.
+
+        `tensor`: the tensor ranks; `attends`: True if the module contains attention.
+        """
         self.name = name
         self.tensor = tensor
         self.gathers = mode.splits_sequence
         self.regathers = mode is Mode.FSP
         self.shown: Tensor | None = None
-        """What the module is given in place of its input, while it runs."""
+        """The tensor that the module gets in place of its input; None while it does not run."""
         self.in_column = False
+        """True while a column multiplies, see `OnlyColumnsRead`."""
         self._width = width
         self._dims = (3,) if attends else (2, 3)
         module.forward = partial(self._inside, module.forward)
 
     @contextmanager
     def column(self, x: Tensor) -> Iterator[None]:
-        """A column multiplies x.  Raises ValueError for another than the module was given."""
+        """Enclose the product of a column linear with x.
+
+        In fsp, the context saves for backward how to gather x again instead of x. Raises ValueError
+        if x is not the input of the region.
+        """
         if x is not self.shown:
             raise ValueError(
                 f"a column-parallel linear layer of {self.name} reads a tensor other than its input"
@@ -70,7 +80,10 @@ class Entrance:
             self.in_column = False
 
     def _inside(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, on what it is given in place of its input."""
+        """Run the module's forward with its input replaced by the output of the entrance.
+
+        Raises ValueError if not exactly one of the arguments looks like the input.
+        """
         found = [x for x in (*args, *kwargs.values()) if self._is_input(x)]
         if len(found) != 1:
             raise ValueError(
@@ -81,12 +94,14 @@ class Entrance:
         self.shown = shown = _Enter.apply(own, self)
         args = tuple(shown if x is own else x for x in args)
         kwargs = {key: shown if x is own else x for key, x in kwargs.items()}
-        try:  # a recompute ends with an exception as soon as it has what it is for, mid-region
+        # A recompute may end in here with an exception, as soon as it has restored all it is for.
+        try:
             return forward(*args, **kwargs)
         finally:
             self.shown = None
 
     def _is_input(self, x: object) -> bool:
+        """Return whether x has the dtype, dims and width of the region's input."""
         return (
             isinstance(x, Tensor)
             and x.is_floating_point()
@@ -96,6 +111,10 @@ class Entrance:
 
 
 class _Enter(Function):
+    """forward   x [.., S', D] -> the input of the columns, see the table at the top
+    backward  the dual; in fsp the shard is saved, to be gathered again
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance, ctx.again = entrance, None
@@ -104,12 +123,12 @@ class _Enter(Function):
             return x.view_as(x)
         tag = Tag(Purpose.ACTIVATION, entrance.name, "x")
         full: Tensor = entrance.tensor.all_gather(x, dim=-2, tag=tag).wait()
-        return full.view_as(x) if full is x else full
+        return full.view_as(x) if full is x else full  # a function must not return its input
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-        ctx.again = None
+        ctx.again = None  # all columns have read the tensor that was gathered again
         entrance: Entrance = ctx.entrance
         tag = Tag(Purpose.INPUT_GRADIENT, entrance.name, "dx")
         if entrance.gathers:
@@ -118,7 +137,11 @@ class _Enter(Function):
 
 
 def _regathered(x: Tensor) -> saved_tensors_hooks:
-    """A context in which what is saved of x, the output of an entrance, is a way to gather it."""
+    """Return a context in which x, the output of an entrance, is not saved but gathered again.
+
+    In place of x, or a view of it, only the shape is saved. The first reader in backward gathers x
+    from the shards, and the node of the entrance keeps it for the other columns.
+    """
     node: Any = x.grad_fn
     memory = storage_key(x.untyped_storage())
 
@@ -141,9 +164,9 @@ def _regathered(x: Tensor) -> saved_tensors_hooks:
 
 
 class OnlyColumnsRead(TorchFunctionMode):
-    """Raises ValueError for another operation than a column that reads an entrance's input.
+    """A mode that raises ValueError if anything but a column reads the input of a region.
 
-    Its gradient would be added up over ranks that all have the whole of it.
+    The gradient of another operation would be whole on each rank, and be summed over ranks.
     """
 
     def __init__(self, entrances: tuple[Entrance, ...]) -> None:

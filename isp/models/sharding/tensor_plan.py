@@ -1,7 +1,9 @@
-"""The tensor-parallel plan of a traced model: what mtp, msp and fsp cut of it.
+"""The tensor-parallel plan of a traced model: the linears that mtp, msp and fsp cut by features.
 
 transformers says which linears are cut by their outputs ("colwise") and which by their inputs
-("rowwise"). A trace says what lies between the two, where a rank has its share of the features.
+("rowwise"). The trace shows which calls lie in between, where a rank has its share of the features.
+
+B batch, S' tokens of this rank, I in features
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ class LinearCut(NamedTuple):
 
     role: Role
     whole: bool = False
-    """Whether features are whole on every rank between a column and its row: gathered behind the
-    one, taken apart before the other."""
+    """True if each rank has all features between a column and its row: they are gathered after the
+    column and split before the row."""
     alone: bool = False
-    """Of a column whose features are gathered behind it, without a row: what follows is whole."""
+    """True for a column whose features are gathered after it and that no row follows."""
 
 
 _CUTS = {
@@ -42,60 +44,67 @@ _CUTS = {
     "colwise_gather_output": LinearCut(Role.COLUMN, whole=True),
     "rowwise_split_input": LinearCut(Role.ROW, whole=True),
 }
-"""By the names that transformers has for them."""
+"""The cuts by their names in the plans of transformers."""
 
 
 class Region(NamedTuple):
-    """A module that columns begin and a row ends; a rank has all tokens of its sequence there."""
+    """A module that begins with column linears and ends with a row linear.
+
+    Inside, a rank has all tokens of the sequence and, unless `whole`, its share of the features.
+    """
 
     module: str
     columns: tuple[str, ...]
     whole: bool
-    """As of its cuts."""
+    """`LinearCut.whole` of its linears."""
     attends: bool
+    """True if attention is called inside."""
     between: tuple[str, ...]
-    """What is called behind the first column and before the row, beside linears."""
+    """The modules that are called after the first column and before the row."""
 
 
 class TensorPlan(NamedTuple):
-    """The cuts of a model, but for its first table and its head, which are cut by vocabulary.
+    """The cuts of a model's linears by features; its table and head are cut by vocabulary.
 
-    Convolutions and scans lie outside of regions: they mix the tokens that a rank has between them,
-    all features of each.
+    Convolutions and scans lie outside of regions, with all features of the rank's own tokens.
     """
 
     cuts: dict[str, LinearCut]
-    """By linear, the head's among them; others are whole on every rank."""
+    """The cut of each linear, including the head; other linears are whole on each rank."""
     regions: tuple[Region, ...]
     vectors: frozenset[str]
-    """Parameters of the regions' own modules, an element for each head, which are cut as these."""
+    """The names of parameters with one element for each head, which are cut like the heads."""
     table: str
+    """The name of the embedding table of the tokens."""
     head: str
+    """The name of the linear that computes the logits."""
 
     def head_parts(self, block: str | None, size: int) -> int:
-        """The ranks, of `size`, over which the heads of a block's attention are split."""
+        """Return over how many of `size` ranks the heads of a block's attention are split."""
         apart = [r.module for r in self.regions if r.attends and not r.whole]
         return size if any(name.startswith(f"{block}.") for name in apart) else 1
 
     def sees_part(self, module: str) -> bool | None:
-        """Whether a module's vectors see a part of the features; None: it is in no region."""
+        """Return whether a module sees only a part of the features; None: it is in no region."""
         return next((not r.whole for r in self.regions if module in r.between), None)
 
     def is_row(self, linear: str) -> bool:
-        """Whether a linear's output is a sum over ranks."""
+        """Return whether the output of a linear is summed over ranks."""
         cut = self.cuts.get(linear)
         return cut is not None and cut.role is Role.ROW
 
     def moves(self, linear: str, mode: Mode, tensor: Channel) -> Moves:
-        """The collectives of a linear; what its region's entrance does is none of them."""
+        """Return the collectives of a linear, other than those of its region's entrance."""
         cut = self.cuts.get(linear)
         if cut is None or tensor.size == 1:
             return Moves()
-        moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # of [B, S', I] or [B S', I]
+        moves = moves_for(mode, cut.role, tensor, sequence_dim=-2)  # x [B, S', I] or [B S', I]
+        # The entrance of the region communicates once for all of its columns.
         if cut.role is Role.COLUMN and linear != self.head and not cut.alone:
             moves = Moves()
         if not cut.whole:
             return moves
+        # What follows has all features of the rank's own tokens: exchange tokens for features.
         if cut.alone and mode.splits_sequence:
             y = partial(tensor.all_to_all, scatter=-2, gather=-1)
             return replace(moves, y=y, dy=partial(tensor.all_to_all, scatter=-1, gather=-2))
@@ -105,7 +114,7 @@ class TensorPlan(NamedTuple):
         return replace(moves, x=own, dx=whole)
 
     def check_sizes(self, model: nn.Module, trace: ModelTrace, size: int) -> None:
-        """Raise ValueError if heads or features do not divide by `size` ranks."""
+        """Raise ValueError if `size` ranks do not divide the features of a cut linear, or heads."""
         for name, cut in self.cuts.items():
             linear = model.get_submodule(name)
             features = (in_features if cut.role is Role.ROW else _out_features)(linear)
@@ -127,24 +136,26 @@ class TensorPlan(NamedTuple):
 
 
 def _own_features(tensor: Channel, x: Tensor, *, tag: Tag) -> Pending:
-    """This rank's features of x [.., I], which all ranks have."""
+    """Return this rank's share of the features of x [.., I], which all ranks have whole."""
     return Pending.ready(x.chunk(tensor.size, -1)[tensor.rank].contiguous())
 
 
 def in_features(linear: nn.Module) -> int:
-    """Of a linear, torch's own or GPT-2's."""
+    """Return the in features of an `nn.Linear` or of a `Conv1D` of transformers (GPT-2)."""
     return linear.get_parameter("weight").shape[int(not is_transposed(linear))]
 
 
 def _out_features(linear: nn.Module) -> int:
+    """Return the out features of an `nn.Linear` or of a `Conv1D` of transformers (GPT-2)."""
     return linear.get_parameter("weight").shape[int(is_transposed(linear))]
 
 
 def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) -> TensorPlan:
-    """The plan of a traced `model` by `styles`, whose keys are modules with `*` for a number.
+    """Return the plan of a traced `model` by `styles`, the plan of transformers.
 
-    Raises ValueError if it says nothing of attention, leaves out what lies among what it cuts, or
-    cuts nothing.
+    `styles`: names of cuts by names of modules, with `*` for each number. Raises ValueError if the
+    plan cuts nothing, does not cut the linears around attention, or leaves out a linear or a vector
+    inside of a region that it cuts, and for a model with dropout or a second embedding table.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
     for block, calls in trace.calls_in.items():
@@ -162,7 +173,7 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
         raise ValueError("its forward does not end with the linear layer that computes the logits")
     if _out_features(model.get_submodule(last.module)) != trace.vocab_size:
         raise ValueError(f"its logits are not the whole output of {last.module}")
-    cuts[last.module] = LinearCut(Role.COLUMN)
+    cuts[last.module] = LinearCut(Role.COLUMN)  # the head, also if the plan has another style
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise ValueError(
@@ -180,9 +191,10 @@ def tensor_plan(model: nn.Module, trace: ModelTrace, styles: Mapping[str, str]) 
 def _own_vectors(
     regions: Iterable[Region], trace: ModelTrace, styles: Mapping[str, str]
 ) -> Iterator[str]:
-    """Vectors that lie in a region beside the modules called there: no call shows who reads one.
+    """Yield the vectors of regions that belong to no module called inside of the region.
 
-    Raises ValueError for one that the plan does not cut.
+    The region's own code reads them, which no call shows: they must be one element for each head.
+    Raises ValueError for a vector that the plan does not cut.
     """
     for name, role in trace.roles.items():
         owner = name.rpartition(".")[0]
@@ -197,18 +209,20 @@ def _own_vectors(
 
 
 def _pattern(name: str) -> str:
-    """The name as plans have it, with `*` for a number."""
+    """Return a name as plans of transformers have it, with `*` for each number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _regions(
     block: str, calls: Sequence[Call], trace: ModelTrace, styles: Mapping[str, str]
 ) -> tuple[list[Region], dict[str, LinearCut]]:
-    """The regions of a block, in order, and all cuts of it.
+    """Return the regions of a block, in order, and the cuts of all of its linears.
 
-    Columns begin a region if a row of their kind follows, with features apart or whole.
+    Columns and the next row with the same `LinearCut.whole` make a region. Columns whose features
+    are gathered may also stand alone.
     """
     cuts, regions = dict[str, LinearCut](), list[Region]()
+    # Columns without a row so far, with their places among the calls, by `LinearCut.whole`.
     begun: dict[bool, dict[str, int]] = {False: {}, True: {}}
     attentions = sum(call.kind is Kind.ATTENTION for call in calls)
     for place, call in enumerate(calls):
@@ -220,6 +234,7 @@ def _regions(
         if cut.role is Role.COLUMN:
             columns[call.module] = place
             continue
+        # A row: it ends the region of all columns before it.
         inside = calls[min(columns.values(), default=place) : place]
         attentions -= sum(call.kind is Kind.ATTENTION for call in inside)
         regions.append(_region(block, (*columns, call.module), cut.whole, inside, trace))
@@ -236,7 +251,11 @@ def _regions(
 def _region(
     block: str, linears: tuple[str, ...], whole: bool, calls: Sequence[Call], trace: ModelTrace
 ) -> Region:
-    """That of columns and their row, with the `calls` between the first and the last."""
+    """Return the region of columns and their row; `calls`: those from the first column to the row.
+
+    Raises ValueError if they do not lie in one module inside of the block, or if a call in between
+    is a convolution or scan.
+    """
     parents = [name.split(".")[:-1] for name in linears]
     module = ".".join(commonprefix(parents))  # noqa: RUF071  of lists, name by name
     if len(linears) < 2 or not module.startswith(f"{block}."):

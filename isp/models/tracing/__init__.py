@@ -1,1 +1,1 @@
-"""One forward on meta tensors, and what it shows of a model."""
+"""The trace of a model, from one forward on meta tensors, and checks of its code."""

@@ -1,4 +1,7 @@
-"""The calls of a forward that isp follows."""
+"""Descriptions of the calls of a forward, and of the outputs of blocks and tiled modules.
+
+B batch, S sequence, D hidden size, E features of an output, N tokens, k experts of each token
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ __all__ = [
 
 
 class Kind(StrEnum):
-    """The kinds of calls that are followed."""
+    """The kinds of calls that a trace contains and a forward is compared with."""
 
     LINEAR = "linear"
     TABLE = "embedding"
@@ -37,41 +40,41 @@ class Kind(StrEnum):
     SCAN = "scan"
     EXPERTS = "experts"
     TILED = "tiled module"
-    """A module in tiles of tokens; a trace has its calls instead."""
+    """A module that runs in tiles of tokens; the trace contains the calls inside of it."""
     BLOCK = "block"
-    """A whole block; a trace has its calls instead."""
+    """A whole block; the trace contains the calls inside of it."""
 
     @property
     def mixes(self) -> bool:
-        """Whether a token's result depends on other tokens."""
+        """True if a token's result depends on other tokens."""
         return self in (Kind.ATTENTION, Kind.CONVOLUTION, Kind.SCAN)
 
 
 class AttentionSizes(NamedTuple):
-    """The sizes of one attention."""
+    """The sizes and options of one call of attention."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
-    """Of q and k."""
+    """Features of a head of q and k."""
     value_size: int
-    """Of v, and of the result."""
+    """Features of a head of v and of the result."""
     window: int | None
-    """In tokens; None: none."""
+    """The attention window in tokens; None: no window."""
     chunk: int | None
-    """Tokens of the chunks that a document is cut into; None: it is not."""
+    """Tokens of the attention chunks that a document is cut into; None: no chunks."""
     causal: bool
-    """Whether a token sees only those up to its own place."""
+    """True if a token attends only to tokens up to its own position."""
     chosen: int | None = None
-    """Keys that a token attends to at most, of those that it sees; None: all."""
+    """The largest number of keys that an indexer chooses for a token; None: no indexer."""
     relative: bool = False
-    """Whether there is a bias by distance."""
+    """True if a bias by distance is added to the logits."""
     scale: float | None = None
-    """The factor of the logits; None: 1 / sqrt(d)."""
+    """The factor of the logits; None: 1 / sqrt(head_size)."""
     softcap: float | None = None
     """The bound of the logits, by tanh; None: no bound."""
     sinks: bool = False
-    """Whether each head has a further logit, without a value."""
+    """True if each head has one more logit, without a value (an attention sink)."""
 
     @property
     def attention_kind(self) -> AttentionKind:
@@ -87,7 +90,10 @@ class AttentionSizes(NamedTuple):
         )
 
     def pairs(self, length: int) -> int:
-        """About twice the number of pairs of a query and a key it sees, in a causal document."""
+        """Return about twice the number of (query, key) pairs in a causal document.
+
+        `length`: tokens of the document. Twice, so that the result is an integer.
+        """
         whole, rest = divmod(length, self.chunk or length)
         reach = min(self.chunk or length, self.window or length, self.chosen or length)
         pairs = whole * reach * (2 * (self.chunk or length) - reach)
@@ -95,11 +101,11 @@ class AttentionSizes(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A module that is called behind experts, with their tokens [Note: Computed ahead]."""
+    """A module that is called after experts, with the same tokens [Note: Computed ahead]."""
 
     module: str
     dims: int
-    """Of what it is called with."""
+    """The number of dims of its input."""
 
 
 class Call(NamedTuple):
@@ -107,29 +113,32 @@ class Call(NamedTuple):
 
     kind: Kind
     module: str
-    """The linear, table or experts that are called; of what mixes tokens, the block it lies in."""
+    """The name of the linear, table or experts; for calls that mix tokens, of their block."""
     block: str | None
-    """The block that the call lies in; None: outside the blocks."""
+    """The block that contains the call; None: outside of the blocks."""
     sizes: AttentionSizes | None = None
-    """Of attention."""
+    """Attention: its sizes; None for other kinds."""
     route: int | None = None
-    """The number of experts that a token goes to; None: the call does not show it."""
+    """Experts: the number of experts of each token; None: the call does not show it."""
     weighs: bool = False
-    """Whether experts are called with routing weights, too."""
+    """Experts: True if they are called with routing weights, too."""
     width: int = 0
-    """Of experts whose `route` is known: features of a token."""
+    """Experts with a known `route`: features of a token."""
     written: bool = False
-    """Whether the model writes into the result, of attention."""
+    """Attention: True if the model writes into the result."""
     flops: int = 0
-    """Of a convolution or scan, for a token, forward."""
+    """Convolutions and scans: FLOPs of the forward for one token."""
     given: int | None = None
-    """Of a linear: the number of the tensor that it was called with."""
+    """Linears: the number of the input tensor, the same for calls in a row with the same tensor."""
     ahead: Ahead | None = None
-    """Of experts: what may be computed where they are called, ahead of its own call."""
+    """Experts: the module that can be computed where they are called, before its own call."""
 
 
 def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
-    """The index of the weights of experts `numbers` [N, k] in what experts are called with."""
+    """Return the index of the routing weights among the arguments `given` of experts; None: none.
+
+    These have the shape of the expert indices `numbers` [N, k], and come after them.
+    """
     for i, x in enumerate(given):
         if i > 1 and isinstance(x, Tensor) and x.is_floating_point() and x.shape == numbers.shape:
             return i
@@ -137,7 +146,7 @@ def weights_among(given: Sequence[Any], numbers: Tensor) -> int | None:
 
 
 def same_rows(x: Tensor, tokens: Tensor) -> bool:
-    """Whether x [.., D] is `tokens` [N, D], in the same memory."""
+    """Return whether x [.., D] is the same view of the same memory as `tokens` [N, D]."""
     rows = x.flatten(0, -2)
     same = memory_of(rows) == memory_of(tokens)
     place = (rows.shape, rows.stride(), rows.storage_offset())
@@ -145,22 +154,25 @@ def same_rows(x: Tensor, tokens: Tensor) -> bool:
 
 
 class BlockOutput(NamedTuple):
-    """The form of what a block gives: hidden states [B, S, ..] in a tree, which travel as one."""
+    """The form of a block's output: a tree with hidden states [B, S, ..], packed as one tensor.
+
+    The packed tensor [B, S, D] is sent to the next pipeline stage.
+    """
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """Those that are no tensors; None for tensors."""
+    """The leaves of the tree that are no tensors; None in place of tensors."""
     sizes: dict[int, tuple[int, ...]]
-    """By leaf that is a hidden state, its sizes behind [B, S]."""
+    """By index of a leaf that is a hidden state, its sizes after [B, S]."""
 
     @property
     def width(self) -> int:
-        """Features of a token in all hidden states."""
+        """The number of features of a token in all hidden states."""
         return sum(map(math.prod, self.sizes.values()))
 
     @classmethod
     def of(cls, output: Any, rows: tuple[int, int]) -> BlockOutput | None:
-        """That of `output`; None if none of it is a hidden state of `rows`, [B, S]."""
+        """Return the form of `output`; None if it contains no hidden state of `rows` = (B, S)."""
         found, spec = tree_flatten(output)
         tensors = {i: leaf for i, leaf in enumerate(found) if isinstance(leaf, Tensor)}
         sizes = {
@@ -172,7 +184,7 @@ class BlockOutput(NamedTuple):
         return cls(spec, others, sizes) if sizes else None
 
     def around(self, hidden: Tensor) -> Any:
-        """What a block gives with these hidden states, [B, S, D], and None for other tensors."""
+        """Return an output with these hidden states [B, S, D] and None for other tensors."""
         leaves, start = list(self.leaves), 0
         for leaf, sizes in self.sizes.items():
             stop = start + math.prod(sizes)
@@ -182,24 +194,24 @@ class BlockOutput(NamedTuple):
         return tree_unflatten(leaves, self.spec)
 
     def hidden_of(self, output: Any) -> Tensor:
-        """The hidden states in what a block gave, [B, S, D]."""
+        """Return the hidden states of an output, packed as [B, S, D]."""
         leaves = tree_flatten(output)[0]
         found = [leaves[leaf].flatten(2) for leaf in self.sizes]
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 class TokenOutput(NamedTuple):
-    """The form of what a module gives for its tokens: tensors in a tree, packed as one."""
+    """The form of a tiled module's output: a tree of tensors of its tokens, packed as one."""
 
     spec: TreeSpec
     sizes: tuple[tuple[int, ...], ...]
-    """Sizes of each tensor after its tokens."""
+    """The sizes of each tensor after its token dims."""
     flat: tuple[bool, ...]
-    """Whether each tensor is [B S, E], as the scores of a router are, or [B, S, ..]."""
+    """For each tensor, True if it is [B S, E], like the scores of a router; False if [B, S, ..]."""
 
     @classmethod
     def of(cls, output: Any, rows: tuple[int, int]) -> TokenOutput | None:
-        """The form of `output`, given for `rows` [B, S]; None if not all of it is of tokens."""
+        """Return the form of `output` for `rows` = (B, S); None unless all of it is per token."""
         leaves, spec = tree_flatten(output)
         if not leaves or not all(isinstance(x, Tensor) and x.is_floating_point() for x in leaves):
             return None
@@ -213,13 +225,13 @@ class TokenOutput(NamedTuple):
         return cls(spec, sizes, flat) if all(sizes) else None
 
     def packed(self, output: Any, rows: int) -> Tensor:
-        """Pack what the module gave for B = `rows` as [B, S, E]."""
+        """Return the module's output for B = `rows`, packed as [B, S, E]."""
         leaves = zip(tree_flatten(output)[0], self.flat, strict=True)
         parts = [x.unflatten(0, (rows, -1)) if flat else x.flatten(2) for x, flat in leaves]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def unpacked(self, packed: Tensor, dtypes: Sequence[torch.dtype]) -> Any:
-        """Return what the module gives, with tensors of these dtypes, of [B, S, E]."""
+        """Return the output in the module's form with these dtypes, from `packed` [B, S, E]."""
         widths = [math.prod(size) for size in self.sizes]
         parts = [packed] if len(widths) == 1 else packed.split(widths, -1)
         leaves = [
@@ -230,8 +242,9 @@ class TokenOutput(NamedTuple):
 
 
 class ForwardEnd(Exception):
-    """A forward has come to where it ends: to the head, or behind the last block of a stage."""
+    """The early end of a forward, at the head or after the last block of a pipeline stage."""
 
     def __init__(self, hidden: Tensor) -> None:
+        """`hidden`: the result of the forward: the head's input, or hidden states [B, S, D]."""
         super().__init__()
         self.hidden = hidden

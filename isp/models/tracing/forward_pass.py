@@ -1,4 +1,7 @@
-"""A model's calls, compared with its trace: another order of calls is an error."""
+"""`ForwardPass`: the calls of one pass, compared with the trace; another order is an error.
+
+B batch, S sequence, S' tokens of this rank
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,13 @@ __all__ = ["ForwardPass", "Instead", "Masks"]
 
 
 class Masks:
-    """The masks of one micro-batch, each made once."""
+    """The attention masks and the placement of one micro-batch, each made once."""
 
     def __init__(self, cu_seqlens: Tensor | None, lengths: Tensor | None = None) -> None:
-        """`lengths` [B, S']: of the document of each token; None: nothing in the model asks."""
+        """`cu_seqlens`: starts of the documents [documents + 1], int32; None: not packed.
+
+        `lengths` [B, S']: the length of each token's document; None: the model does not need it.
+        """
         self.lengths = lengths
         self._cu_seqlens = cu_seqlens
         self._made: dict[tuple[Any, ...], AttentionMask] = {}
@@ -31,7 +37,10 @@ class Masks:
     def __call__(
         self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
     ) -> AttentionMask:
-        """The mask of rows of this `shape`, [B, S]; the documents are cut into chunks."""
+        """Return the mask of rows of this `shape` = (B, S).
+
+        `chunk`: tokens of the attention chunks that documents are cut into; None: no chunks.
+        """
         key = causal, window, chunk, shape
         if key not in self._made:
             self._made[key] = self._make(causal, window, chunk, shape)
@@ -49,11 +58,11 @@ class Masks:
         return AttentionMask.of_documents(parts, causal=causal, window=window)
 
     def placement(self, sequence: SequenceRanks, channel: Channel, x: Tensor) -> Placement:
-        """Which rank of `channel` has which tokens; x [B, S', ..] are this rank's."""
+        """Return which rank of `channel` has which tokens; x [B, S', ..]: those of this rank."""
         if self._placement is None:
             cu = self._cu_seqlens
             rows = x.shape[0], x.shape[1] * channel.size
-            if cu is not None and sequence.context.size > 1:  # sequences are joined
+            if cu is not None and sequence.context.size > 1:  # all rows are one packed sequence
                 rows = 1, int(cu[-1])
             bounds: Sequence[int] = () if cu is None else cu.tolist()
             self._placement = Placement.of(sequence, channel, rows, bounds)
@@ -61,22 +70,23 @@ class Masks:
 
 
 class Instead(NamedTuple):
-    """The parts of the model that a forward leaves out, and what it computes in their place."""
+    """The parts of the model that a forward leaves out, and their replacements."""
 
     left_out: frozenset[str] = frozenset()
-    """Blocks that hand on `received`, or what they are given."""
+    """Blocks that return `received`, or their input if that is None."""
     received: Tensor | None = None
+    """Hidden states from the pipeline stage before; None on the first stage."""
     last_block: str | None = None
-    """The block behind which the forward ends."""
+    """The block after which the forward ends; None: it ends as the model's does."""
     calls: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
-    """Called in place of linears and tables outside of the blocks."""
+    """By name of a linear or table outside of the blocks, the function to call in its place."""
 
 
 _AS_TRACED = Instead()
 
 
 class ForwardPass:
-    """A forward of a block, or of what is outside of the blocks, compared with its trace."""
+    """A pass through a block, a tile or the rest of the model, compared with the trace."""
 
     def __init__(
         self,
@@ -87,19 +97,20 @@ class ForwardPass:
         kept: KeptCalls | None = None,
         instead: Instead = _AS_TRACED,
     ) -> None:
+        """`calls`: the traced calls of the pass, in order; `kept`: the kept calls of a block."""
         self.name = name
         self.masks = masks
         self.kept = kept
         self.instead = instead
         self.ahead: dict[str, tuple[Tensor, Tensor, list[Any]]] = {}
-        """By module that is computed ahead of its call: the tokens, the output, and a list to which
-        the call is added."""
+        """By name of a module that is computed before its call: the tokens, the output, and a list
+        to which the call is added."""
         self._calls = calls
         self.passed = 0
-        """How many calls have come."""
+        """The number of calls so far."""
 
     def arrive(self, kind: Kind, module: str) -> Call:
-        """Note a call, and return it as traced.  Raises RuntimeError if it is not the next one."""
+        """Count a call and return it as traced; raise RuntimeError if it is not the next one."""
         if self.passed < len(self._calls):
             expected = self._calls[self.passed]
             if expected.kind is kind and expected.module == module:
@@ -108,17 +119,20 @@ class ForwardPass:
         raise self._error(f"{kind} of {module} was called")
 
     def keep(self, kind: Kind, call: Callable[[], Tensor], dropped: Tensor | None = None) -> Tensor:
-        """`call()`, or what it gave, see `KeptCalls`."""
+        """Return `call()`, or its kept result in a recompute, see `KeptCalls`.
+
+        `dropped`: the input of the call, if that is not kept.
+        """
         return call() if self.kept is None else self.kept(kind, call, dropped)
 
     def skip(self, module: str, calls: tuple[Call, ...]) -> None:
-        """Note all `calls` of a module at once.  Raises RuntimeError if they are not the next."""
+        """Count all `calls` of a module at once; raise RuntimeError if they are not the next."""
         if self._calls[self.passed : self.passed + len(calls)] != calls:
             raise self._error(f"{module} was called")
         self.passed += len(calls)
 
     def end(self) -> None:
-        """Expect no further call."""
+        """Expect no further call: the forward ended early, as it was meant to."""
         self.passed = len(self._calls)
 
     def finish(self) -> None:
@@ -127,6 +141,7 @@ class ForwardPass:
             raise self._error("the end was reached")
 
     def _error(self, found: str) -> RuntimeError:
+        """Return the error for something that the trace does not have here."""
         rest = self._calls[self.passed :]
         expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
         return RuntimeError(

@@ -1,22 +1,20 @@
-"""Whether a model computes otherwise in long rows than in the short ones of the probe.
+"""`LengthCheck`: detects models that compute something else in long rows than in short ones.
 
-[Note: Length] The probe (`isp.models.tracing.probe`) compares rows of up to 64 tokens. A model may
-do something else from some length on: scale by the logarithm of the length, work in chunks, branch.
-A forward on the meta device takes no memory, whatever the length, and shows which functions are
-called, with which numbers, and the shapes of what they give. At the length of a row, and at that of
-a rank's part, it must be the same as at 64 tokens, where sizes follow from the length: a polynomial
-p of it with integer coefficients, which are the sizes of views, concatenations and counts of
-elements, has p(n) - p(64) divisible by n - 64; a number of chunks, a remainder or a minimum has
+[Note: Length] The probe (`isp.models.tracing.probe`) compares rows of up to 64 tokens. Beyond some
+length a model may do something else: scale by the logarithm of the length, work in chunks, branch.
+A forward on the meta device takes no memory at any length, and shows which functions are called,
+with which numbers, and the shapes of their results. At the length of a row, and at that of a rank's
+part, these must be the same as at 64 tokens, except for sizes that follow from the length. Sizes of
+views and concatenations, and counts of elements, are polynomials p of the length with integer
+coefficients, for which n - 64 divides p(n) - p(64); a number of chunks, a remainder or a minimum is
 not.
 
 Code that calls something else may still compute the same: an MLP in tiles of tokens, a table of
-angles that grows. So its results are then compared on the CPU, as by the probe, at that length, up
-to 4,096 tokens.
+angles that grows. In that case its results are compared on the CPU, as in the probe, at that
+length, up to 4,096 tokens.
 
-Not seen are: what happens inside of experts and in backward at these lengths, what depends on the
+Not detected: code inside of experts and in backward at these lengths, code that depends on the
 values of positions in a way that mixes tokens, and rows longer than those checked.
-
-S sequence, H heads, d and e sizes of heads
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ from isp.models.tracing.weight_reads import name_of
 __all__ = ["LengthCheck"]
 
 _MOST_COMPARED = 4096
-"""Tokens of the longest row that is run on the CPU."""
+"""The number of tokens of the longest row that is run on the CPU."""
 
 
 class LengthCheck:
-    """Compares what a model calls in rows of some length with what it calls in short rows."""
+    """A comparison of a model's calls in long rows with its calls in short rows."""
 
     def __init__(
         self,
@@ -58,21 +56,22 @@ class LengthCheck:
         trace: ModelTrace,
         forward: Forward,
     ) -> None:
-        """`empty` makes a copy of `model` on the meta device, whose calls go where `mix_by` says.
+        """`empty`: returns a copy of `model` on the meta device, connected to `mix_by`.
 
-        A copy for each forward, as models keep tables that they have made for a length.
+        Each forward has its own copy, because models keep tables that they make for a length.
         """
         self._model, self._empty, self._trace, self._forward = model, empty, trace, forward
         self._short: list[_Noted] | None = None
-        """The calls at `PROBE_TOKENS`."""
+        """The calls in a row of `PROBE_TOKENS`; None: not recorded yet."""
         self._due = PROBE_TOKENS
         """The longest row that needs no further check."""
 
     def check(self, row: int, part: int, *, allow_unchecked: bool) -> None:
         """Raise ValueError, naming module and line, if results depend on the length of a row.
 
-        Also if that cannot be found out, which is a warning if `allow_unchecked`. A row is compared
-        with short ones if it is much longer than rows before, and so is a rank's part of it.
+        `row`: tokens of a row; `part`: tokens of a rank's part of it. Only a row that is much
+        longer than those before is checked. If the check fails to run, raises ValueError, too, or
+        warns if `allow_unchecked`.
         """
         if row > self._due:
             for length in {row, part}:
@@ -81,6 +80,7 @@ class LengthCheck:
             self._due = row * 9 // 8  # rows that grow by a token each are not checked each
 
     def _check(self, length: int, allow_unchecked: bool) -> None:
+        """Check one length: compare calls, and results on the CPU if calls differ."""
         reason = f"in a row of {length:,} tokens"
         try:
             other = self._first_other(length)
@@ -88,6 +88,7 @@ class LengthCheck:
                 return
             reason = self._said(length, other)
             compared = min(length, _MOST_COMPARED)
+            # The difference begins beyond the longest row that is run.
             if compared < length and self._first_other(compared) is None:
                 raise ValueError(f"rows of more than {_MOST_COMPARED:,} tokens are not compared")
             rest = self._model.buffers(), self._trace, self._forward, compared
@@ -103,10 +104,11 @@ class LengthCheck:
             )
 
     def _calls(self, length: int, watched: int | None = None) -> _Calls:
+        """Record the calls of a forward on a new copy of the model."""
         return _Calls(watched).of(self._empty(), self._forward, length)
 
     def _first_other(self, length: int) -> int | None:
-        """Return the number of the first call that does not follow from that in a short row."""
+        """Return the index of the first call that does not follow from the one in a short row."""
         if self._short is None:
             self._short = self._calls(PROBE_TOKENS).noted
         pairs = enumerate(zip_longest(self._short, self._calls(length).noted))
@@ -114,9 +116,9 @@ class LengthCheck:
         return next((number for number, pair in pairs if not _follows(*pair, step)), None)
 
     def _said(self, length: int, number: int) -> str:
-        """Say what is other at a call, with its place in the model's code."""
+        """Return a description of the difference at a call, with its place in the model's code."""
         assert self._short is not None
-        calls = self._calls(length, number)
+        calls = self._calls(length, number)  # once more, to find the place of the call
         short = self._short[number] if number < len(self._short) else None
         long = calls.noted[number] if number < len(calls.noted) else None
         if long is None:
@@ -133,13 +135,16 @@ class _Noted(NamedTuple):
 
     name: str
     numbers: Any
-    """The numbers among its arguments, as they are nested."""
+    """The numbers among the arguments, nested as these are."""
     shapes: Any
-    """The shapes of the tensors that it gives."""
+    """The shapes of the resulting tensors."""
 
 
 def _what(short: _Noted | None, long: _Noted | None, step: int) -> str:
-    """Say how a call differs from that in a row of `PROBE_TOKENS`."""
+    """Return a description of how a call differs from the one in a row of `PROBE_TOKENS`.
+
+    None stands for no call at this place; `step`: how many more tokens the long row has.
+    """
     few = f"in a row of {PROBE_TOKENS}"
     if long is None:
         assert short is not None
@@ -154,6 +159,7 @@ def _what(short: _Noted | None, long: _Noted | None, step: int) -> str:
 
 
 def _listed(shapes: Any) -> str:
+    """Return shapes as lists, without a list around a single one."""
     return str([list(shape) for shape in shapes] if len(shapes) != 1 else list(shapes[0]))
 
 
@@ -166,11 +172,12 @@ def _first_leaves(short: Any, long: Any, step: int) -> tuple[Any, Any]:
 
 
 def _at(line: traceback.FrameSummary) -> str:
+    """Return file name, line number and text of a line of code."""
     return f"{Path(line.filename).name}:{line.lineno}: {line.line}"
 
 
 def _follows(short: Any, long: Any, step: int) -> bool:
-    """Return whether the second may be what the first is in a row of `step` more tokens."""
+    """Return whether `long` may be the value of `short` in a row with `step` more tokens."""
     if short == long:
         return True
     if isinstance(short, tuple) and isinstance(long, tuple):
@@ -178,15 +185,17 @@ def _follows(short: Any, long: Any, step: int) -> bool:
         return len(short) == len(long) and all(_follows(a, b, step) for a, b in several)
     if not (_is_whole(short) and _is_whole(long)):
         return False
+    # True for each polynomial of the length with integer coefficients [Note: Length].
     return (int(long) - int(short)) % step == 0
 
 
 def _is_whole(number: Any) -> bool:
+    """Return whether a value is an integer, as int or float; not for bool."""
     return type(number) is int or (type(number) is float and number.is_integer())
 
 
 def _numbers(value: Any) -> Any:
-    """Return what decides a call, but for tensors, as nested as it is."""
+    """Return numbers, texts and dtypes of `value` in nested tuples, with None for all else."""
     kind = type(value)
     if kind is int or kind is float or kind is bool or kind is str:
         return value
@@ -200,21 +209,22 @@ def _numbers(value: Any) -> Any:
 
 
 class _Calls(TorchFunctionMode):
-    """Notes what a model calls in a forward on the meta device; a `Mixers`, too."""
+    """A mode that records the calls of a forward on the meta device; implements `Mixers`, too."""
 
     def __init__(self, watched: int | None = None) -> None:
-        """`watched`: the number of the call whose place in the model's code is noted."""
+        """`watched`: the index of the call whose place in the model's code is noted."""
         super().__init__()
         self.noted: list[_Noted] = []
         self.place = "", ""
-        """The innermost module that runs at this call: its name and class."""
+        """Name and class of the innermost module that runs at the watched call."""
         self.line: traceback.FrameSummary | None = None
-        """The model's own line."""
+        """The line of the model's own code at the watched call."""
         self._watched = watched
         self._open: list[tuple[str, str]] = []
+        """Name and class of the modules that run, the innermost last."""
 
     def of(self, model: nn.Module, forward: Forward, length: int) -> _Calls:
-        """Run a forward on a row of `length` tokens, and return this."""
+        """Run a forward on a row of `length` tokens, and return self."""
         ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
         positions = torch.arange(length, device="meta").unsqueeze(0)
         self._open.append(("", type(model).__name__))
@@ -224,7 +234,7 @@ class _Calls(TorchFunctionMode):
                     begins, ends = partial(self._begins, name), self._ends
                     stack.callback(module.register_forward_pre_hook(begins).remove)
                     stack.callback(module.register_forward_hook(ends).remove)
-            # A run may be under way: its random numbers stay as they are, and those here are alike.
+            # Keep the generator of a training run as it is, and draw the same in each forward.
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.default_generator.manual_seed(0)
             stack.enter_context(experts_passed(model))
@@ -246,7 +256,7 @@ class _Calls(TorchFunctionMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, Tensor):
             self._note(name_of(func), (args, kwargs), (tuple(out.shape),))
-        elif out is None:  # as of what writes into a tensor
+        elif out is None:  # a function that writes into a tensor
             self._note(name_of(func), (args, kwargs), ())
         elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
             shapes = (tuple(x.shape) for x in out if isinstance(x, Tensor))
@@ -254,27 +264,28 @@ class _Calls(TorchFunctionMode):
         return out
 
     def _note(self, name: str, given: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+        """Record a call with the numbers among its arguments `given`."""
         if len(self.noted) == self._watched:
             self.place, self.line = self._open[-1], own_line(traceback.extract_stack())
         self.noted.append(_Noted(name, _numbers(given), shapes))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """As `isp.core.mixers.Mixers.attend`, of zeros."""
+        """Record attention, as `isp.core.mixers.Mixers.attend`; return zeros."""
         self._note("attention", options, (tuple(q.shape), tuple(k.shape), tuple(v.shape)))
         return q.new_zeros(*q.shape[:3], v.shape[3])
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """As `isp.core.mixers.Mixers.convolve`, of zeros."""
+        """Record a convolution, as `isp.core.mixers.Mixers.convolve`; return zeros."""
         self._note("causal_conv1d", dilation, (tuple(x.shape), tuple(weight.shape)))
         return torch.zeros_like(x)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """As `isp.core.mixers.Mixers.scan`, of zeros."""
+        """Record a scan, as `isp.core.mixers.Mixers.scan`; return zeros."""
         x = inputs.of_heads[0]
         self._note("scan", repr(recurrence), (tuple(x.shape),))
         return torch.zeros_like(x)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """As `isp.core.mixers.Mixers.choose`: the numbers of keys in a long document, all 0."""
+        """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)

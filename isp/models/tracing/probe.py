@@ -1,31 +1,33 @@
-"""A few forwards and backwards on a few tokens, which show whether a model mixes or counts tokens.
+"""The probe: a few forwards and backwards on a few tokens, to detect models that mix tokens.
 
-[Note: Locality] A rank has a part of a sequence, and a packed sequence has several documents. What
-one token sees of others is known of attention alone; everything else must be a function of a token
-and its position. So attention is replaced by a function of a token, and the model runs on 64 tokens
-in another order, one of them changed, on every second of them, and on the others. Each token must
-have the same logits, and the gradient of its logits by its own embedding must be the same:
+[Note: Locality] A rank has a part of a sequence, and a packed sequence has several documents. Only
+attention is known to read other tokens; everything else must be a function of a token and its
+position. So attention is replaced by a function of one token, and the model runs on 64 tokens in
+another order with one token changed, on every second token, and on the other half. Each token must
+always have the same logits, and the same gradient of its logits by its own embedding:
 
-* the values of other tokens, their order and their number must not count;
-* an extreme (maximum, minimum, median) of all tokens lies in one of the halves alone, so that the
-  other half differs even where the changed token is not the extreme;
-* in backward, too, where hooks and autograd functions may do what forward does not.
+* values, order and number of the other tokens must not matter;
+* an extreme (maximum, minimum, median) over all tokens lies in only one of the halves, so that the
+  other half differs even if the changed token is not the extreme;
+* in backward, too, where hooks and autograd functions may do something that forward does not.
 
-Where something differs, the same is done step by step, to say what, and in which module.
+If something differs, the probe runs again step by step, to find out what mixes, and in which
+module.
 
-The model runs as in training, without dropout; as in evaluation where it draws random numbers of
-its own. What begins beyond these tokens is found in other ways (`isp.models.tracing.long_rows`).
-Not seen are: code that depends on the values of weights or tokens (random here) and mixes for a few
-of them alone; code that mixes inside of experts that isp knows, in the gradients of weights, or
-between the rows of a batch, of which there is one here; differences below 1e-5 of the largest
-logit, or 1e-3 of the largest gradient; gradients that do not come back to the embedding.
-`isp.check` compares whole steps, with the model's weights.
+The model runs in training mode without dropout, or in evaluation mode if it draws random numbers of
+its own. Code that behaves differently in longer rows is detected elsewhere
+(`isp.models.tracing.long_rows`). Not detected: code that depends on the values of weights or tokens
+(random here) and mixes only for a few of them; code that mixes inside of experts that isp knows, in
+the gradients of weights, or between rows of a batch (there is one row here); differences below 1e-5
+of the largest logit or 1e-3 of the largest gradient; gradients that do not reach the embedding.
+`isp.check` compares whole steps with the model's own weights.
 
-[Note: Weights without memory] Weights that are cut are read by linears and by lookups of rows alone
-(`isp.models.tracing.weight_reads`), and any other function of a token's features shows as much. So
-they get no memory, and a model of any size is run as a whole.
+[Note: Weights without memory] Sharded weights are read only by linears and by lookups of rows
+(`isp.models.tracing.weight_reads`), and any other function of a token's features serves the probe
+as well. So they get no memory, and a model of any size runs as a whole.
 
-S sequence, H heads, K KV heads, d and e sizes of heads, V vocabulary, N tokens of experts
+B batch, S sequence, H heads, G groups of a scan, D hidden size, V vocabulary, I in and O out
+features, N tokens of experts, k experts of each token, T tokens of joined rows, F features
 """
 
 from __future__ import annotations
@@ -67,19 +69,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
-"""Tokens that the probe runs; of longer rows see `isp.models.tracing.long_rows`."""
+"""The number of tokens of the probe; for longer rows see `isp.models.tracing.long_rows`."""
 
 _FEWER = 16
-"""Tokens of a model that does not run on so many: some have tables of short sequences."""
+"""The number of tokens for a model that fails on more: some have short tables of positions."""
 
 _CHANGED = 8
-"""The number of the token that is changed."""
+"""The index of the token that is changed."""
 
 _LARGEST = 1e-5
-"""Largest difference that is none, as a part of the largest logit: float32 sums in other orders."""
+"""The tolerance relative to the largest logit: float32 sums run in other orders."""
 
 _LARGEST_GRADIENT = 1e-3
-"""As `_LARGEST`, of a token's gradient: in float32 single features may cross the kink of a ReLU."""
+"""The tolerance relative to the largest gradient of a token: in float32 single features may cross
+the kink of a ReLU."""
 
 _SEEN = {
     "changed": "changing one token changes its output for other tokens",
@@ -94,31 +97,31 @@ _SEEN_IN_BACKWARD = {
 }
 
 _KNOWN = "transformers.", "model.decoder"
-"""Modules whose experts are local to a token."""
+"""Beginnings of Python modules whose experts are known to compute each token alone."""
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class ProbeRun(NamedTuple):
-    """A way in which a model ran on random weights."""
+    """The number of tokens and the mode in which a model ran on random weights."""
 
     tokens: int
     training: bool
 
 
 class _Tokens(NamedTuple):
-    """The input of a run."""
+    """The tokens of a run."""
 
     ids: Tensor
     """[1, S]"""
     positions: Tensor
     """[1, S]"""
     rows: Tensor
-    """The number of each of these tokens among all tokens of the probe, [S]."""
+    """The index of each token among all tokens of the probe, [S]."""
 
     @classmethod
     def all_of(cls, num_tokens: int, number: int) -> _Tokens:
-        """Return so many random tokens of `num_tokens`, in order."""
+        """Return `number` random tokens, in order, out of `num_tokens` different ones."""
         ids = torch.randint(num_tokens, (1, number), generator=torch.Generator().manual_seed(0))
         return cls(ids, torch.arange(number)[None], torch.arange(number))
 
@@ -127,7 +130,7 @@ class _Tokens(NamedTuple):
         return _Tokens(self.ids[:, places], self.positions[:, places], self.rows[places])
 
     def changed(self, num_tokens: int) -> _Tokens:
-        """Return the same with one token replaced by another."""
+        """Return the same tokens with one replaced by another."""
         ids = torch.where(self.rows == _CHANGED, (self.ids + 1) % num_tokens, self.ids)
         return self._replace(ids=ids)
 
@@ -140,19 +143,19 @@ def check_local(
     *,
     allow_unchecked: bool = False,
 ) -> ProbeRun | None:
-    """Raise ValueError, naming the module, if tokens are mixed other than by attention.
+    """Raise ValueError, naming the module, if the model mixes tokens other than by attention.
 
-    Also if the model does not run on random weights, so that this is not known; if
-    `allow_unchecked`, that is a warning, and the result is None.
+    If the model fails on random weights, so that this cannot be checked, raises ValueError, too, or
+    warns and returns None if `allow_unchecked`. Otherwise returns how the model ran.
 
-    `shape`: the traced model, on meta, whose calls of attention go where `mix_by` says;
-    `buffers`: the model's own, in the order of its. See [Note: Locality].
+    `shape`: the traced model on the meta device, connected to `mix_by`; `buffers`: the buffers of
+    the real model, in the same order. See [Note: Locality].
     """
     model, num_tokens = without_weights(shape, buffers, trace.roles), _num_tokens(shape, trace)
     with local_calls(model, gradients=True) as calls:
         probe = _Probe(model, forward, calls, trace.called)
         why: Exception | None = None
-        # In evaluation, too: attention with dropout, say, is refused in training alone.
+        # In evaluation, too: attention with dropout, for instance, is refused only in training.
         for number, training in product((PROBE_TOKENS, _FEWER), (True, False)):
             _put_in(model, training=training)
             try:
@@ -167,6 +170,7 @@ def check_local(
         for half in (whole.part(slice(0, None, 2)), whole.part(slice(1, None, 2))):
             found = probe.run_part(half)
             if _differ(expected, found) or _gradients_differ(expected, found):
+                # Find out the reason: the same tokens again, then one difference at a time.
                 probe.check_same_again(whole.changed(num_tokens).part(order), expected)
                 cases = {
                     "changed": [whole.changed(num_tokens)],
@@ -174,11 +178,11 @@ def check_local(
                     "part": [whole.part(slice(start, None, 2)) for start in (0, 1)],
                 }
                 raise ValueError(probe.difference(whole, cases))
-    return ProbeRun(number // 2, model.training)
+    return ProbeRun(number // 2, model.training)  # the halves have run, too
 
 
 def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bool) -> None:
-    """Raise ValueError for a model that cannot be checked; if that is allowed, warn."""
+    """Raise ValueError for a model that cannot be checked, or warn if `allow_unchecked`."""
     reason = next(iter(str(why).splitlines()), type(why).__name__)
     said = (
         f"{type(model).__name__} was not checked for code that mixes tokens outside of attention,"
@@ -195,9 +199,9 @@ def refuse_unchecked(model: nn.Module, why: Exception | str, allow_unchecked: bo
 def same_at_length(
     shape: nn.Module, buffers: Iterable[Tensor], trace: ModelTrace, forward: Forward, tokens: int
 ) -> bool:
-    """Return whether a few of so many tokens have the logits that they have without the others.
+    """Return whether a few of `tokens` tokens have the same logits as when they run alone.
 
-    Arguments as of `check_local`; forward alone is run.
+    The other arguments are those of `check_local`. Only forwards run.
     """
     model = without_weights(shape, buffers, trace.roles)
     whole = _Tokens.all_of(_num_tokens(shape, trace), tokens)
@@ -210,7 +214,10 @@ def same_at_length(
 
 
 def _num_tokens(shape: nn.Module, trace: ModelTrace) -> int:
-    """Tokens that the model knows: rows of its first table. A classifier has fewer logits."""
+    """Return the number of different tokens: the rows of the first table, else the logits.
+
+    A classifier has fewer logits than tokens.
+    """
     table = shape.get_submodule(trace.tables[0]) if trace.tables else None
     return table.num_embeddings if isinstance(table, nn.Embedding) else trace.vocab_size
 
@@ -225,7 +232,10 @@ def without_weights(
     *,
     training: bool = True,
 ) -> nn.Module:
-    """A copy of `shape` on the CPU; of each weight that is cut, all elements are one in memory."""
+    """Return a copy of `shape` on the CPU, in which each sharded weight is one element in memory.
+
+    Other parameters get random values, and buffers those of `buffers`, or made-up ones on meta.
+    """
     values: dict[int, Any] = {}
     random = torch.Generator().manual_seed(0)
     for name, parameter in shape.named_parameters():
@@ -241,23 +251,25 @@ def without_weights(
 
 
 def _put_in(model: nn.Module, *, training: bool) -> None:
-    """Put all modules but batch norms into training mode, without dropout, or into evaluation."""
+    """Set training or evaluation mode, with dropout always off; batch norms keep their mode."""
     for module in model.modules():
         if not isinstance(module, AnyBatchNorm):
             module.training = training and not isinstance(module, AnyDropout)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least in float32, if it is a floating-point tensor."""
+    """Return x in float32 if it has a narrower floating-point dtype."""
     return x.float() if x.is_floating_point() and x.itemsize < 4 else x
 
 
 def _nothing(x: Tensor) -> Tensor:
+    """Return zeros of the shape of x that are one element in memory."""
     return _wide(torch.zeros((), dtype=x.dtype)).expand(x.shape)
 
 
 def _random(x: Tensor, random: torch.Generator) -> Tensor:
-    """Numbers in [0.5, 1.5], of which a matrix has the same in several places."""
+    """Return numbers in [0.5, 1.5] in the shape of x; elements of a matrix share memory."""
+    # Small overlapping strides, so that even large parameters take little memory.
     strides = [(index and 3) + 2**index for index in reversed(range(x.dim()))]
     length = 1 + sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True)) * (x.numel() > 0)
     dtype = torch.float32 if x.itemsize < 4 else x.dtype
@@ -266,7 +278,8 @@ def _random(x: Tensor, random: torch.Generator) -> Tensor:
 
 
 def _counted(x: Tensor, random: torch.Generator) -> Tensor:
-    """Of a buffer on meta: random numbers, or integers that count, as those of positions do."""
+    """Return values for a buffer on meta: random numbers, or for integers 0, 1, 2, .., as in
+    buffers of positions."""
     if x.is_floating_point():
         return _random(x, random).contiguous()
     return torch.arange(x.shape[-1] if x.dim() else 1).expand(x.shape).to(x.dtype)
@@ -277,22 +290,24 @@ def _counted(x: Tensor, random: torch.Generator) -> Tensor:
 
 @contextmanager
 def local_calls(model: nn.Module, *, gradients: bool = False) -> Iterator[_WithoutWeights]:
-    """In this context attention, products with weights, lookups and experts are local to a token.
+    """Replace mixers, products with weights, lookups and experts by functions of single tokens.
 
-    What else is known to mix tokens, and how to spread over ranks, gets its local form here.
-    Without `gradients`, none are computed.
+    In this context all mixing that isp can distribute over ranks is gone, so any that is left is a
+    mistake. `gradients`: True to compute gradients.
     """
     ran = set()
     with ExitStack() as stack:
         for module in model.modules():
-            if holds_experts(module):  # some are known, of others one runs
+            # Known experts are replaced. Of others, the first of each class and sizes runs.
+            if holds_experts(module):
                 key = type(module), *(p.shape for p in module.parameters(recurse=False))
                 if key in ran or type(module).__module__.startswith(_KNOWN):
                     stack.enter_context(replaced_forward(module, _experts))
                 ran.add(key)
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(torch.set_grad_enabled(gradients))
-        if torch.get_default_device().type != "cpu":  # else each operation would pay for it
+        # As a mode, a device costs time in each operation: set it only if need be.
+        if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         calls = stack.enter_context(_WithoutWeights(model))
         stack.enter_context(mix_by(_LocalMixers()))
@@ -300,10 +315,13 @@ def local_calls(model: nn.Module, *, gradients: bool = False) -> Iterator[_Witho
 
 
 class _LocalMixers:
-    """Each token is a document of its own; a `Mixers`."""
+    """Mixers for which each token is a document of its own, so that nothing is mixed."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """A token attends to itself, and all of q and k count."""
+        """Return a function of each token's own q, k and v, in which all features matter.
+
+        True attention of a token to itself would be v alone.
+        """
         if k.shape[2] != q.shape[2]:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
         of_q, of_k = (torch.arange(x.shape[3], dtype=q.dtype) for x in (q, k))
@@ -315,11 +333,15 @@ class _LocalMixers:
         return v + own.tanh().unsqueeze(-1)
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        """Return the convolution of a sequence in which all tokens are equal to this one."""
         out = x * weight.sum(1)
         return out if bias is None else out + bias
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """All that the scan reads counts, as in a state, and no state is made: it may be large."""
+        """Return a function of each token's own inputs, in which all features matter.
+
+        No state is computed, because it may be large.
+        """
         flat, mixed = inputs.flat(), inputs.of_heads[0]
         x, *others = flat.of_heads
         parts = [*others, *flat.of_groups, *(t[None] for t in flat.constants if t is not None)]
@@ -329,18 +351,18 @@ class _LocalMixers:
         return (x + own.tanh().view(*own.shape, *(1,) * (x.dim() - 2))).view(mixed.shape)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """In place of numbers what the token's own key makes."""
+        """Return a function of the token's own key in place of indices of keys."""
         return _number(indexer.keys)[..., None, None]
 
 
 def _number(x: Tensor) -> Tensor:
-    """[.., F] -> [..]: a sum in which all features count, about as large as one of them."""
+    """Return a weighted sum of features, about as large as one of them: [.., F] -> [..]."""
     weights = torch.arange(x.shape[-1], dtype=x.dtype).cos_()
     return x @ weights / math.sqrt(max(1, len(weights)))
 
 
 def _experts(x: Tensor, *others: Any, **more: Any) -> Tensor:
-    """Of experts, x [N, D]: a function of a token, its experts' numbers and weights [N, k]."""
+    """Return a function of each token of x [N, D], its expert indices and its weights [N, k]."""
     for other in tree_leaves((others, more)):
         if isinstance(other, Tensor) and x.dim() == other.dim() == 2 and len(other) == len(x):
             x = x + other.to(x.dtype).cos().sum(-1, keepdim=True)
@@ -348,32 +370,33 @@ def _experts(x: Tensor, *others: Any, **more: Any) -> Tensor:
 
 
 class _WithoutWeights(TorchFunctionMode):
-    """Functions of a token in place of products with, and lookups in, weights that lie nowhere.
+    """A mode that replaces products with weights without memory, and lookups in them.
 
-    Random numbers are drawn once for a kind of weight: of so many features in and out, and of
-    `_KINDS` of the same sizes, so that neighbors differ.
+    The replacements are random functions of a token. They are drawn once for each size of weights,
+    and for `_KINDS` weights of the same size, so that neighboring linears differ.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        # All strides are 0: one element in memory, see `_nothing`.
         self._numbers = {
             id(p): number for number, p in enumerate(model.parameters()) if not any(p.stride())
         }
         self._products: dict[tuple[Any, ...], tuple[int, Tensor, Tensor]] = {}
         self._tables: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.looked_up: list[Tensor] = []
-        """What tables gave, each without a history of its own, where gradients are computed."""
+        """The rows that tables gave, as leaves of the graph, if gradients are computed."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         place = _WEIGHT_AT.get(func)
-        if place is None:
-            if func is F.dropout or func is torch.dropout:
+        if place is None:  # reads no weight
+            if func is F.dropout or func is torch.dropout:  # called by the model's code directly
                 return args[0] if args else (kwargs or {})["input"]
             return func(*args, **kwargs) if kwargs else func(*args)
         number = self._numbers.get(id(args[place]))
-        if number is None:
+        if number is None:  # the weight has values
             out = func(*args, **(kwargs or {}))
             return self._leaf(out) if func is F.embedding else out
         if func is F.linear:
@@ -384,14 +407,17 @@ class _WithoutWeights(TorchFunctionMode):
         return self._leaf(self._rows(ids, weight, number))
 
     def _leaf(self, rows: Tensor) -> Tensor:
-        """Let gradients end at rows of a table; a copy, as a model may change them in place."""
+        """Return a copy of rows of a table, as a new leaf at which gradients end.
+
+        A copy of the leaf, because the model may write into it.
+        """
         if not (torch.is_grad_enabled() and rows.is_floating_point()):
             return rows
         self.looked_up.append(rows.detach().requires_grad_())
         return self.looked_up[-1].clone()
 
     def _product(self, x: Tensor, size: int, number: int) -> Tensor:
-        """[.., I] -> [.., O]: each output a sum of a few features, in which all occur."""
+        """Return [.., I] -> [.., O]: each output is a sum of few features, and all occur in one."""
         key = number % _KINDS, x.shape[-1], size, x.dtype
         if (drawn := self._products.get(key)) is None:
             drawn = self._products[key] = _drawn(*key)
@@ -406,7 +432,7 @@ class _WithoutWeights(TorchFunctionMode):
         return sums + shift
 
     def _rows(self, ids: Tensor, table: Tensor, number: int) -> Tensor:
-        """[..] -> [.., D], others for other ids, whatever the table's number of rows."""
+        """Return rows for ids, [..] -> [.., D], different for different ids."""
         key = number, table.shape[1]
         if (drawn := self._tables.get(key)) is None:
             random = torch.Generator().manual_seed(number)
@@ -417,16 +443,16 @@ class _WithoutWeights(TorchFunctionMode):
 
 
 _KINDS = 8
-"""Weights of the same sizes with numbers of their own; more would take memory for large models."""
+"""The number of weights of the same sizes with different functions; more would take memory."""
 
 _WEIGHT_AT = {F.linear: 1, F.embedding: 1, torch.addmm: 2, Tensor.__getitem__: 0}
-"""Which argument of what reads a weight that is cut is the weight."""
+"""By function that reads a sharded weight, the index of the weight among its arguments."""
 
 
 def _drawn(
     number: int, num_in: int, num_out: int, dtype: torch.dtype
 ) -> tuple[int, Tensor, Tensor]:
-    """Draw the first input feature of a product, its factors, and its shift."""
+    """Draw the random function of a product: its first input feature, its factors and its shift."""
     random = torch.Generator().manual_seed(number)
     terms = -(-num_in // num_out)
     scales = torch.randn(terms * num_out, generator=random).to(dtype) / math.sqrt(terms)
@@ -438,20 +464,20 @@ def _drawn(
 
 
 class _Found(NamedTuple):
-    """What a run gives."""
+    """The results of a run."""
 
     rows: Tensor
-    """As of `_Tokens`."""
+    """`_Tokens.rows` of the run."""
     logits: Tensor
     """[S, V] in float64."""
     gradients: list[Tensor]
-    """The gradients of what each table gives for each token, [S, D]."""
+    """For each table that is called, the gradients of each token's row, [S, D]."""
     is_random: bool
-    """Whether random numbers were drawn."""
+    """True if the model drew random numbers."""
 
 
 class _Probe(NamedTuple):
-    """A model that runs on tokens."""
+    """A model without weights, and its runs on tokens."""
 
     model: nn.Module
     forward: Forward
@@ -467,6 +493,7 @@ class _Probe(NamedTuple):
         gradients = list[Tensor]()
         leaves = [x for x in self.calls.looked_up if _is_of_tokens(x, size)]
         if leaves and logits.requires_grad:
+            # A token has the same weights in each run, so its gradients must be the same.
             of_logits = torch.arange(logits.shape[-1], dtype=logits.dtype).cos_()
             weights = (tokens.rows + 1).to(logits.dtype).sin_().unsqueeze(-1) * of_logits
             found = torch.autograd.grad(logits, leaves, weights[None], allow_unused=True)
@@ -478,9 +505,10 @@ class _Probe(NamedTuple):
         return _Found(tokens.rows, logits.detach()[0].to(torch.float64), gradients, is_random)
 
     def run_mixed(self, number: int, num_tokens: int) -> tuple[_Tokens, Tensor, _Found]:
-        """Return so many tokens of `num_tokens`, an order, and a run in it, with one changed.
+        """Return `number` random tokens, an order, and the run in that order with one changed.
 
-        The model is put into evaluation if it draws random numbers.
+        Sets evaluation mode if the model draws random numbers. Raises ArithmeticError if logits are
+        NaN.
         """
         whole = _Tokens.all_of(num_tokens, number)
         order = torch.randperm(number, generator=torch.Generator().manual_seed(1))
@@ -494,7 +522,7 @@ class _Probe(NamedTuple):
         return whole, order, found
 
     def run_part(self, tokens: _Tokens) -> _Found:
-        """Run the same; raise ValueError for a model that does not run on fewer tokens."""
+        """Run a part of the tokens; raise ValueError if the model fails on fewer tokens."""
         try:
             return self.run(tokens)
         except Exception as error:
@@ -504,7 +532,10 @@ class _Probe(NamedTuple):
             ) from error
 
     def difference(self, whole: _Tokens, cases: dict[str, list[_Tokens]]) -> str:
-        """Return the message for a model that differs in one of the `cases` from the whole."""
+        """Return the message for a model whose results in one of the `cases` differ.
+
+        `cases`: by name in `_SEEN`, the tokens of runs to compare with the run of `whole`.
+        """
         expected = self.run(whole)
         found = [(name, x, self.run_part(x)) for name, several in cases.items() for x in several]
         for name, tokens, result in found:
@@ -518,7 +549,7 @@ class _Probe(NamedTuple):
         return self._mixes("", _SEEN["changed"])
 
     def check_same_again(self, tokens: _Tokens, before: _Found) -> None:
-        """Raise ValueError, naming buffers, if `tokens` no longer give what they gave `before`."""
+        """Raise ValueError, naming buffers, if `tokens` have other results than `before`."""
         versions = {id(buffer): version_of(buffer) for buffer in self.model.buffers()}
         if not _differ(before, self.run(tokens)):
             return
@@ -532,6 +563,7 @@ class _Probe(NamedTuple):
         )
 
     def _mixes(self, place: str, seen: str) -> str:
+        """Return the message for a module `place` that mixes tokens; `seen`: how that shows."""
         kind = type(self.model.get_submodule(place)).__name__
         backward = " in its backward pass" * (seen in _SEEN_IN_BACKWARD.values())
         return (
@@ -541,11 +573,15 @@ class _Probe(NamedTuple):
         )
 
     def _events(self, tokens: _Tokens, *, backward: bool) -> list[_Event]:
-        """Note what goes in and out of each module in a forward, or in the `backward` after it."""
+        """Return what enters and leaves each module in a forward, or in the `backward` after it.
+
+        In order of the run. Gradients enter a module at its outputs, and leave it at its inputs.
+        """
         events: list[_Event] = []
         size = len(tokens.rows)
 
         def note(name: str, entered: bool, tensors: Any) -> Any:
+            """Record an event with `tensors`; return these, as views with hooks for backward."""
             event = _Event(entered != backward, name, [])
             events.append(event)
             if not backward:
@@ -554,7 +590,7 @@ class _Probe(NamedTuple):
                 return tensors
 
             def passed(x: Any) -> Any:
-                # A view: the gradient of the tensor itself has what other modules add to it.
+                # A view, because the gradient of the tensor itself is a sum over all its readers.
                 if not (isinstance(x, Tensor) and x.requires_grad and _is_of_tokens(x, size)):
                     return x
                 own, number = x.view_as(x), len(event.tokens)
@@ -582,11 +618,11 @@ class _Probe(NamedTuple):
                 stack.callback(pre.remove)
                 stack.callback(module.register_forward_hook(partial(ends, name)).remove)
             self.run(tokens)
-        return events[::-1] if backward else events
+        return events[::-1] if backward else events  # backward runs in the opposite order
 
 
 def _differ(expected: _Found, found: _Found) -> bool:
-    """Return whether a token has other logits; the changed one does not count."""
+    """Return whether a common token has other logits in two runs, except the changed token."""
     other, own = _same_tokens(expected.rows, found.rows)
     was, now = expected.logits[other], found.logits[own]
     largest = was.masked_fill(was.isinf(), 0).abs().max()
@@ -595,7 +631,7 @@ def _differ(expected: _Found, found: _Found) -> bool:
 
 
 def _gradients_differ(expected: _Found, found: _Found) -> bool:
-    """Return the same for gradients, as a part of the largest of a token."""
+    """Return whether a common token has other gradients, relative to the largest of a token."""
     other, own = _same_tokens(expected.rows, found.rows)
     for was, now in zip(expected.gradients, found.gradients, strict=False):
         if was.shape[1] == now.shape[1] and was.shape[1]:
@@ -606,7 +642,7 @@ def _gradients_differ(expected: _Found, found: _Found) -> bool:
 
 
 def _same_tokens(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the places in `rows` and in `others` of their common tokens, but for the changed."""
+    """Return the places in `rows` and `others` of their common tokens, except the changed one."""
     same = rows.unsqueeze(1) == others
     same &= others != _CHANGED
     places, of_others = same.nonzero(as_tuple=True)
@@ -617,16 +653,16 @@ def _same_tokens(rows: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Event(NamedTuple):
-    """A module is entered, or left; in backward, where its gradients come in, or leave."""
+    """The entry into a module, or the exit from it, with sums of its tensors or gradients."""
 
     entered: bool
     name: str
     tokens: list[Tensor]
-    """A few sums for each token, [S, `_SUMS`], of each tensor that is given or comes back."""
+    """For each tensor that enters or leaves, a few sums for each token, [S, `_SUMS`]."""
 
 
 _SUMS = 4
-"""Sums of a token's features: in a single one a small difference may cancel."""
+"""The number of sums of a token's features: in a single one a small difference may cancel."""
 
 
 def _is_of_tokens(x: Tensor, size: int) -> bool:
@@ -646,13 +682,13 @@ def _per_token(x: Any, size: int) -> Tensor | None:
 
 
 def _first_apart(events: list[list[_Event]], rows: Tensor) -> str:
-    """The innermost module whose own code first gives other values; empty: the model's own.
+    """Return the innermost module whose own code first gives other values; empty: the model itself.
 
-    If its output is the first that differs, it is that module; if it is what a module is given, the
-    one around that. The changed token's own values do not count. `events`: those of all tokens, and
-    those of the tokens `rows`.
+    If the first difference is in a module's output, it is that module; if it is in a module's
+    input, it is the module around it. The changed token does not count. `events`: those of a run of
+    all tokens, and those of a run of the tokens `rows`.
     """
-    inside = [""]
+    inside = [""]  # the modules that run, the innermost last
     same = rows != _CHANGED
     for before, now in zip(*events, strict=False):
         if not now.entered:

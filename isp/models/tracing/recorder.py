@@ -1,4 +1,7 @@
-"""`CallRecorder`: notes the calls of a model while it runs on meta tensors."""
+"""`CallRecorder`: records the calls of a model while it runs on meta tensors.
+
+B batch, S sequence, H heads, d head size, D hidden size, N tokens, k experts of each token
+"""
 
 from __future__ import annotations
 
@@ -39,41 +42,54 @@ __all__ = [
 ]
 
 TOKENS = 17
-"""Length of the row that a trace runs; no fact depends on it, and few models have as many heads."""
+"""The number of tokens in the row of a trace.
+
+Nothing in a trace depends on it. A prime, which few models have as their number of heads, so that
+tensors of wrong layout are noticed."""
 
 
 class CallRecorder:
-    """Notes the calls of a model while it listens."""
+    """The calls of a model in one forward, recorded by hooks, modes and as its mixers.
+
+    It implements the `Mixers` protocol, with results of the right shape and without values.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._calls: list[Call] = []
         self._results: dict[int, tuple[Tensor, int]] = {}
-        """Those of attention, and how often each had been written into, by number of the call."""
+        """By index of a call of attention, its result and the version of that when it was made."""
         self._block: str | None = None
+        """The entry of a list of modules that runs now."""
         self._given: tuple[Tensor, int] | None = None
-        """What the last linear was called with, and how often it had been written into."""
+        """The input of the last linear, and its version then."""
         self._num_given = 0
+        """The number of different inputs of linears so far."""
         self._routed: tuple[int, Tensor, int] | None = None
-        """If no module was called since: the last call of experts, its tokens, and how often they
-        had been written into."""
+        """The index of the last call of experts, its tokens and their version then; None if another
+        module was called since."""
         self._ahead: dict[str, int] = {}
-        """Modules that were called with these tokens then, and the number of that call."""
+        """By running module that was called with the tokens of experts, the index of their call."""
         self.entered = Counter[str]()
-        """How often each block was called."""
+        """The number of calls of each entry of a list of modules, in order of the first calls."""
         self.called: dict[str, None] = {}
-        """The modules that were called, in order."""
+        """The modules that were called, in order of their first calls."""
         self._open: list[nn.Module] = []
         """The modules that run, the innermost last."""
         self.mixing: set[nn.Module] = set()
-        """Those in which tokens were mixed."""
+        """The modules in which tokens were mixed."""
         self.by_token: dict[str, list[TokenOutput]] = {}
-        """The modules that are given one tensor [B, S, D], and the form of what each call gives."""
+        """By module that is called with one tensor [B, S, D], the form of the output of each call
+        whose output is per token."""
         self.linear_outputs = LinearOutputs()
         self.outputs: dict[str, BlockOutput] = {}
+        """By block, the form of its output, if that contains a hidden state."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        """Note a call of attention; the result has the shape of the true one."""
+        """Record a call of attention; return zeros [B, S, H, d] of the result's shape.
+
+        Raises ValueError if q, k or v do not have S as their second dim.
+        """
         if any(x.dim() != 4 or x.shape[1] != TOKENS for x in (q, k, v)):
             shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
             turned = q.dim() == 4 and q.shape[2] == TOKENS
@@ -95,32 +111,37 @@ class CallRecorder:
         return result
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
-        """Note a convolution; as `isp.core.mixers.Mixers.convolve`."""
+        """Record a convolution, as `isp.core.mixers.Mixers.convolve`; return zeros."""
         return self._mixed(Kind.CONVOLUTION, x, 2 * weight.numel(), weight, bias)
 
     def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
-        """Note a scan; as `isp.core.mixers.Mixers.scan`."""
+        """Record a scan, as `isp.core.mixers.Mixers.scan`; return zeros."""
         flops = recurrence.flops(inputs.flat())
         return self._mixed(Kind.SCAN, inputs.of_heads[0], flops, *inputs.constants)
 
     def _mixed(self, kind: Kind, x: Tensor, flops: int, *constants: Tensor | None) -> Tensor:
+        """Record a call that mixes x and reads `constants`; return zeros in the shape of x."""
         _read(*constants)
         self.mixing.update(self._open)
         self._calls.append(Call(kind, self._block or "", self._block, flops=flops))
         return torch.zeros_like(x)
 
     def place(self) -> tuple[str | None, int]:
-        """The entry of a list that runs, if one does, and how many have been entered."""
+        """Return the running entry of a list of modules, or None, and how many entries ran so far.
+
+        Outside of entries, the number says which entry comes next.
+        """
         return self._block, len(self.entered)
 
     def choose(self, indexer: Indexer) -> Tensor:
-        """Numbers of keys, all 0: as many as are chosen in a long document."""
+        """Return indices of keys, all 0, as many as an indexer chooses in a long document."""
         self.mixing.update(self._open)
         shape = *indexer.keys.shape[:2], indexer.num_choices, indexer.most(1 << 40)
         return indexer.keys.new_zeros(shape, dtype=torch.int32)
 
     @contextmanager
     def listening(self, reads: Reads) -> Iterator[None]:
+        """Record the calls of forwards in this context; `reads` notes reads of parameters."""
         blocks = {entry: name for name, entry in list_entries(self._model)}
         self._open = reads.open
         with ExitStack() as stack:
@@ -135,7 +156,7 @@ class CallRecorder:
             yield
 
     def calls_in_blocks(self) -> Iterator[Call]:
-        """The calls; those in lists of modules that mix no tokens lie in no block."""
+        """Yield the calls; those in lists of modules that mix no tokens belong to no block."""
         lists = {list_of(c.block) for c in self._calls if c.block and c.kind.mixes}
         for number, call in enumerate(self._calls):
             if number in self._results:
@@ -152,7 +173,11 @@ class CallRecorder:
         given: tuple[Any, ...],
         more: dict[str, Any],
     ) -> None:
-        """A module is called; `block`: its name if it is an entry of a list."""
+        """Record that a module is called, as a forward pre-hook with kwargs.
+
+        `block`: its name if it is an entry of a list of modules, else None.
+        """
+        # The call directly after experts may be computed ahead of them, if it has the same tokens.
         routed, self._routed = self._routed, None
         if routed is not None and len(given) == 1 and not more and isinstance(given[0], Tensor):
             number, tokens, version = routed
@@ -186,7 +211,7 @@ class CallRecorder:
         kwargs: dict[str, Any],
         output: Any,
     ) -> None:
-        """A module has given `output`."""
+        """Record that a module has returned `output`, as a forward hook with kwargs."""
         self._open.pop()
         number = self._ahead.pop(name, None)
         if (
@@ -208,7 +233,10 @@ class CallRecorder:
                 self.outputs[block] = form
 
     def _number(self, given: tuple[Any, ...]) -> int:
-        """That of a linear's input: of the last one's, if it is the very same tensor."""
+        """Return the number of a linear's input.
+
+        It is that of the linear before if both have the same tensor, not written into in between.
+        """
         now = (given[0], version_of(given[0])) if given else None
         last, self._given = self._given, now
         if now is None or last is None or now[0] is not last[0] or now[1] != last[1]:
@@ -217,14 +245,18 @@ class CallRecorder:
 
 
 def _read(*tensors: Tensor | None) -> None:
-    """Let `Reads` see tensors that no operation of torch has read."""
+    """Let `Reads` see tensors that only isp's own code would read, which a trace does not run."""
     for tensor in tensors:
         if tensor is not None:
-            tensor.sum()
+            tensor.sum()  # any operation will do
 
 
 def _route(given: tuple[Any, ...]) -> int | None:
-    """The number of experts of a token, if they are called as in transformers: [N, D], [N, k]."""
+    """Return the number of experts of each token, k.
+
+    `given`: the arguments of experts, as in transformers: tokens [N, D], expert indices [N, k]. If
+    they are others, returns None.
+    """
     if len(given) < 2 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in given[:2]):
         return None
     tokens, numbers = given[:2]
@@ -234,11 +266,15 @@ def _route(given: tuple[Any, ...]) -> int | None:
 
 
 _NUMBERS = (torch.int32, torch.int64)
+"""The dtypes of expert indices."""
 
 
 @contextmanager
 def experts_passed(model: nn.Module) -> Iterator[None]:
-    """In this context experts return a copy of their tokens: their own code depends on values."""
+    """Let experts return a copy of their tokens in this context.
+
+    Their own code depends on values, which meta tensors do not have.
+    """
     with ExitStack() as stack:
         for module in model.modules():
             if holds_experts(module):
@@ -248,7 +284,7 @@ def experts_passed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """In this context the module's forward is another."""
+    """Replace the module's forward in this context."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -261,7 +297,7 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The entries of the outermost lists of modules, with their first names."""
+    """Yield the entries of the outermost `nn.ModuleList`s, each once, by its first name."""
     outermost: list[str] = []
     seen: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -274,4 +310,5 @@ def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def list_of(block: str) -> str:
+    """Return the name of the list that contains a block."""
     return block.rpartition(".")[0]

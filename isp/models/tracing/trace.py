@@ -1,7 +1,9 @@
-"""One forward on meta tensors, which shows what a model is made of, and in which order.
+"""`trace_model`: one forward on meta tensors, which shows a model's parts and their order.
 
 Nothing is found by name: a linear is an `nn.Linear` that is called, a block is an entry of an
-`nn.ModuleList` that calls attention.
+`nn.ModuleList` that calls attention or another mixer.
+
+B batch, S sequence, V vocabulary
 """
 
 from __future__ import annotations
@@ -50,22 +52,22 @@ __all__ = [
 
 
 BEHIND = ""
-"""The place behind all blocks; other places have the name of the block they lie in or before."""
+"""The place after all blocks; other places have the name of the block they are in or before."""
 
 
 class ModelTrace(NamedTuple):
-    """The calls of a forward, and the roles of the parameters."""
+    """The trace of a model: the calls of a forward in order, and facts about parameters."""
 
     calls: tuple[Call, ...]
     roles: dict[str, ParameterRole]
-    """By name; of a shared parameter under its first."""
+    """The role of each parameter by name; a shared parameter has its first name."""
     sizes: dict[str, int]
-    """Elements of each of them."""
+    """The number of elements of each parameter by name."""
 
     def parts(self) -> Iterator[tuple[str, tuple[Call, ...]]]:
-        """The blocks by their names, and each call outside of them by its module's, in order.
+        """Yield each block by name with its calls, and each call outside of blocks by its module.
 
-        Each with its calls.
+        In order of the forward.
         """
         for block, calls in groupby(self.calls, key=lambda call: call.block):
             if block is None:
@@ -80,7 +82,7 @@ class ModelTrace(NamedTuple):
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """The blocks, in order."""
+        """The names of the blocks, in order."""
         return tuple(self.calls_in)
 
     @property
@@ -90,37 +92,38 @@ class ModelTrace(NamedTuple):
 
     @property
     def tables(self) -> list[str]:
-        """The tables that are called, in order."""
+        """The names of the embedding tables that are called, in order."""
         return [call.module for call in self.calls if call.kind is Kind.TABLE]
 
     multiplied_in: dict[str | None, int]
-    """Elements of the weights that a token is multiplied by in each block, and outside of blocks
-    (None); of experts, those that it goes to count."""
+    """By block, and None for outside of blocks, the number of weight elements that a token is
+    multiplied by; of experts, those that it is routed to count."""
     outputs: dict[str, BlockOutput]
-    """The form of what each block gives, if it has a hidden state."""
+    """By block, the form of its output, if that contains a hidden state."""
     read_at: dict[str, set[str]]
-    """The places where each parameter is read, other than those of experts."""
+    """By parameter, the places where it is read; the code of experts does not run in a trace."""
     called: tuple[str, ...]
-    """The modules that are called, in order; others only hold what is read elsewhere."""
+    """The modules that are called, in order; others only hold parameters that others read."""
     unused: tuple[str, ...]
     """The parameters that get no gradient: a forward of tokens does not read them (a vision tower),
     or reads them only to choose keys."""
     vocab_size: int
-    """Logits of a token."""
+    """The number of logits of a token."""
     reads_positions: bool
-    """Whether the model reads the positions that it is given."""
+    """True if the model reads the positions that it is given."""
     by_token: dict[str, TokenOutput]
-    """Modules of blocks, the outermost, with several linears or experts and without attention."""
+    """The form of the output of modules that can run in tiles: the outermost modules in blocks with
+    several linears, or experts, and without calls that mix tokens."""
     head: str | None
-    """The linear behind all blocks of whose output alone the logits are made, if there is one."""
+    """The last linear, after all blocks, if the logits are made from its output alone."""
     changes_logits: bool
-    """Whether the model does anything with what its last linear gives."""
+    """True if the model does anything with the output of its last linear."""
     splits: dict[str, tuple[int, ...]]
-    """The parts into which its code splits what a linear gives: sizes of features."""
+    """By linear whose output the model's code splits, the sizes of the parts in features."""
 
     @property
     def called_at(self) -> dict[str, set[str]]:
-        """The places of the linears and tables that are called outside of the blocks."""
+        """The places of linears and tables that are called outside of the blocks, by name."""
         found, place = dict[str, set[str]](), BEHIND
         for call in reversed(self.calls):
             if call.block is None:
@@ -131,19 +134,20 @@ class ModelTrace(NamedTuple):
 
     @property
     def multiplied(self) -> int:
-        """Elements of all weights that a token is multiplied by."""
+        """The number of all weight elements that a token is multiplied by."""
         return sum(self.multiplied_in.values())
 
     def elements(self, role: ParameterRole) -> int:
-        """Elements of all parameters of this role."""
+        """Return the number of elements of all parameters with this role."""
         return sum(self.sizes[name] for name, found in self.roles.items() if found is role)
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise ValueError for a model whose calls do not go through its classes, before it is copied.
+    """Raise ValueError for a model that cannot be copied and sharded.
 
-    In a copy, a forward of an instance's own would still call that instance. Scalar parameters,
-    weights that hooks compute, parametrized tables and DoRA are refused, too.
+    Refused are modules with a forward that is not their class's (in a copy it would still call the
+    original), compiled modules, scalar parameters, weights that hooks compute, parametrized tables
+    and DoRA.
     """
     for name, module in model.named_modules():
         if "forward" in vars(module):
@@ -166,9 +170,10 @@ def check_supported(model: nn.Module) -> None:
 
 
 def _check_computed(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a weight that is computed where a shard of it would have to lie."""
+    """Raise ValueError for a weight that is computed, so that no shard can take its place."""
     parameters = {parameter for parameter, _ in module.named_parameters(recurse=False)}
     for local, value in vars(module).items():
+        # Hooks of torch.nn.utils rename the parameter, and set an attribute under its old name.
         computed = {f"{local}_orig", f"{local}_g"} & parameters
         if isinstance(value, Tensor) and (computed or not value.is_leaf):
             raise ValueError(
@@ -186,7 +191,7 @@ def _check_computed(name: str, module: nn.Module) -> None:
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Raise ValueError for a model of which a module was compiled in its place."""
+    """Raise ValueError if a module was compiled in place."""
     for name, module in model.named_modules():
         if compiled_call(module) is not None:
             raise ValueError(
@@ -198,11 +203,11 @@ def check_not_compiled(model: nn.Module) -> None:
 def trace_model(
     model: nn.Module, forward: Callable[[nn.Module, Tensor, Tensor], Tensor]
 ) -> ModelTrace:
-    """The trace of `model`, all of whose parameters and buffers are on the meta device.
+    """Return the trace of `model`, whose parameters and buffers are all on the meta device.
 
-    `forward` runs the model on tokens and positions [B, S]. Raises ValueError, naming the place,
-    for a model that is not supported: a block that is called twice, tokens that are mixed outside
-    of blocks, weights that are read where they are not whole.
+    `forward` runs the model on tokens and positions [B, S] and returns its logits. Raises
+    ValueError, naming the place, for a model that is not supported: a block is called twice, tokens
+    are mixed outside of blocks, or a weight is read where it is not gathered.
     """
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(TOKENS, device="meta").unsqueeze(0)
@@ -213,11 +218,13 @@ def trace_model(
             logits = forward(model, ids, positions)
     except ValueError:
         raise
-    except Exception as error:
+    except Exception as error:  # the model's own code may raise anything
         inside = reads.open[-1] if reads.open else None
         raise ValueError(_untraced(model, inside, error)) from error
     _check_logits(model, logits)
     every = tuple(recorder.calls_in_blocks())
+    # Linears and experts that stay whole on each rank need no gathering: their calls are not
+    # followed. FLOPs count all calls.
     cut = experts_cut(model, every, reads.foreign)
     whole = small_linears_read(model, reads.foreign)
     calls = tuple(
@@ -251,9 +258,13 @@ def trace_model(
 def _read_at(
     reads: Reads, entered: Sequence[str], blocks: Collection[str | None]
 ) -> dict[str, set[str]]:
-    """As `ModelTrace.read_at`; `entered`: the entries of lists, in order."""
+    """Return `ModelTrace.read_at`; `entered`: the entries of lists of modules, in order."""
 
     def place(inside: str | None, count: int) -> str:
+        """Return the block of a read, or else the next block after it.
+
+        `inside` and `count`: see `CallRecorder.place`.
+        """
         if inside in blocks and inside is not None:
             return inside
         return next((entry for entry in entered[count:] if entry in blocks), BEHIND)
@@ -275,6 +286,7 @@ def _check_logits(model: nn.Module, logits: object) -> None:
 def _head(
     model: nn.Module, calls: tuple[Call, ...], outputs: LinearOutputs, logits: Tensor
 ) -> str | None:
+    """Return `ModelTrace.head`."""
     last = calls[-1]
     blocks = tuple(call.block for call in calls if call.block is not None)
     if last.kind is not Kind.LINEAR or last.block is not None:
@@ -282,16 +294,17 @@ def _head(
     found = outputs.head(logits, blocks)
     if found != last.module or sum(call.module == found for call in calls) > 1:
         return None
+    # The head has a weight [V, D], not the transposed one of a `Conv1D`.
     return None if is_transposed(model.get_submodule(found)) else found
 
 
 def _by_token(
     model: nn.Module, calls: tuple[Call, ...], recorder: CallRecorder
 ) -> dict[str, TokenOutput]:
-    """As `ModelTrace.by_token`."""
+    """Return `ModelTrace.by_token`."""
     blocks = tuple({f"{call.block}." for call in calls if call.block is not None})
     found: dict[str, TokenOutput] = {}
-    for name in recorder.called:
+    for name in recorder.called:  # outer modules come first
         inside_another = name.startswith(tuple(f"{outer}." for outer in found))
         if not name.startswith(blocks) or inside_another:
             continue
@@ -306,7 +319,10 @@ def _by_token(
 
 
 def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
-    """The calls; experts' with what is computed ahead only where linears follow in it at once."""
+    """Yield the calls, without `ahead` for experts whose next module cannot be computed ahead.
+
+    It can be if it contains only linears, which are called directly after the experts, each once.
+    """
     times = Counter(call.module for call in calls)
     for number, call in enumerate(calls, 1):
         if call.ahead is not None:
@@ -322,15 +338,16 @@ def _with_ahead(calls: tuple[Call, ...]) -> Iterator[Call]:
 def _multiplied(
     model: nn.Module, calls: Iterable[Call], roles: dict[str, ParameterRole]
 ) -> dict[str | None, int]:
-    """As `ModelTrace.multiplied_in`."""
+    """Return `ModelTrace.multiplied_in`."""
     total = Counter[str | None]()
     blocks = {call.block for call in calls if call.block is not None}
     for call in calls:
         for parameter in model.get_submodule(call.module).parameters(recurse=False):
             if call.kind is Kind.LINEAR and parameter.dim() == 2:
                 total[call.block] += parameter.numel()
-            if call.kind is Kind.EXPERTS and parameter.dim() == 3:
+            if call.kind is Kind.EXPERTS and parameter.dim() == 3:  # [E, .., ..]: k of E
                 total[call.block] += parameter[: call.route].numel()
+    # Routers may be parameters of their own, multiplied by code that is no linear.
     for name in (name for name, role in roles.items() if role is ParameterRole.ROUTER):
         if not holds_experts(model.get_submodule(name.rpartition(".")[0])):
             block = next((block for block in blocks if name.startswith(f"{block}.")), None)
@@ -339,7 +356,10 @@ def _multiplied(
 
 
 def _check_blocks(model: nn.Module, calls: Iterable[Call], entered: Counter[str]) -> None:
-    """Raise ValueError for blocks that the sequence cannot be split in."""
+    """Raise ValueError for blocks over which the sequence cannot be sharded.
+
+    `entered`: the number of calls of each entry of a list of modules.
+    """
     mixing = [call for call in calls if call.kind.mixes]
     if not mixing:
         raise ValueError(
@@ -374,11 +394,11 @@ _HOW = (
 # -- why a model could not be traced ---------------------------------------------------------
 
 _OUTSIDE = Path(torch.__file__).parent, Path(__file__).parents[2]
-"""Code that a model's code calls, or that calls it."""
+"""The folders of torch and isp, whose lines are not the model's own code."""
 
 
 def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception) -> str:
-    """The message for an `error` of a model's code, in the forward of the module `inside`."""
+    """Return the message for an `error` of a model's code in the forward of the module `inside`."""
     names = {id(module): name for name, module in model.named_modules()}
     place = type(model).__name__
     if inside is not None and names.get(id(inside)):
@@ -394,6 +414,7 @@ def _untraced(model: nn.Module, inside: nn.Module | None, error: Exception) -> s
 
 
 def _cause(error: Exception, line: str) -> str:
+    """Return the likely cause of an error, given the model's `line` that raised it."""
     if "NoneType" in str(error) and "mask" in line:
         return (
             "it reads an attention mask, but isp passes none: attention that chooses keys for"

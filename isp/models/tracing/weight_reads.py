@@ -1,4 +1,4 @@
-"""Which code reads the weights of a model: what is cut is gathered for linears and lookups."""
+"""Detection of code that reads weights directly: isp gathers them for linears and lookups only."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
-"""What asks a tensor for its size, which differs for a rank's part of it."""
+"""Names of operations that read a tensor's size, which is another one for a rank's part of it."""
 
 
 class Reads(TorchFunctionMode):
-    """Notes where parameters are read, and how, unless by their own module as isp knows it."""
+    """A mode that notes which parameters are read, where, and which in a way isp does not know."""
 
     def __init__(
         self, model: nn.Module, positions: Tensor, place: Callable[[], tuple[str | None, int]]
     ) -> None:
-        """`place`: of what is called, in the recorder's terms."""
+        """`positions`: those given to the model; `place`: see `CallRecorder.place`."""
         super().__init__()
         self._place = place
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -44,17 +44,18 @@ class Reads(TorchFunctionMode):
         self.open: list[nn.Module] = []
         """The modules whose forward runs, the innermost last."""
         self.foreign: dict[str, str] = {}
-        """The parameters that are read in another way, and by what."""
+        """By name of a parameter that is read in another way, the operation that reads it."""
         self.places: dict[str, set[tuple[str | None, int]]] = {}
-        """The parameters that are read, and where."""
+        """By name of a parameter that is read, the places where it is read."""
         self.reads_positions = False
+        """True if the model computes something from the positions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out, name = func(*args, **(kwargs or {})), name_of(func)
         makes_tensor = bool(tensors_in(out))
-        if not makes_tensor and name not in _SIZES:  # its dtype
+        if not makes_tensor and name not in _SIZES:  # dtype or device, the same for a part
             return out
         for leaf in tensors_in(args, kwargs):
             if leaf is self._positions:
@@ -67,7 +68,7 @@ class Reads(TorchFunctionMode):
         return out
 
     def _expected(self, parameter: Tensor, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether it is a module's own, read as isp knows how to."""
+        """Return whether a parameter belongs to the running module and is read as isp knows."""
         inside = self.open[-1] if self.open else None
         if inside is None or all(parameter is not own for own in inside.parameters(recurse=False)):
             return False
@@ -83,11 +84,14 @@ def name_of(func: Any) -> str:
 
 
 _SMALL = 1 << 20
-"""Elements up to which a linear whose weight others read, too, is whole on every rank."""
+"""The largest linear, in elements, that is whole on each rank if other code reads its weight."""
 
 
 def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
-    """Names of small linears whose weights other code reads: whole on every rank, not refused."""
+    """Return the names of small linears whose weights other code reads.
+
+    They are kept whole on each rank instead of being refused.
+    """
     owners = {name.rpartition(".")[0] for name in reads if name.endswith(".weight")}
     linears = ((name, model.get_submodule(name)) for name in owners)
     return {
@@ -98,7 +102,10 @@ def small_linears_read(model: nn.Module, reads: dict[str, str]) -> set[str]:
 
 
 def check_reads(model: nn.Module, reads: dict[str, str], roles: dict[str, ParameterRole]) -> None:
-    """Raise ValueError for a weight that is cut, and read where it is not gathered."""
+    """Raise ValueError for a weight that is cut but read where it is not gathered.
+
+    `reads`: see `Reads.foreign`.
+    """
     for name, by in reads.items():
         if roles[name] is ParameterRole.SHARDED:
             _check_options(name, model.get_submodule(name.rpartition(".")[0]))
@@ -126,13 +133,14 @@ _OPTIONS = {
     "scale_grad_by_freq": (False, "divides gradients by how often an id occurs in all tokens"),
     "sparse": (False, "gives sparse gradients"),
 }
-"""Options of `nn.Embedding`: value of tables that are supported, and what any other does."""
+"""By option of `nn.Embedding`, the only supported value, and the effect of any other one."""
 
 
 def unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tuple[str, ...]:
-    """The parameters of modules that are not `called`, and that nobody else has `read`.
+    """Return the parameters of modules that are not `called`, unless other code has `read` them.
 
-    The code of experts is not run: all of theirs count as read; those of indexers do not.
+    The code of experts does not run in a trace, so all of their parameters count as read. Those of
+    indexers count as unused, because choosing keys has no gradient.
     """
     modules = [model.get_submodule(name) for name in called]
     used = {p for module in modules for p in module.parameters(recurse=holds_experts(module))}
@@ -145,16 +153,17 @@ def unused(model: nn.Module, called: Iterable[str], read: Iterable[str]) -> tupl
 
 
 def experts_cut(model: nn.Module, calls: Iterable[Call], reads: Iterable[str]) -> set[str]:
-    """The modules of experts that may be cut, as what they do with their weights is known.
+    """Return the modules with experts that may be cut, because all uses of their weights are known.
 
-    They are called as transformers calls them, with tokens and numbers of experts, in blocks alone,
-    and nobody else reads what is theirs.
+    They are called as in transformers, with tokens and expert indices, and only in blocks; no other
+    code reads their parameters, and no module that stays whole shares them.
     """
     experts = [call for call in calls if call.kind is Kind.EXPERTS]
     others = {call.module for call in experts if call.block is None or call.route is None}
     others |= {name.rpartition(".")[0] for name in reads}
     cut = {call.module for call in experts} - others
     own = {name: {id(p) for p in m.parameters(recurse=False)} for name, m in model.named_modules()}
+    # A module that shares a parameter with a whole one must be whole, too, and so on.
     while True:
         whole = (parameters for name, parameters in own.items() if name not in cut)
         held = set[int]().union(*whole)
@@ -170,10 +179,10 @@ _EMBEDDING = inspect.signature(F.embedding)
 def looked_up(
     table: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Tensor | None:
-    """The ids whose rows of an `nn.Embedding` a call of torch gives; None for any other call.
+    """Return the ids that a call of torch looks up in an `nn.Embedding`; None for any other call.
 
-    That is `F.embedding` with the options of the table, of which `max_norm`, `scale_grad_by_freq`
-    and `sparse` are not supported, or `weight[ids]` of a table whose rows all take a gradient.
+    A lookup is `F.embedding` with the table's own options, without `max_norm`, `scale_grad_by_freq`
+    and `sparse`, or `weight[ids]` of a table without `padding_idx`.
     """
     if func is F.embedding:
         given = _EMBEDDING.bind(*args, **(kwargs or {})).arguments
