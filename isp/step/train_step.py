@@ -337,7 +337,8 @@ class TrainStep:
         # anyway: then reading them later costs no second wait.
         load, found = self.chunks[-1].expert_load, count()
         if load is not None:
-            # Stages run different layers, and the ranks of a stage different tokens.
+            # Stages run different layers. Ranks of a stage that see the same tokens multiply all
+            # counts of a layer by the same number.
             routes = self._sum(Axis.PIPELINE, self._sum(Axis.STAGE, load.tokens()))
             found = torch.cat((found, load.figures(routes)))
         totals = pinned_memory.HostCopy(found)
