@@ -65,7 +65,7 @@ class _Places(NamedTuple):
 
     places: Tensor
     """Index, in the caller's flattened rows, of each token's result, in the order of the ranks;
-    B S for a result that the caller does not get. [B, S]"""
+    B S for a result that the caller does not get. [B, S], or [1, B S] if rows are joined."""
     rows: int
     """B."""
     tensor: Channel

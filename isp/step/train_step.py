@@ -661,7 +661,10 @@ class StepWork:
         return _own(x, step.mesh[Axis.TENSOR])
 
     def _arranged(self, micro_batch: int, x: Tensor) -> Tensor:
-        """Return x [B, S, ..], with a value for each token as read, in the order of `arrange`."""
+        """Return x [B, S, ..], with a value for each token as read, in the order of `arrange`.
+
+        Shape: see `SequenceRanks.arranged`.
+        """
         bounds = self.batches[micro_batch].cu_seqlens
         (x,) = self.step.built.sequence.arranged([x], bounds)
         return x
@@ -670,7 +673,8 @@ class StepWork:
 def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
     """Return whole rows, reordered so that each rank's tokens are contiguous.
 
-    `cu_seqlens` stays that of the rows in their original order.
+    Packed rows are joined to one, if there are context ranks. `cu_seqlens` stays that of the rows
+    in their original order.
     """
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
