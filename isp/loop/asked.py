@@ -111,11 +111,12 @@ class Asking:
         width, length = size, input_ids.shape[1]
         rules: Callable[..., ResultRules] = AllLogits
         if pick is not None:
+            # Rows may be padded for the ranks. The padding picks token 0; `answer` cuts it off.
             padded = pick.new_zeros(*asked.batch.tokens.shape, pick.shape[2])
             padded[:, :length] = pick
             asked = asked._replace(beside=padded.to(self._rows.device))
             width, rules = pick.shape[2], PickedLogits
-        elif top_k is not None:
+        elif top_k is not None:  # the logits, then their tokens as numbers of the same dtype
             width, rules = 2 * top_k, partial(TopLogits, top=top_k)
 
         def answer(found: Tensor) -> Any:

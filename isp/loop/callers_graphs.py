@@ -318,6 +318,7 @@ class CallersGraphs:
                 " run.step() without a loss"
             )
         self.refuse("step(loss)")
+        # The caller's graph is the node of `_Handed` alone, so the gradient is 1.
         ((_, gradient),) = self._arrivals(loss)
         self._step.gradients.expect_last()
         self._loss_backward(pending.graph, gradient)

@@ -228,7 +228,7 @@ class ParallelRun(OwnLosses):
             outcome = self._graphs.step(loss, lr)
         self.num_steps += 1
         self._num_tokens += outcome.valid_tokens
-        if not self._has_stepped:
+        if not self._has_stepped:  # the first step, with more time, also loads kernels
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
             self._has_stepped = True
         return outcome

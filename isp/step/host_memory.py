@@ -115,7 +115,7 @@ def check_memory_of_states(
     Nothing is checked if the states are on the devices.
     """
     if config.optimizer.offload_states:
-        own = num_trained // topology.weight
+        own = num_trained // topology.weight  # as if one pipeline stage had all of them
         _check({_STATES: ranks * _state_bytes(config, topology, own)}, ranks)
 
 

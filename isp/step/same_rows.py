@@ -101,6 +101,7 @@ class SameRows:
             return
         (copy, sequences, ranks), self._found = self._found, None
         of_rank = dict(zip(ranks, copy.wait().tolist(), strict=True))
+        # The first rank of each sequence is the reference for the others.
         other = [
             f"rank {rank} than rank {own[0]}"
             for own in sequences

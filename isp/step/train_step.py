@@ -159,6 +159,7 @@ def make_train_step(
         dtype=getattr(torch, config.training.dtype),
     )
     rules = config.optimizer.rules if built.trained and make_optimizer is None else ()
+    # With a single rule it is clear which weights it updates.
     if len(rules) > 1 and mesh.rank == 0:
         logger.info("%s", rules_in_words(trained_layouts(model), config.optimizer))
     gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
@@ -207,6 +208,7 @@ class TrainStep:
         weights_may_change: bool = False,
         objective: TokenLoss | None = None,
     ) -> None:
+        # A wholly frozen model is fine, as its run has no backward.
         if mesh[Axis.PIPELINE].size > 1 and built.model.trained_names and not built.trained:
             raise ValueError(
                 "this rank has no trainable weights: train some in each pipeline stage, or use"

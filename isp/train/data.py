@@ -116,6 +116,8 @@ class StepData:
                 """Read this data rank's micro-batches of `step`; runs in the reader's thread."""
                 batches = sampler.micro_batches(step, rank, size)
                 if self._stream is not None:
+                    # Kept for two steps: a checkpoint after this step asks where the next begins,
+                    # when the reader may have read that one too.
                     place = self._stream.tell((step + 1) * self._samples)
                     self._places = {step: self._places.get(step), step + 1: place}
                 return _Read(stacked(batches, device), [batch.padding for batch in batches])

@@ -35,7 +35,7 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
 
     by_itself = gc.isenabled()
     if steps:
-        gc.collect()
+        gc.collect()  # what the setup has left, of all generations
         gc.disable()
     try:
         yield after

@@ -112,6 +112,7 @@ class Trainer:
         ranks = mesh.topology.world_size
         self._meter = StepMeter(mesh.log, self.clock, device, num_ranks=ranks, peak_tflops=peak)
         self._pace = Pace(config)
+        # Waits of ranks are compared by one clock, so only where all ranks are on one machine.
         one_machine = len(set(hostnames)) == 1
         self._shared_cores = shared_cores(device, ranks) if one_machine else ""
         warn = config.metrics
@@ -172,7 +173,7 @@ class Trainer:
                     if offloaded.reserved_bytes:
                         logger.info("block inputs on the host: %s", offloaded.describe())
                     self._log_balance()
-                    # The first step also compiles, and opens connections: later ones get less time.
+                    # The first step also loads kernels and opens connections: then less time.
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         if self.step > first:
             self._log_balance()
@@ -319,6 +320,7 @@ class Trainer:
             """Yield a source's batches, until any rank gets a stop signal."""
             nonlocal asked
             for batches in self.data.validation(source):
+                # A signal may reach ranks at different batches: all have to stop at the same one.
                 asked = any_asked(self.mesh.host, self.stop.received is not None)
                 if asked:
                     return

@@ -122,7 +122,7 @@ class StepMeter:
         `tokens` are since the start of the run.
         """
         seconds = training_seconds(self._times)
-        tflops = self._flops / seconds / self._num_ranks / 1e12
+        tflops = self._flops / seconds / self._num_ranks / 1e12  # of a rank
         saving = self._times[Phase.CHECKPOINT]
 
         def a_step(part: float) -> float:

@@ -136,7 +136,7 @@ def write_profile(
     )
     write_whole(folder / "profile.json", profile.to_json())
     write_trace(folder / "trace.json.gz", trace)
-    shutil.rmtree(folder / "torch", ignore_errors=True)
+    shutil.rmtree(folder / "torch", ignore_errors=True)  # from `torch_profiler` on each rank
     return profile
 
 

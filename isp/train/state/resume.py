@@ -298,6 +298,7 @@ def _check_folder(folder: Path) -> None:
 def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
     """Raise ValueError or OSError if the run cannot begin from the checkpoint that it finds."""
     own, checkpoint = _own_checkpoint(config, place), config.checkpoint
+    # A run's own checkpoint comes before `initial_load_path`, which is for its first start.
     if own is not None:
         _check_length(own, config)
         check_changes(own, config, topology)
