@@ -163,8 +163,8 @@ class RunFolder:
     def join(cls, path: str | Path, log_folder: str | None = None) -> RunFolder:
         """Return the folder that rank 0 has made, on any rank; make the folder of its logs.
 
-        On a machine that does not share rank 0's disk this makes the run's folder too. Raises
-        ValueError if it cannot be written to.
+        Without `log_folder`, a machine that does not share rank 0's disk gets the run's folder too,
+        for its logs. Raises ValueError if it cannot be written to.
         """
         run = cls(Path(path))
         key = f"job.dump_folder={run.path.parent.parent}"
