@@ -1,1 +1,1 @@
-"""`isp.parallelize` and what it returns: sharded models in a training loop of the caller's own."""
+"""`isp.parallelize` and the run it returns: sharded models in a user's own training loop."""

@@ -1,4 +1,4 @@
-"""What a caller asks of each token: from arguments to `Asked`.
+"""`Asking`: builds the per-token query of a micro-batch (`Asked`) from a caller's arguments.
 
 B batch, S sequence, V vocabulary, K results of a token
 """
@@ -30,32 +30,35 @@ __all__ = ["Asking", "TokenScores", "TopTokens"]
 
 
 class TokenScores(NamedTuple):
-    """What is known of each token's distribution, [B, S] each; 0 where there is no label."""
+    """Figures of the distribution of each label, [B, S] each; 0 at positions without a label."""
 
     log_probs: Tensor
-    """Of the label, by the tokens before it."""
+    """Log-probability of the label given the tokens before it, in nats."""
     logsumexp: Tensor
+    """Logarithm of the sum of exponentials of all logits that predict the label."""
     entropy: Tensor | None = None
-    """In nats; None unless it is asked for."""
+    """Entropy of the distribution, in nats; None unless requested."""
 
 
 class TopTokens(NamedTuple):
-    """The largest logits of each token, [B, S, k] each, in falling order."""
+    """The largest logits at each position, [B, S, k] each, in descending order."""
 
     values: Tensor
+    """Logits divided by the temperature."""
     indices: Tensor
-    """The tokens whose logits they are."""
+    """Vocabulary entries of these logits, int64."""
 
 
 class Asking:
-    """What can be asked of a model; all raise ValueError for what does not fit."""
+    """Builds per-token queries for a model; all methods raise ValueError for a query it lacks."""
 
     def __init__(self, traced: TracedModel, rows: RowReader) -> None:
         self._traced, self._rows = traced, rows
         self.logits_of = traced.host.logits_of(traced.model)
+        """The kind of the model's logits: vocabulary entries, or labels of tokens or rows."""
 
     def check_predicts(self, name: str) -> None:
-        """Raise ValueError for `name` of a model whose logits are no tokens'."""
+        """Raise ValueError, naming the method `name`, if the model's logits are not of tokens."""
         if self.logits_of is not LogitsOf.VOCABULARY:
             raise ValueError(
                 f"run.{name} is of tokens, and {type(self._traced.model).__name__} gives logits of"
@@ -72,7 +75,7 @@ class Asking:
         temperature: float,
         entropy: bool,
     ) -> Asked:
-        """As `ParallelRun.log_probs`."""
+        """Return the query of `ParallelRun.log_probs`."""
         self.check_predicts("log_probs")
         _check_temperature(temperature)
         batch = self._rows.read_padded(input_ids, labels, position_ids, attention_mask)
@@ -86,8 +89,8 @@ class Asking:
             find=partial(_find, rules),
             beside=batch.labels,
             num_labels=num_labels,
-            answer=lambda found: TokenScores(*found[:, :length].unbind(-1)),
-            ahead=1,
+            answer=lambda found: TokenScores(*found[:, :length].unbind(-1)),  # without padding
+            ahead=1,  # position t predicts the label at t + 1, where the caller gets the result
         )
 
     def logits(
@@ -100,7 +103,7 @@ class Asking:
         top_k: int | None = None,
         temperature: float = 1.0,
     ) -> Asked:
-        """As `ParallelRun.logits`."""
+        """Return the query of `ParallelRun.logits`."""
         _check_temperature(temperature)
         size = self._traced.vocab_size
         asked = self._asked(input_ids, position_ids, attention_mask)
@@ -108,14 +111,16 @@ class Asking:
         width, length = size, input_ids.shape[1]
         rules: Callable[..., ResultRules] = AllLogits
         if pick is not None:
+            # Rows may be padded for the ranks. The padding picks token 0; `answer` cuts it off.
             padded = pick.new_zeros(*asked.batch.tokens.shape, pick.shape[2])
             padded[:, :length] = pick
             asked = asked._replace(beside=padded.to(self._rows.device))
             width, rules = pick.shape[2], PickedLogits
-        elif top_k is not None:
+        elif top_k is not None:  # the logits, then their tokens as numbers of the same dtype
             width, rules = 2 * top_k, partial(TopLogits, top=top_k)
 
         def answer(found: Tensor) -> Any:
+            """Return the results without padding; for a classifier of rows, only each row's."""
             found = found[:, :length]
             if self.logits_of is LogitsOf.ROW_LABELS:
                 found = found[torch.arange(len(found)), self._last(input_ids, attention_mask)]
@@ -129,7 +134,7 @@ class Asking:
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Asked:
-        """As `ParallelRun.hidden`."""
+        """Return the query of `ParallelRun.hidden`."""
         head, model = self._traced.trace.head, self._traced.model
         if head is None:
             raise ValueError(
@@ -142,7 +147,10 @@ class Asking:
     def _asked(
         self, input_ids: Tensor, position_ids: Tensor | None, attention_mask: Tensor | None
     ) -> Asked:
-        """What the head is given, of tokens without labels."""
+        """Return the query of the head's input for all tokens; its width is to be set.
+
+        Every token that `attention_mask` does not mask counts as a label.
+        """
         check_tensors(input_ids=input_ids)
         nothing = torch.full_like(input_ids, IGNORED, dtype=torch.long)
         batch = self._rows.read_padded(input_ids, nothing, position_ids, attention_mask)
@@ -159,6 +167,7 @@ class Asking:
         )
 
     def _check_choice(self, input_ids: Tensor, pick: Tensor | None, top_k: int | None) -> None:
+        """Raise ValueError for a `pick` or `top_k` that does not fit the model or the tokens."""
         size = self._traced.vocab_size
         if pick is not None and top_k is not None:
             raise ValueError("pass pick or top_k, not both")
@@ -180,24 +189,32 @@ class Asking:
             raise ValueError(f"pick has {foreign[0].item()}: give tokens from 0 to {size - 1}")
 
     def _last(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """The place in each row whose logits are the row's, as transformers chooses it; [B]."""
+        """Return the position in each row whose logits a sequence classifier returns, [B].
+
+        As in transformers: the last token that is not `pad_token_id`; without one, the last token
+        that `attention_mask` does not mask.
+        """
         padding = self._traced.host.config(self._traced.model).get("pad_token_id")
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if padding is not None:
             seen = input_ids != padding
+        # The largest position among the tokens seen; 0 if there is none.
         return (torch.arange(input_ids.shape[1], device=seen.device) * seen).argmax(1)
 
 
 def _find(
     rules: Callable[..., ResultRules], chunk: StageModule, output: Tensor, beside: Tensor
 ) -> Tensor:
+    """Return results of the logits by `rules`, [B, N, K]."""
     return chunk.results(output, beside, rules)
 
 
 def _hidden(_: StageModule, output: Tensor, __: Tensor) -> Tensor:
+    """Return the head's input in float32 or wider, [B, N, K]."""
     return output.to(torch.promote_types(output.dtype, torch.float32))
 
 
 def _check_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature of 0 or less."""
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be above 0")

@@ -1,6 +1,6 @@
-"""`CallersGraphs`: forwards whose results, or losses, go into a scalar of the caller's own.
+"""`CallersGraphs`: forwards whose results, or losses, the caller computes a scalar from.
 
-B batch, S sequence, N tokens whose results this rank computes in a row, K numbers of each
+B batch, S sequence, N tokens of a row whose results this rank computes, K numbers of each token
 """
 
 from __future__ import annotations
@@ -30,52 +30,63 @@ __all__ = ["Asked", "CallersGraphs"]
 logger = logging.getLogger(__name__)
 
 _CHUNK = 0
+"""Number of the only model chunk of a rank without a pipeline."""
 _BACKWARD = Action(ActionKind.BACKWARD, 0)
 _TAG, _METRICS = Tag(tensor="results"), Tag(tensor="metrics")
 
 
 class Asked(NamedTuple):
-    """What is asked of each token of a micro-batch."""
+    """A per-token query over one micro-batch: the results to compute, and the caller's form."""
 
     batch: MicroBatch
     """Whole rows, in the caller's order, [B, S]."""
     width: int
-    """K."""
+    """K, the number of results of each token."""
     find: Callable[[StageModule, Tensor, Tensor], Tensor]
-    """Of what the model's last chunk gave, and `beside` of the tokens: [B, N, K]."""
+    """Function of the last chunk, its output, and `beside` for the output's tokens, that returns
+    the results [B, N, K]."""
     beside: Tensor
-    """Something of each token of the whole rows, [B, S, ..]."""
+    """Further input of `find` for each token of the whole rows, such as labels; [B, S, ..]."""
     num_labels: Tensor
-    """The tokens that count as such with a label; []."""
+    """Number of tokens that count as labels in a step's outcome; [], float64."""
     answer: Callable[[Tensor], Any]
-    """What the caller gets of the results [B, S, K]."""
+    """Function that turns results [B, S, K] into what the caller gets."""
     ahead: int = 0
-    """How many places on in its row a result lies: 1 where it is of the next token."""
+    """Number of positions by which the caller gets a result later in its row than the token it is
+    computed at: 1 for log-probabilities of the next token."""
 
 
 LossFunction = Callable[[int, Tensor], Tensor]
-"""Of the number of a micro-batch, and its results [B, S, K]: a scalar."""
+"""A function of a micro-batch's number and its results [B, S, K] that returns a scalar loss."""
 
 
 class _Places(NamedTuple):
-    """Where the caller has the results of the tokens that lie arranged for the ranks."""
+    """The map between tokens in the order of the ranks and the caller's order."""
 
     places: Tensor
-    """Of each arranged token, in all rows; B S where nobody gets it."""
+    """Index, in the caller's flattened rows, of each token's result, in the order of the ranks;
+    B S for a result that the caller does not get. [B, S], or [1, B S] if rows are joined."""
     rows: int
+    """B."""
     tensor: Channel
 
     def whole(self, own: Tensor) -> Tensor:
-        """Results [B, N, K] of the ranks of a sequence as the caller has them, [B, S, K]."""
+        """Gather results [B, N, K] of the ranks of a sequence into the caller's order, [B, S, K].
+
+        Has no backward: `own` returns the gradient to this rank's results.
+        """
         own, total = own.detach(), self.places.numel()
         if own.shape[1] < self.places.shape[1]:
             own = self.tensor.all_gather(own, 1, tag=_TAG).wait()
-        whole = own.new_zeros(total + 1, own.shape[2])
+        whole = own.new_zeros(total + 1, own.shape[2])  # the last row takes unused results
         whole.index_copy_(0, self.places.flatten(), own.flatten(0, 1))
         return whole[:-1].view(self.rows, -1, own.shape[2])
 
     def own(self, gradient: Tensor, num: int) -> Tensor:
-        """Of the caller's [B, S, K] those of the N = `num` that this rank computed, [B, N, K]."""
+        """Return the rows of `gradient` [B, S, K] for the N = `num` tokens of this rank, [B, N, K].
+
+        `gradient` is in the caller's order; results that the caller does not get have gradient 0.
+        """
         places, total = self.places, self.places.numel()
         if num < places.shape[1]:
             places = places.chunk(self.tensor.size, 1)[self.tensor.rank]
@@ -84,21 +95,26 @@ class _Places(NamedTuple):
 
 
 class _Work(StepWork):
-    """Micro-batches whose results somebody else makes a loss of."""
+    """The work on micro-batches whose loss the caller computes."""
 
     def __init__(
         self, step: TrainStep, asked: Sequence[Asked], loss_function: LossFunction | None = None
     ) -> None:
-        """`loss_function`: what goes backward, where gradients are on, is what it gives."""
+        """Prepare the queries; with a `loss_function`, `loss` differentiates its result."""
         nothing = torch.zeros((), dtype=torch.float64, device=asked[0].batch.tokens.device)
         super().__init__(step, [each.batch for each in asked], nothing)
         self._asked, self._loss_function = asked, loss_function
         self.losses = nothing.repeat(len(asked))
-        """On the last stage, if there is a function."""
+        """The caller's loss of each micro-batch, [micro-batches], with a function; 0 on all stages
+        but the last."""
         self.found: list[tuple[Tensor, _Places]] = []
-        """On the last stage, if there is none: of each micro-batch, [B, N, K]."""
+        """Results [B, N, K] of each micro-batch, without a function; on the last stage only."""
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        """Compute the results of a micro-batch, and the caller's loss if there is a function.
+
+        Returns a scalar to differentiate, or without a function the results [B, N, K].
+        """
         step, asked = self.step, self._asked[micro_batch]
         beside = self.as_labels(micro_batch, asked.beside)
         step.hook.before_criterion()
@@ -110,6 +126,7 @@ class _Work(StepWork):
             self.found.append((found, places))
             return found
         whole = places.whole(found).requires_grad_(torch.is_grad_enabled())
+        # `whole` is a leaf: backward through the caller's graph stops there, and runs right here.
         loss = _scalar(self._loss_function(micro_batch, whole), "the loss function gave")
         self.losses[micro_batch] = loss.detach()
         if not torch.is_grad_enabled():
@@ -118,12 +135,14 @@ class _Work(StepWork):
             loss.backward()
         gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
         own = places.own(gradient, found.shape[1])
-        # Not the loss, but with its gradient: the caller's graph, which it has passed, is gone.
+        # Not the value of the loss, but its gradient at the results. The caller's graph is freed.
         return step.optimizer.scale_loss((found * own).sum(dtype=torch.float64))
 
 
 def _places(asked: Asked) -> Tensor:
+    """Return the index of each token's result in the caller's flattened rows, [B, S]."""
     tokens, total = asked.batch.tokens, asked.batch.tokens.numel()
+    # The last `ahead` tokens of a row have no later position: `total` marks their results unused.
     places = torch.arange(total, device=tokens.device).view(tokens.shape) + asked.ahead
     places[:, tokens.shape[1] - asked.ahead :] = total
     return places
@@ -133,47 +152,52 @@ class _Graph(NamedTuple):
     """A forward that waits for the gradients of its results."""
 
     number: int
+    """Number of the forward, the same on all ranks of the sequence."""
     weights: int
-    """The number of the weights that it was computed with."""
+    """Value of `CallersGraphs._weights` at the forward: a later one makes it invalid."""
     end: GradientEdge
-    """Of the results that this rank computed."""
+    """Edge of the results [B, N, K] that this rank computed, where its backward begins."""
     num: int
-    """N of these."""
+    """N, the number of tokens of a row that this rank computed."""
     places: _Places
     num_labels: Tensor
+    """`Asked.num_labels`."""
 
 
 class _LossGraph(NamedTuple):
-    """The forward of `run.loss`; its plan includes the backward."""
+    """A forward of `run.loss`; its prefetch plan includes the backward."""
 
     number: int
-    """As of `_Graph`."""
+    """Number of the forward; see `_Graph`."""
     end: GradientEdge
-    """Of this rank's part of the loss, scaled."""
+    """Edge of this rank's part of the loss, times the loss scale."""
     dtype: torch.dtype
-    """Of that part."""
+    """Dtype of that part."""
     work: StepWork
     num_labels: Tensor
-    """As of `_Graph`."""
+    """Number of this rank's labels; see `_Graph`."""
     mean: Tensor
-    """The loss over all ranks."""
+    """The mean loss over all ranks, []."""
     scale_routers: Callable[[Tensor], None]
-    """Multiplies the gradients of router losses, which do not come from the loss."""
+    """Function that multiplies the gradients of router losses, which the loss's gradient does not
+    reach."""
 
 
 class _Pending(NamedTuple):
-    """The last loss of `run.loss`, while nothing else was computed after it."""
+    """The last loss of `run.loss`, until the run computes anything else."""
 
     loss: weakref.ref[Tensor]
-    """What the caller has. Weak: its graph refers to the run, which refers to this."""
+    """The caller's loss. Weak: its graph refers to the run, which refers to this."""
     graph: _LossGraph
 
 
 class _Handed(Function):
-    """forward   results [B, S, K], or a loss [], as the caller has them; in a graph due to `door`
-    backward  their gradient to `arrived`
+    """The node at which the caller's graph begins.
 
-    So the forward is kept by what the caller makes of its results, and no longer.
+    forward   return results [B, S, K] or a loss []; they need a gradient because `door` does
+    backward  pass their gradient to `arrived`
+
+    The node refers to the forward's graph, so activations live as long as the caller's results.
     """
 
     @staticmethod
@@ -195,35 +219,40 @@ class _Handed(Function):
 
 
 class CallersGraphs:
-    """The forwards of results, and the step that their backward passes belong to.
+    """The forwards of a caller's loop, and the step that their backward passes belong to.
 
-    The caller's graph begins at all results of the rows; the model's ends at those that this rank
-    computed. So the caller's code is the same on all ranks of a sequence, and backward takes of its
-    gradients those of the rank's own tokens: equal scalars count once.
+    The caller's graph begins at the results of whole rows; the model's ends at those that this rank
+    computed. So the caller's code is the same on all ranks of a sequence, and each rank's backward
+    uses only the gradients of its own tokens: a scalar that all ranks compute counts once.
     """
 
     def __init__(self, step: TrainStep, mesh: Mesh) -> None:
         self._step, self._mesh = step, mesh
         self._forwards = self._weights = 0
-        """Forwards so far, and how often graphs were dropped since weights changed."""
+        """Number of forwards so far, and number of times that `drop` made graphs invalid."""
         self._arrived: list[tuple[_Graph | _LossGraph, Tensor]] | None = None
-        """What `backward` has come to; None: it does not run."""
+        """Graphs that a backward of the caller's graph has reached, with their gradients; None
+        outside of `step` and `backward`."""
         self._pending: _Pending | None = None
         self._went: set[int] = set()
-        """The numbers of graphs that went backward since the last step."""
+        """Numbers of graphs that went backward since the last step."""
         self._begun = self._ended = False
-        """Whether there was a backward since the last step, and whether that was the last."""
+        """True after a backward since the last step, and after one with `last=True`."""
         self._has_told = False
-        """Whether there was a warning of a batch without labels."""
+        """True after the warning of a batch without labels."""
         self._loss = self._count = torch.zeros((), dtype=torch.float64)
+        """This rank's sums of losses and of labels since the last step."""
 
     def results(self, asked: Asked) -> Tensor:
-        """What is asked of a batch, in the caller's order: [B, S, K]."""
+        """Run the forward of a query and return its results in the caller's order, [B, S, K].
+
+        They are the same on all ranks of the sequence, and have a gradient if the model's do.
+        """
         self._pending = None
         self._compare([asked])
         step, work = self._step, _Work(self._step, [asked])
         self._run(work, training=False)
-        if not step.is_last_stage:
+        if not step.is_last_stage:  # zeros, for the sum over stages
             wide = torch.promote_types(step.built.parameters[0].parameter.dtype, torch.float32)
             shape = *asked.batch.tokens.shape, asked.width
             whole = torch.zeros(shape, dtype=wide, device=asked.batch.tokens.device)
@@ -241,16 +270,16 @@ class CallersGraphs:
         return self._handed(whole, graph)
 
     def loss(self, batch: MicroBatch) -> Tensor:
-        """As `ParallelRun.loss`; []."""
+        """Return the loss of `ParallelRun.loss`, []."""
         step, self._pending = self._step, None
         if not torch.is_grad_enabled():
-            self.refuse("loss under torch.no_grad()")
+            self.refuse("loss under torch.no_grad()")  # an evaluation would drop gradients
             found = step.evaluate([[batch]])
             if found is None:
                 self._tell_unlabelled()
             return torch.tensor(found or 0.0, dtype=torch.float64)
         work = step.start([batch], more=self._begun)
-        own = step.forward(work, 0)
+        own = step.forward(work, 0)  # this rank's part, times the loss scale
         mean = own.detach() + (step.over_ranks(work.total) - own.detach())
         routers = step.chunks[-1].routers
         self._forwards += 1
@@ -268,18 +297,19 @@ class CallersGraphs:
         return loss
 
     def _compare(self, asked: Sequence[Asked]) -> None:
-        """Check that all ranks of this rank's sequence ask the same."""
+        """Check that all ranks of this rank's sequence have the same query."""
         assert self._step.same_rows is not None
         batches, more = [each.batch for each in asked], [each.beside for each in asked]
         self._step.same_rows.compare(batches, more)
 
     def _handed(self, whole: Tensor, graph: _Graph | _LossGraph) -> Tensor:
+        """Return `whole` as the begin of a new graph, whose backward calls `_arrive`."""
         door = whole.new_empty(0).requires_grad_()
         handed: Tensor = _Handed.apply(door, whole, graph, self._arrive)
         return handed
 
     def step(self, loss: Tensor, lr: float) -> StepOutcome:
-        """As `ParallelRun.step` with a loss."""
+        """Run the backward of the pending loss and update; see `ParallelRun.step` with a loss."""
         pending = self._pending
         if pending is None or pending.loss() is not loss:
             raise RuntimeError(
@@ -288,6 +318,7 @@ class CallersGraphs:
                 " run.step() without a loss"
             )
         self.refuse("step(loss)")
+        # The caller's graph is the node of `_Handed` alone, so the gradient is 1.
         ((_, gradient),) = self._arrivals(loss)
         self._step.gradients.expect_last()
         self._loss_backward(pending.graph, gradient)
@@ -298,7 +329,7 @@ class CallersGraphs:
         return outcome
 
     def _tell_unlabelled(self) -> None:
-        """Warn once, on rank 0, of a batch without a label."""
+        """Warn once, on rank 0, about a batch without a label."""
         if self._mesh.rank == 0 and not self._has_told:
             logger.warning(
                 "all labels of a batch are %s (ignore_index), on all ranks: its loss is 0, and a"
@@ -309,7 +340,7 @@ class CallersGraphs:
         self._has_told = True
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """As `ParallelRun.backward`."""
+        """Run the backward of a scalar; see `ParallelRun.backward`."""
         _scalar(loss, "run.backward takes a scalar, got")
         self._check_open()
         arrived = self._arrivals(loss)
@@ -318,18 +349,21 @@ class CallersGraphs:
                 "the loss does not depend on a result of the run that needs backward, such as"
                 " run.log_probs returns with gradients"
             )
-        # On all ranks in one order, which is not that of autograd. A loss of run.loss is the last.
+        # All ranks have to run the model's backward passes in the same order, whatever order
+        # autograd reached them in: the latest forward first. A loss of `run.loss` is always the
+        # latest, as any other forward ends its `_Pending`.
         graphs = sorted(arrived, key=lambda item: item[0].number)
         value = loss.detach().double()
         with self._all_or_none():
             self._begin(clear=not isinstance(graphs[-1][0], _LossGraph))
-            while graphs:
+            while graphs:  # popped, so that a graph's activations are freed after its backward
                 if last and len(graphs) == 1:
                     self._step.gradients.expect_last()
                 graph, gradient = graphs.pop()
                 if isinstance(graph, _LossGraph):
                     self._loss_backward(graph, gradient)
-                    # A mean over data ranks already, over which `update` adds values up.
+                    # This mean over data ranks is the same on all of them, and `update` sums values
+                    # over them: count 1 / (number of data ranks) of it.
                     value = value - gradient * graph.mean * (1 - 1 / self._mesh[Axis.DATA].size)
                 else:
                     self._go_backward(graph, gradient)
@@ -339,7 +373,7 @@ class CallersGraphs:
         self._loss, self._ended = self._loss + value, last
 
     def _arrivals(self, loss: Tensor) -> list[tuple[_Graph | _LossGraph, Tensor]]:
-        """Return the results that a loss depends on, with their gradients."""
+        """Run backward through the caller's graph; return the forwards it reaches and gradients."""
         arrived: list[tuple[_Graph | _LossGraph, Tensor]] = []
         self._arrived = arrived
         try:
@@ -352,7 +386,7 @@ class CallersGraphs:
     def forward_backward(
         self, asked: Sequence[Asked], loss_function: LossFunction, *, last: bool
     ) -> Tensor:
-        """As `ParallelRun.forward_backward`; the losses [micro-batches], float64."""
+        """Run `ParallelRun.forward_backward`; return the losses [micro-batches], float64."""
         self._check_open()
         self._pending = None
         self._compare(asked)
@@ -371,7 +405,7 @@ class CallersGraphs:
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """Of what fails here an unknown part of the gradients is there: all are dropped."""
+        """Drop all gradients if this context fails: an unknown part of them has been added."""
         try:
             yield
         except BaseException:
@@ -379,6 +413,10 @@ class CallersGraphs:
             raise
 
     def _run(self, work: _Work, *, training: bool, last: bool = False) -> None:
+        """Run forward and, in `training`, backward of `work`, in a prefetch plan of its own.
+
+        Raises ValueError with router losses, which only `run.loss` includes.
+        """
         step = self._step
         if torch.is_grad_enabled() and any(chunk.routers for chunk in step.chunks):
             raise ValueError(
@@ -393,7 +431,7 @@ class CallersGraphs:
         step.hook.after_step()
 
     def _begin(self, *, clear: bool = True) -> None:
-        """Begin a step unless it has begun; not `clear`: `loss` has cleared the gradients."""
+        """Begin a step unless one has begun; without `clear`, `loss` has cleared the gradients."""
         if not self._begun:
             if clear:
                 self._step.begin()
@@ -401,6 +439,7 @@ class CallersGraphs:
             self._loss = self._count = torch.zeros_like(self._loss, device=self._step.device)
 
     def _go_backward(self, graph: _Graph, gradient: Tensor) -> None:
+        """Run the model's backward of `graph` from the gradient of its results [B, S, K]."""
         step = self._step
         own = graph.places.own(gradient, graph.num)
         step.hook.before_step((_BACKWARD,))
@@ -409,20 +448,20 @@ class CallersGraphs:
         step.hook.after_backward(_CHUNK)
 
     def _loss_backward(self, graph: _LossGraph, gradient: Tensor) -> None:
-        """Go backward in the plan of the loss's forward."""
+        """Run the model's backward of a loss, in the prefetch plan of its forward."""
         self._step.hook.before_backward(_CHUNK)
         graph.scale_routers(gradient)
         torch.autograd.backward(graph.end, gradient.to(graph.dtype))
         self._step.hook.after_backward(_CHUNK)
 
     def grad_norm(self) -> float:
-        """As `ParallelRun.grad_norm`."""
+        """Return the global norm of the step's gradients; see `ParallelRun.grad_norm`."""
         if not self._begun:
             raise RuntimeError("call run.grad_norm() between run.backward(loss) and run.step()")
         return self._step.grad_norm()
 
     def update(self, lr: float) -> StepOutcome:
-        """As `ParallelRun.step` without a loss."""
+        """Update with the gradients of `backward`; see `ParallelRun.step` without a loss."""
         if not self._begun:
             raise RuntimeError("call run.backward(loss) before step() without a loss")
         totals = torch.stack((self._loss, self._count))
@@ -440,7 +479,7 @@ class CallersGraphs:
         self._weights += 1
 
     def refuse(self, name: str) -> None:
-        """Raise RuntimeError where there are gradients of `backward`, which `name` would drop."""
+        """Raise RuntimeError if there are gradients of `backward`, which `name` would drop."""
         if self._begun:
             raise RuntimeError(
                 f"run.{name} comes between run.backward and the step: call run.step(), or"
@@ -448,6 +487,7 @@ class CallersGraphs:
             )
 
     def _check_open(self) -> None:
+        """Raise RuntimeError if no further backward may come before the step."""
         if self._begun and self._step.gradients.reduced:
             raise RuntimeError(
                 "run.backward after run.grad_norm(), which has summed the gradients over the"
@@ -457,6 +497,11 @@ class CallersGraphs:
             raise RuntimeError("there was a backward with last=True: run.step() comes next")
 
     def _arrive(self, graph: _Graph | _LossGraph, gradient: Tensor) -> None:
+        """Keep the gradient of a graph that autograd has reached.
+
+        Raises RuntimeError outside of `step` and `backward`, and for a graph that is not valid any
+        more. The model's backward runs later, outside of the caller's.
+        """
         if isinstance(graph, _LossGraph):
             self._check_pending(graph)
         elif self._arrived is None:
@@ -472,7 +517,7 @@ class CallersGraphs:
         self._arrived.append((graph, gradient))
 
     def _check_pending(self, graph: _LossGraph) -> None:
-        """Raise RuntimeError where no gradient would be used, or the forward is dropped."""
+        """Raise RuntimeError outside of `step` and `backward`, or if the loss is not pending."""
         if self._arrived is None:
             raise RuntimeError(
                 "the loss went backward outside of step: leave out loss.backward(), clipping and"
@@ -488,7 +533,7 @@ class CallersGraphs:
 
 
 def _scalar(loss: Tensor, what: str) -> Tensor:
-    """The loss.  Raises ValueError if it is no scalar."""
+    """Return the loss; raise ValueError, beginning with `what`, if it is not a scalar."""
     if not isinstance(loss, Tensor) or loss.dim():
         found = f"a loss of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"{loss!r}"
         raise ValueError(f"{what} {found}: pass one scalar, a tensor without dimensions")

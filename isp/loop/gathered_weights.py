@@ -1,4 +1,4 @@
-"""Whole weights of a model that is spread over ranks, block by block, and folders of them."""
+"""`GatheredWeights`: full weights of a sharded model, block by block, also written to folders."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ from isp.models.traced_model import TracedModel
 __all__ = ["GatheredWeights"]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights, by the number that ranks send each other."""
 
 
 class GatheredWeights:
-    """The whole weights of a model of which each rank has its part; all methods are collectives."""
+    """Gathers the full weights of a model from the ranks' shards; all methods are collectives."""
 
     def __init__(self, traced: TracedModel, built: BuiltModel, mesh: Mesh, dtype: str) -> None:
         self._traced, self._built, self._mesh, self._dtype = traced, built, mesh, dtype
         self._own = {item.name: item for item in built.parameters}
+        """Parameters of this rank's pipeline stage, by name."""
         assert self._own.keys() <= dict(traced.shape.named_parameters()).keys()
 
     def save_pretrained(self, folder: Path) -> None:
-        """As `ParallelRun.save_pretrained`."""
+        """Write the weights to `folder` on rank 0; see `ParallelRun.save_pretrained`."""
         host, what, first = self._mesh.host, f"writing {folder}", self._mesh.rank == 0
         model: Any = self._traced.model
         if hasattr(model, "peft_config"):
+            # Adapters are small, so all of them fit on the host at once.
             wholes = self._wholes(lambda shape: shape.requires_grad)
             trained = {name: whole.cpu() for name, whole in wholes if first}
             attempt_first(host, what, lambda: model.save_pretrained(folder, state_dict=trained))
@@ -60,6 +63,8 @@ class GatheredWeights:
                 opened.close()
                 _save_config(model, folder, self._dtype)
 
+            # Each step is attempted on rank 0 and its error raised on all ranks: otherwise the
+            # others would wait for rank 0 in the next gather.
             attempt_first(host, what, begin)
             for weights in self._by_blocks(wanted=first):
                 on_host = {name: weight.cpu() for name, weight in weights.items()}
@@ -69,7 +74,10 @@ class GatheredWeights:
     def named(
         self, dtype: torch.dtype | None, *, wanted: bool, merge_adapters: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """As `ParallelRun.named_weights`; nothing where they are not `wanted`."""
+        """Yield names and full weights where they are `wanted`; see `ParallelRun.named_weights`.
+
+        Ranks where they are not `wanted` take part in the gathers and yield nothing.
+        """
         traced = self._traced
         model: Any = traced.model
         adapted = hasattr(model, "peft_config")
@@ -77,24 +85,27 @@ class GatheredWeights:
         inner = model.get_base_model() if merges else model
         for weights in self._by_blocks(wanted=wanted):
             own = merged(model, traced.shape, weights) if merges else weights
-            # Names of folders (experts one by one) know no adapters: a PeftModel keeps its own.
+            # The names of saved models (experts one by one) include no adapters, so a PeftModel
+            # with separate adapters keeps its own names.
             published = own if adapted and not merges else traced.host.published(inner, own)
-            del weights, own  # with the next block there is none of this one
+            del weights, own  # frees this block before the next one is gathered
             while published:
                 name = next(iter(published))
                 weight = published.pop(name)
                 converts = dtype is not None and weight.is_floating_point()
                 yield name, weight.to(dtype) if converts else weight
-                del weight
+                del weight  # the caller may have dropped it; keep no reference
 
     def _by_blocks(self, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
-        """All that is saved: block by block, as some are saved in other pieces.
+        """Yield all saved weights and buffers by name, one block at a time.
 
-        Ranks where they are not `wanted` keep nothing.
+        By block, as some weights of one block are saved joined or split. Where they are not
+        `wanted`, the dicts are empty.
         """
         blocks = tuple(f"{block}." for block in self._traced.trace.blocks)
 
         def block(of: tuple[str, Tensor]) -> str | None:
+            """Return the prefix of the block that a weight belongs to; None outside of blocks."""
             return next((b for b in blocks if of[0].startswith(b)), None)
 
         for _, group in groupby(self._wholes(), key=block):
@@ -105,10 +116,11 @@ class GatheredWeights:
     def _wholes(
         self, chosen: Callable[[nn.Parameter], bool] = lambda _: True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Parameters of all pipeline stages, whole, in the order of the model.
+        """Yield names and full parameters of all pipeline stages, in the model's order.
 
-        Those that are `chosen`, by what they are in the model without memory.
+        `chosen` selects parameters; it is called with those of the model on the meta device.
         """
+        # A rank does not know the dtypes of other stages' weights, but has to allocate them.
         shapes, stages = dict(self._traced.shape.named_parameters()), self._mesh[Axis.PIPELINE]
         names = [name for name, shape in shapes.items() if chosen(shape)]
         kinds = torch.full((1, len(names)), -1, device=self._built.parameters[0].parameter.device)
@@ -116,6 +128,7 @@ class GatheredWeights:
             if name in self._own:
                 kinds[0, place] = _DTYPES.index(self._own[name].parameter.dtype)
         of_stages = stages.all_gather(kinds, tag=Tag(tensor="dtypes")).wait().cpu()  # [p, n]
+        # The maximum over stages finds, for each weight, its dtype and a stage that holds it.
         for name, kind, source in zip(names, *map(Tensor.tolist, of_stages.max(0)), strict=True):
             if stages.rank == source:
                 whole = self.whole(self._own[name])
@@ -124,11 +137,12 @@ class GatheredWeights:
             yield name, stages.broadcast_(whole, source=source, tag=Tag(tensor=name)).wait()
 
     def whole(self, item: ShardedParameter) -> Tensor:
-        """The whole of a parameter of this rank, in memory of its own."""
+        """Return the full tensor of a parameter of this rank's stage, in new memory."""
         shard, layout = item.parameter.detach(), item.layout
         if layout.parts == 1:
             return shard.clone()
         dim, shape = layout.dim, list(shard.shape)
+        # Shards may have different lengths, and an all-gather needs equal ones: pad to the longest.
         lengths = [sum(b - a for a, b in layout.intervals(i)) for i in range(layout.parts)]
         shape[dim] = max(lengths)
         padded = shard.new_zeros(shape)
@@ -136,6 +150,7 @@ class GatheredWeights:
         channel = self._mesh[Axis.WEIGHT]
         whole = channel.all_gather(padded, dim=dim, tag=Tag(tensor=item.name)).wait()
         found = shard.new_empty(layout.global_shape)
+        # A shard may be several intervals of the full tensor: copy each to its place.
         for index, piece in enumerate(whole.split(max(lengths), dim)):
             begin = 0
             for start, stop in layout.intervals(index):
@@ -146,7 +161,7 @@ class GatheredWeights:
 
 
 def _save_config(model: Any, folder: Path, dtype: str) -> None:
-    """Write what belongs to a model of transformers beside its weights; nothing for another."""
+    """Write config.json, and generation_config.json if any, of a model of transformers."""
     if not hasattr(model, "config"):
         return
     config = copy.deepcopy(model.config)

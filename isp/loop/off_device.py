@@ -1,4 +1,4 @@
-"""`OffDevice`: memory of the device whose contents rest on the host for a while."""
+"""`OffDevice`: moves a run's tensors to the host and back, keeping the tensor objects."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ __all__ = ["OffDevice"]
 
 
 class OffDevice:
-    """Empties the storages of a run's tensors, and fills them again.
+    """Empties the storages of a run's tensors on the device, and fills them again.
 
-    The tensors stay, and so does every view of them: optimizer, buckets and guards keep theirs.
-    The memory on the host is kept for the next time.
+    Tensors and their views stay the same objects, so optimizer, buckets and guards keep theirs.
+    The host memory is kept for the next time.
     """
 
     def __init__(self, train_step: TrainStep, device: torch.device) -> None:
         self._train_step, self._device = train_step, device
         self._kept: dict[UntypedStorage, int] = {}
-        """Bytes of those that are empty, and whose contents are on the host."""
+        """Emptied storages whose contents are on the host, with their bytes."""
         self._dropped: dict[UntypedStorage, int] = {}
-        """Bytes of those that are empty, and come back with zeros."""
+        """Emptied storages that come back filled with zeros, with their bytes."""
         self._host = torch.empty(0, dtype=torch.uint8)
+        """Host memory for the contents, page-locked for CUDA."""
 
     @property
     def away(self) -> bool:
-        """Whether the storages are empty."""
+        """True if the contents are on the host and the storages empty."""
         return bool(self._kept)
 
     def leave(self) -> None:
-        """Weights, main gradients and optimizer states leave the device; gradients are dropped.
+        """Move weights and optimizer states to the host; drop the main gradients' contents.
 
-        Raises MemoryError, before anything has left, if the host has too little.
+        Raises MemoryError, before anything has moved, if the host has too little memory.
         """
         step, on_cuda = self._train_step, self._device.type == "cuda"
         step.drain()
-        if on_cuda:  # streams that gather or publish may still read what is about to go
+        if on_cuda:  # other streams, which gather or publish, may still read these storages
             torch.cuda.synchronize(self._device)
         if (communicator := step.communicator) is not None:
             communicator.pool.reset_lazy_pools()
@@ -51,7 +52,7 @@ class OffDevice:
         kept = self._storages((*weights, *states))
         total = sum(storage.nbytes() for storage in kept)
         if self._host.nbytes < total:
-            self._host = self._host.new_empty(0)  # before there is more
+            self._host = self._host.new_empty(0)  # free the old memory before allocating more
             self._host = pinned_memory.zeros(total, torch.uint8, self._device)
         for storage, place in zip(kept, self._places(kept), strict=True):
             place.copy_(self._bytes(storage))
@@ -60,11 +61,11 @@ class OffDevice:
         self._dropped = {storage: storage.nbytes() for storage in dropped}
         for storage in (*kept, *dropped):
             storage.resize_(0)
-        if on_cuda:
+        if on_cuda:  # give the memory to other processes, such as an inference server
             torch.cuda.empty_cache()
 
     def come_back(self) -> None:
-        """Undo `leave`."""
+        """Move the contents back to the device, with zeros in the main gradients."""
         for storage, size in (self._kept | self._dropped).items():
             storage.resize_(size)
         for storage, place in zip(self._kept, self._places(self._kept), strict=True):
@@ -74,16 +75,17 @@ class OffDevice:
         self._kept, self._dropped = {}, {}
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-        """Those on the device, each once."""
+        """Return the storages of `tensors` that are on the run's device, each once."""
         found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.numel()}
         return [storage for storage in found.values() if storage.device == self._device]
 
     def _places(self, storages: Iterable[UntypedStorage]) -> tuple[Tensor, ...]:
-        """Where each rests on the host."""
+        """Return the host bytes of each storage, as consecutive views of the host memory."""
         sizes = [storage.nbytes() for storage in storages]
         places: tuple[Tensor, ...] = self._host[: sum(sizes)].split(sizes)
         return places
 
     def _bytes(self, storage: UntypedStorage) -> Tensor:
+        """Return a storage as a tensor of bytes."""
         empty = torch.empty(0, dtype=torch.uint8, device=self._device)
         return empty.set_(storage)

@@ -1,4 +1,4 @@
-"""`OwnLosses`: what a run gives for losses of the caller's own, and their backward passes.
+"""`OwnLosses`: the methods of a run for a caller's own losses, and their backward passes.
 
 B batch, S sequence, D hidden size, V vocabulary
 """
@@ -24,7 +24,7 @@ __all__ = ["OwnLosses"]
 
 
 class OwnLosses:
-    """The part of a `ParallelRun` that has to do with them."""
+    """The methods of `ParallelRun` for losses that the caller computes."""
 
     config: JobConfig
     mesh: Mesh
@@ -34,7 +34,7 @@ class OwnLosses:
     _graphs: CallersGraphs
 
     def _check(self, *, trains: bool) -> None:
-        """As of `ParallelRun`."""
+        """Raise RuntimeError for what cannot be computed or trained now; see `ParallelRun`."""
         raise NotImplementedError
 
     def log_probs(
@@ -47,17 +47,20 @@ class OwnLosses:
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> TokenScores:
-        """The log-probability of each label, the log-sum-exp and, if asked, `entropy`, each [B, S].
+        """Return the log-probability of each label, the log-sum-exp and `entropy`, each [B, S].
 
-        At position t, the log-probability of labels[t] given the tokens before it, for logits
-        divided by `temperature`. It is 0, without a gradient, at the first token of a document and
-        where a label is -100. Results are the same on all ranks of a sequence, in your order,
-        float32 at least; logits never exist as a whole. Arguments are as in `loss`; `labels` None:
-        the tokens. Sequences may have any length. Tokens that `attention_mask` [B, S] masks, at
-        either end, are neither attended to nor scored. Compute a scalar from the results and pass
-        it to `backward`; several results may be alive until then. Under `torch.no_grad()` nothing
-        is kept. Raises ValueError for shapes that do not fit and, with gradients, for pipeline
-        stages: use `forward_backward`.
+        Position t has the log-probability, in nats, of labels[t] given the tokens before it, for
+        logits divided by `temperature`. It is 0, without a gradient, at the first token of a
+        document and where a label is -100. The entropy, in nats, is None unless requested. Results
+        are the same on all ranks of a sequence, in the order of your tokens, in float32 or wider;
+        the logits never exist all at once.
+
+        Arguments are as in `loss`; `labels` None: the tokens. Sequences may have any length. Tokens
+        that `attention_mask` [B, S] masks, at either end, are neither attended to nor scored.
+        Compute a scalar from the results and pass it to `backward`; several results may wait for
+        their backward. Under `torch.no_grad()` no activations are kept. Raises TypeError for
+        arguments that are not tensors, and for ids that are not integers; ValueError for shapes
+        that do not fit and, with gradients, for pipeline stages: use `forward_backward`.
         """
         rows = input_ids, labels, position_ids, attention_mask
         asked = self._asking.scores(*rows, temperature=temperature, entropy=entropy)
@@ -98,14 +101,15 @@ class OwnLosses:
         attention_mask: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor | TopTokens:
-        """Logits divided by `temperature`, with gradients as in `log_probs`, float32 at least.
+        """Return logits divided by `temperature`, in float32 or wider.
 
-        As in transformers, those at position t predict the token at t + 1. The result has the
-        logits of the tokens `pick` [B, S, k], as [B, S, k]; or the `top_k` largest of the
-        vocabulary, with their tokens; or all, [B, S, V], in several copies on every rank of a
-        sequence. For a token classifier, V is the number of labels. For a sequence classifier the
-        result is [B, labels], taken at the last token that is not the configuration's
-        `pad_token_id`, as in transformers. Raises as `log_probs` does.
+        As in transformers, logits at position t predict the token at t + 1. The result has, with
+        `pick` [B, S, k], the logits of these tokens, [B, S, k]; with `top_k`, the largest logits
+        of the vocabulary and their tokens, [B, S, top_k] each; else all logits, [B, S, V], in
+        several copies on every rank of a sequence. For a token classifier, V is the number of
+        labels. For a sequence classifier the result is [B, labels], taken at the last token that is
+        not the configuration's `pad_token_id`, as in transformers. Values (not `indices`) have
+        gradients, as in `log_probs`. Raises as `log_probs` does.
         """
         asked = self._asking.logits(
             input_ids, pick, position_ids, attention_mask, top_k=top_k, temperature=temperature
@@ -120,28 +124,33 @@ class OwnLosses:
         *,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """The input of the head, [B, S, D], for heads of your own, float32 at least.
+        """Return the input of the head, [B, S, D], in float32 or wider, for heads of your own.
 
-        It is whole and the same on all ranks of a sequence; compute a loss from it as from
-        `log_probs`. Keep your head the same on all ranks: its gradients are those of one data
-        rank's sequences. Raises as `log_probs` does, and for a model that does not end in a linear.
+        It has the whole sequence and is the same on all ranks of a sequence; compute a loss from it
+        as from `log_probs`. Keep the parameters of your head equal on all ranks: their gradients
+        are of one data rank's sequences, so sum them over data ranks yourself. Raises as
+        `log_probs` does, and ValueError for a model that does not end in a linear.
         """
         asked = self._asking.hidden(input_ids, position_ids, attention_mask)
         found: Tensor = self._answer("hidden", asked)
         return found
 
     def _answer(self, name: str, asked: Asked) -> Any:
+        """Compute a query and return the caller's result; `name` is the method, for errors."""
         self._check_stages(name)
         self._check(trains=torch.is_grad_enabled())
         return asked.answer(self._graphs.results(asked))
 
     def _check_trained(self, name: str) -> None:
-        """Raise RuntimeError where `name` would have to go backward, and there is nothing to."""
+        """Raise RuntimeError if `name` is called with gradients but no weight is trained."""
         if torch.is_grad_enabled() and not self.train_step.built.trained:
             raise RuntimeError(f"all weights are frozen: call run.{name} under torch.no_grad()")
 
     def _check_stages(self, name: str) -> None:
-        """Raise ValueError where a backward pass from `name` would have to go through stages."""
+        """Raise ValueError if `name` is called with gradients on several pipeline stages.
+
+        The stages' backward passes have to be scheduled, which the caller's autograd cannot do.
+        """
         stages = self.mesh[Axis.PIPELINE].size
         if stages > 1 and torch.is_grad_enabled():
             raise ValueError(
@@ -158,16 +167,19 @@ class OwnLosses:
         entropy: bool = False,
         last: bool = False,
     ) -> Tensor:
-        """Forward and backward of micro-batches, in a pipeline if there is one; their losses.
+        """Run forward and backward of micro-batches, in a pipeline if there is one.
+
+        Returns the losses [len(batches)], float64, the same on all ranks of a sequence.
 
         Each of `batches` has `input_ids`, optionally `labels`, `position_ids` and `attention_mask`
-        as in `log_probs`, and whatever `loss_function(scores, batch)` reads. That function returns
-        a scalar, computed from the results of `log_probs` for the micro-batch (of `logits`, for a
-        classifier). Pass the same to all ranks of a sequence, on all stages. Only ranks of the last
-        stage call it, in order, while others compute, so it must not call collectives; put what
-        needs another model's forward into `batches`. Gradients add up until `step`, as in
-        `backward`; under `torch.no_grad()` there are none. -> [micro-batches], float64, the same on
-        all ranks that share them. `last`: see `backward`. Raises ValueError for what does not fit.
+        as in `log_probs`, and further entries that `loss_function(scores, batch)` reads. That
+        function returns a scalar, computed from the results of `log_probs` for the micro-batch (of
+        `logits`, for a classifier). Pass the same to all ranks of a sequence, on all stages. Only
+        ranks of the last stage call the function, in order, while others compute, so it must not
+        call collectives; put results of other models, such as a reference, into `batches`.
+        Gradients add up until `step`, as in `backward`; under `torch.no_grad()` there are none.
+        `last`: see `backward`. Raises as `log_probs` does, ValueError for a number of batches that
+        the pipeline schedule cannot run, and RuntimeError with gradients if all weights are frozen.
         """
         pipeline = self.config.parallel.pipeline
         if not batches:
@@ -178,11 +190,13 @@ class OwnLosses:
         self._check(trains=torch.is_grad_enabled())
 
         def of_results(index: int, found: Tensor) -> Tensor:
+            """Return the caller's loss of micro-batch `index` from its results [B, S, K]."""
             return loss_function(asked[index].answer(found), batches[index])
 
         return self._graphs.forward_backward(asked, of_results, last=last)
 
     def _asked(self, batch: Mapping[str, Any], temperature: float, entropy: bool) -> Asked:
+        """Return the query for one of `forward_backward`'s batches."""
         if "input_ids" not in batch:
             raise ValueError(f"a batch has no input_ids: it has {', '.join(map(str, batch))}")
         others: Any = [batch.get(name) for name in ("labels", "position_ids", "attention_mask")]
@@ -193,31 +207,38 @@ class OwnLosses:
         return self._asking.logits(batch["input_ids"], None, *rest, temperature=temperature)
 
     def backward(self, loss: Tensor, *, last: bool = False) -> None:
-        """Backward of a scalar computed from `log_probs`, `logits`, `hidden` or `loss`.
+        """Run the backward of a scalar computed from `log_probs`, `logits`, `hidden` or `loss`.
 
         It can be called several times before a `step`: gradients add up, over data ranks too, and
         are not divided by anything (see `count`). A result of `loss` is a mean over data ranks
         already: for n micro-batches pass each as `loss / n`, before the next call of `loss`. All
-        ranks of a sequence must compute the same scalar, which counts once. `last=True` says that
-        no other backward follows before the step, so gradients are reduced while it runs. A weight
-        that no loss of a step reaches, such as the head in a step of `hidden` alone, keeps its
-        value and its optimizer states, as with torch's optimizers. A failure drops the gradients
-        since the last step.
-        Raises RuntimeError if the loss does not depend on a result that waits for a backward.
+        ranks of a sequence must compute the same scalar, which counts once. `last=True` declares
+        that no other backward follows before the step, so gradients are reduced while it runs. A
+        weight that no loss of a step reaches, such as the head in a step of `hidden` alone, keeps
+        its value and its optimizer states, as with torch's optimizers. A failure drops the
+        gradients since the last step.
+
+        Raises ValueError for a loss that is not a scalar, and RuntimeError if it does not depend on
+        a result that waits for a backward, and after `grad_norm` or a backward with `last=True`.
         """
         self._check(trains=True)
         self._graphs.backward(loss, last=last)
 
     def count(self, mask: Tensor) -> Tensor:
-        """The sum of `mask` over data ranks, float64; all ranks of a sequence pass the same."""
+        """Return the sum of `mask` (any shape) over data ranks, [], float64, on the device.
+
+        All ranks of a sequence pass the same mask. Use it to divide a loss by the number of tokens
+        or sequences of the global batch.
+        """
         total = mask.to(self.device).sum(dtype=torch.float64)
         return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
 
     def grad_norm(self) -> float:
-        """The global norm of the gradients of `backward`, as `step` will report it.
+        """Return the global norm of the gradients of `backward`, as `step` will report it.
 
-        It sums gradients over ranks, so it must be the last call before `step` or `zero_grad`.
-        Raises RuntimeError if there was no `backward`; `step(loss)` reports the norm itself.
+        This sums the gradients over ranks, so no `backward` may follow before `step` or
+        `zero_grad`. Raises RuntimeError if there was no `backward`; `step(loss)` reports the norm
+        itself.
         """
         self._check(trains=True)
         return self._graphs.grad_norm()

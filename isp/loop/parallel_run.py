@@ -1,4 +1,4 @@
-"""`ParallelRun`: a model of the caller's, trained from the caller's own loop.
+"""`ParallelRun`: a user's model in training, driven by the user's own loop.
 
 B batch, S sequence
 """
@@ -41,11 +41,11 @@ from isp.step.train_step import StepOutcome, make_train_step
 __all__ = ["ParallelRun"]
 
 _EXTRA = "extra"
-"""The key of the caller's own values in a checkpoint."""
+"""Key of the caller's own values in a checkpoint."""
 
 
 class ParallelRun(OwnLosses):
-    """A model in training: its loss, its steps, its weights.
+    """A sharded model in training, with its loss, steps, weights and checkpoints.
 
         run = isp.parallelize(model, "config.yaml")
         for input_ids, labels in data:  # e.g. by DistributedSampler(.., run.dp_size, run.dp_rank)
@@ -85,7 +85,7 @@ class ParallelRun(OwnLosses):
         self.weights = GatheredWeights(traced, self.train_step.built, mesh, config.training.dtype)
         self._saved = SavedStep(self.train_step)
         self.num_steps = self._num_tokens = 0
-        """Steps so far, including skipped ones and those before `load`, and their tokens."""
+        """Number of steps so far, including skipped ones and those of a loaded checkpoint."""
         self._off_device = OffDevice(self.train_step, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
         size, check_length = mesh[Axis.TENSOR].size, partial(traced.check_length, config.parallel)
@@ -94,17 +94,17 @@ class ParallelRun(OwnLosses):
 
     @property
     def dp_rank(self) -> int:
-        """The data rank, from 0 to `dp_size` - 1; its ranks get the same sequences."""
+        """The data rank, from 0 to `dp_size` - 1; ranks with the same one share their sequences."""
         return self.mesh[Axis.DATA].rank
 
     @property
     def dp_size(self) -> int:
-        """The number of data ranks, each with its own sequences."""
+        """The number of data ranks, each with sequences of its own."""
         return self.mesh[Axis.DATA].size
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer passed to `parallelize`; None: the configuration's update rule is used."""
+        """The torch optimizer that updates; None if an update rule of ISP does."""
         updates = self.train_step.optimizer.torch_updates
         return None if updates is None else updates.optimizer
 
@@ -116,19 +116,25 @@ class ParallelRun(OwnLosses):
         *,
         attention_mask: None = None,
     ) -> Tensor:
-        """The mean loss over the labels of all ranks, a scalar to pass to `step` or `backward`.
+        """Return the mean loss over the labels of all ranks, to pass to `step` or `backward`.
 
-        `input_ids`, `labels` and `position_ids` [B, S] are whole sequences. As in transformers,
-        `labels` are the tokens themselves, -100 where no loss is computed, and are shifted here;
-        None: all tokens but the first of each document. Without any label the loss is 0, and a
-        warning says so once. Packed documents begin where
-        `position_ids` restart. The host does not wait for inputs in its own memory to be copied:
-        do not refill page-locked ones before the step is over. All ranks of a tensor group pass the
-        same; if they differ, all raise ValueError, on CUDA from the second call on in `step`. The
-        gradient is this rank's part; under `torch.no_grad()` this evaluates. Raises TypeError or
-        ValueError for arguments that do not fit, among them an `attention_mask`, which only
-        `log_probs`, `logits` and `hidden` take; RuntimeError if weights were frozen, unfrozen,
-        replaced or converted since `parallelize`; so does its backward outside of `step` and
+        The loss is a float64 scalar [], the same on all ranks. `input_ids`, `labels` and
+        `position_ids` [B, S] are whole sequences; S is a multiple of `parallel.tensor.size`. As in
+        transformers, `labels` are the tokens themselves, -100 where no loss is computed, and are
+        shifted here; None: all tokens but the first of each document. Without any label the loss is
+        0, and a warning is logged once. Packed documents begin where `position_ids` restart. All
+        ranks of a tensor group pass the same. The gradient is this rank's part. Under
+        `torch.no_grad()` it evaluates, without dropout if you called `eval`.
+
+        Copies of inputs from the host may still run when this returns: do not refill page-locked
+        inputs before the step is over.
+
+        Raises TypeError or ValueError for arguments that do not fit, among them an
+        `attention_mask`, which only `log_probs`, `logits` and `hidden` take; ValueError on all
+        ranks if those of a tensor group differ (on CUDA, from the second call on, in `step`);
+        ValueError with gradients for pipeline stages: use `forward_backward`; RuntimeError if
+        weights were frozen, unfrozen, replaced or converted since `parallelize`, and with gradients
+        if all are frozen. The backward of the loss raises RuntimeError outside of `step` and
         `backward`.
         """
         if attention_mask is not None:
@@ -145,20 +151,20 @@ class ParallelRun(OwnLosses):
         return self._graphs.loss(batch)
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode (dropout on) or evaluation mode, as `nn.Module.train`."""
+        """Set training mode (dropout on) or evaluation mode, as `nn.Module.train`; returns self."""
         self.model.train(mode)
         return self
 
     def eval(self) -> Self:
-        """The same as `train(False)`."""
+        """Set evaluation mode (dropout off): `train(False)`."""
         return self.train(False)
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """A context without the LoRA adapters of PEFT: the reference of the trained model.
+        """Turn PEFT's LoRA adapters off in this context: the model is then its own reference.
 
-        Use it under `torch.no_grad()`, else it raises RuntimeError. Raises ValueError for a model
-        without adapters, or with others than plain LoRA.
+        Compute in it under `torch.no_grad()`: with gradients the run's methods raise RuntimeError.
+        Raises ValueError for a model without adapters, or with others than plain LoRA.
         """
         with turned_off(self.model):
             before, self._adapters_are_off = self._adapters_are_off, True
@@ -168,13 +174,13 @@ class ParallelRun(OwnLosses):
                 self._adapters_are_off = before
 
     def to(self, device: str | torch.device) -> Self:
-        """Move weights, main gradients and optimizer states to "cpu", or back to the device.
+        """Move weights and optimizer states to "cpu", or back to the run's device; returns self.
 
-        Use it to free the device for another phase, such as generation. On CPU ranks nothing
-        moves. Until they are back, computing, saving or reading raises RuntimeError, and
-        parameters have no memory. The host memory stays reserved. Raises ValueError for another
-        device, MemoryError if the host has too little memory, and RuntimeError between `backward`
-        and the step.
+        Use it to free the device for another phase, such as generation. The memory of main
+        gradients is freed too. On CPU ranks nothing moves. Until the weights are back, computing,
+        saving or reading them raises RuntimeError, and parameters have no memory. The host memory
+        stays reserved. Raises ValueError for another device, MemoryError if the host has too little
+        memory, and RuntimeError between `backward` and the step.
         """
         target = torch.device(device)
         home = target.type == self.device.type and target.index in (None, self.device.index)
@@ -187,22 +193,26 @@ class ParallelRun(OwnLosses):
         return self
 
     def _leave(self) -> None:
+        """Move the run's tensors to the host."""
         self._graphs.refuse("to")
         self._graphs.drop()
         self._guard.check(trains=False)
         self._off_device.leave()
 
     def zero_grad(self) -> None:
-        """Drop results that wait for a backward, and the gradients since the last step."""
+        """Drop the gradients since the last step, and results that wait for a backward."""
         self._graphs.drop()
 
     def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
-        """Backward of `loss`, reduction, clipping and update; `lr` None: `optimizer.lr`.
+        """Run the backward of `loss`, sum gradients over ranks, clip them, and update the weights.
 
-        Without a loss, it ends the step of `backward`, and the outcome's loss is the sum of the
-        losses passed there, over data ranks. Raises RuntimeError for a loss that is not the result
-        of the last call of `loss`, and if there was no `backward`; ValueError for `lr` with an
-        optimizer of your own.
+        `lr` None: `optimizer.lr` of the configuration. Returns loss, global gradient norm and
+        number of labels of the step, the same on all ranks. Without a `loss`, it ends the step of
+        `backward`, and the outcome's loss is the sum of the losses passed there, over data ranks. A
+        step whose gradients are not finite, or without any label, is skipped: `outcome.skipped`.
+        Raises RuntimeError for a loss that is not the result of the last call of `loss`, and if
+        there was no `backward`; TypeError or ValueError for an `lr` that is no rate, and ValueError
+        for `lr` with a torch optimizer.
         """
         if lr is not None:
             _check_rate(lr)
@@ -218,7 +228,7 @@ class ParallelRun(OwnLosses):
             outcome = self._graphs.step(loss, lr)
         self.num_steps += 1
         self._num_tokens += outcome.valid_tokens
-        if not self._has_stepped:
+        if not self._has_stepped:  # the first step, with more time, also loads kernels
             self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
             self._has_stepped = True
         return outcome
@@ -226,8 +236,8 @@ class ParallelRun(OwnLosses):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as transformers does, so that `from_pretrained` loads them.
 
-        All ranks call it; rank 0 writes, block by block, in the training dtype. PEFT adapters are
-        written as PEFT does, without the base model. Raises CheckpointError on all ranks if rank 0
+        All ranks call it; rank 0 writes, block by block, in the training dtype. Of a PEFT model,
+        only the adapters are written, as PEFT does. Raises CheckpointError on all ranks if rank 0
         cannot write.
         """
         self._check(trains=False)
@@ -240,14 +250,15 @@ class ParallelRun(OwnLosses):
         to_rank: int | None = None,
         merge_adapters: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole weights as `save_pretrained` writes them, e.g. for inference.
+        """Yield names and full weights as `save_pretrained` writes them, e.g. for inference.
 
         All ranks must call it and iterate to the end. Tensors are on the device, belong to the
         caller, and have `dtype` if they are floating-point (None: the training dtype). They are
-        yielded on all ranks, or on `to_rank` alone. One block is whole at a time. With PEFT, names
-        are those of the PeftModel's `state_dict`, adapters are separate, and stacks of experts are
-        whole; `merge_adapters` merges adapters into the base model's weights, as `merge_and_unload`
-        does, named as in its folder. Raises ValueError for a rank that does not exist.
+        yielded on all ranks, or on `to_rank` only. One block at a time is gathered. With PEFT,
+        names are those of the PeftModel's `state_dict`, adapters are separate, and experts are
+        stacked; `merge_adapters` merges adapters into the base model's weights, as
+        `merge_and_unload` does, with the names that the base model is saved with. Raises ValueError
+        for a rank that does not exist, or for an adapter on a tied weight.
         """
         world = self.mesh.topology.world_size
         if to_rank is not None and not 0 <= to_rank < world:
@@ -262,12 +273,13 @@ class ParallelRun(OwnLosses):
         """Write a checkpoint `step_<num_steps>` into `folder`; all ranks call it.
 
         It contains weights, optimizer states, random states, and `extra`: plain values (rank 0's)
-        and tensors, in lists and dicts with string keys, of up to 98 levels. It is published by
+        and tensors, in lists and dicts with string keys, up to 98 levels deep. It is published by
         one rename, so a failure leaves earlier checkpoints intact. `keep` is the number of
         checkpoints to keep, 0: all. Gradients since the last step are not saved. Raises
         CheckpointError on all ranks if any rank cannot write.
         """
         self._check(trains=False)
+        # The caller may have written weights; checkpoints hold the float32 masters.
         self.train_step.optimizer.take_up_weights(only_written=True)
         self._saved.save(
             self._checkpointer.at(Path(folder), keep_latest_k=keep),
@@ -278,12 +290,13 @@ class ParallelRun(OwnLosses):
         )
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Plain]:
-        """Load a checkpoint of `save` or `isp train`, of any layout; returns its `extra`.
+        """Load a checkpoint of `save` or `isp train`, saved in any layout; return its `extra`.
 
-        All ranks call it. `path` is a checkpoint, or a folder of them: then the newest good one.
-        Random states are loaded if the layout is the same. `weights_only` leaves out random states,
-        optimizer states and the step count. Raises ValueError for another model or update rule,
-        and CheckpointError if there is no good checkpoint.
+        All ranks call it. `path` is a checkpoint, or a folder of which the newest good one is
+        loaded. Random states are loaded if the layout is the same. `weights_only` leaves out random
+        states, optimizer states and the step count. Gradients since the last step are dropped.
+        Raises ValueError for another model or update rule, and CheckpointError if there is no good
+        checkpoint.
         """
         self._check(trains=False)
         self._graphs.drop()
@@ -296,7 +309,7 @@ class ParallelRun(OwnLosses):
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        """Opened, which all ranks do together, by the first that is saved or loaded."""
+        """The checkpointer; opening it is a collective, done at the first save or load."""
         return Checkpointer("", CheckpointConfig(), world=self.mesh[Axis.WORLD])
 
     def _check(self, *, trains: bool) -> None:
@@ -314,7 +327,7 @@ class ParallelRun(OwnLosses):
 
 
 def _check_rate(lr: object) -> None:
-    """Raise TypeError or ValueError for a learning rate that is none."""
+    """Raise TypeError for a learning rate that is no number, ValueError if infinite or negative."""
     if isinstance(lr, bool) or not isinstance(lr, Real):
         raise TypeError(
             f"run.step(lr={lr!r}): lr is a {type(lr).__name__}, pass a number such as 1e-5, or"

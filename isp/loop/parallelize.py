@@ -45,16 +45,17 @@ def parallelize(
     `model` is a causal language model, token classifier or sequence classifier of transformers,
     with or without PEFT adapters, or a module of `nn.Linear`, `nn.Embedding` and norms that is
     called with tokens and positions and calls `isp.attention`. `config` is a configuration or the
-    path of its file. Used are `parallel`, `training`, `optimizer`, `comm`, and the keys of `model`
-    that say how to compute (`checkpoint`, `checkpoint_offload`, `checkpoint_segment`,
-    `loss_chunk_tokens`, `attention_backend`, `allow_unchecked`). The ranks are those that torchrun
-    started. A model on the meta device gets the initial weights that `training.seed` determines;
-    each rank creates its shard only. Frozen weights (`requires_grad=False`) stay frozen. If all
-    are, as in a reference model, `loss` and `log_probs` have no gradients.
+    path of its file. It uses the sections `parallel`, `training`, `optimizer`, `comm`, and the keys
+    of `model` that say how to compute (`checkpoint`, `checkpoint_offload`, `checkpoint_segment`,
+    `loss_chunk_tokens`, `attention_backend`, `allow_unchecked`). torchrun starts the ranks; each
+    rank calls this. A model on the meta device gets the initial weights that `training.seed`
+    determines; each rank creates its shard only. Frozen weights (`requires_grad=False`) stay
+    frozen. If all are frozen, as in a reference model, results have no gradients, and `loss` needs
+    `torch.no_grad()`.
 
     `optimizer` replaces the update rule of `config`. It is called with names and this rank's rows
-    of the float32 master weights (first a few times with small tensors), and returns an optimizer
-    of torch that treats each element by itself; `run.optimizer` is that optimizer. Raises
+    of the float32 master weights (first a few times with small tensors), and returns a torch
+    optimizer that updates each element independently; `run.optimizer` is that optimizer. Raises
     ValueError, before any process group starts, for a model or sizes that are not supported.
     """
     if not isinstance(config, JobConfig):
@@ -69,10 +70,10 @@ def parallelize(
 def parallelize_folder(
     folder: str, config: JobConfig, *, trains: bool, optimizer: MakeOptimizer | None = None
 ) -> ParallelRun:
-    """Shard the model in a folder of transformers; each rank reads its shards of the files only.
+    """Shard a model from a folder that transformers wrote; each rank reads only its shards.
 
-    `trains`: false for a model whose weights are frozen. Else as `parallelize`. Raises ValueError
-    for a folder without weights in safetensors.
+    `trains=False` freezes all weights. Otherwise see `parallelize`. Raises ValueError for a folder
+    without weights in safetensors.
     """
     if not any(Path(folder).glob("*.safetensors*")):
         raise ValueError(
@@ -91,22 +92,25 @@ def _parallelized(
     config: JobConfig,
     optimizer: MakeOptimizer | None,
 ) -> ParallelRun:
-    """Shard `model`, whose weights are from `weights`, as `parallelize` does.
+    """Shard `model`, as `parallelize` does; its weights are read from `weights`, if given.
 
-    What can be refused is, before a process group starts and before the model is changed.
+    All checks come before a process group starts and before the model is changed.
     """
     _check_config(config, model)
-    least = config.parallel.pipeline.size  # of each call of `loss`, or of `forward_backward`
+    # Micro-batches in a call: one in `loss`; `forward_backward` takes at least one for each stage.
+    least = config.parallel.pipeline.size
     config = replace(config, data=replace(config.data, micro_num=least))
     check_code(model, allow_unchecked=config.model.allow_unchecked)
     traced = TracedModel(model, gives_scores=True, weights=weights, **how_computed(config.model))
-    traced.check_layout(config.parallel, config.parallel.tensor.size)  # rows: as they come
+    # The shortest rows that fit: each call checks the length of its own rows.
+    traced.check_layout(config.parallel, config.parallel.tensor.size)
     world = make_world(config)
     optimizer = _checked_optimizer(traced, config, optimizer, world.device)
     topology = Topology.create(world.size, traced.with_head_size(config.parallel))
     trained = sum(p.numel() for p in traced.shape.parameters() if p.requires_grad)
     check_memory_of_states(config, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trained)
     given = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
+    # The caller, or an earlier call, may have started process groups: then they are used.
     backend = world.backend if dist.is_initialized() else None
     if backend is None:
         world.__enter__()  # until the process ends: a second model uses the same world
@@ -116,6 +120,7 @@ def _parallelized(
     try:
         run = ParallelRun(traced, config, mesh, world.device, optimizer)
     except Exception as error:  # such as too little memory
+        # Other parameters than before: sharding had begun, so the model is of no use any more.
         if any(parameter not in given for parameter in model.parameters()):
             _spoil(model)
             error.add_note(
@@ -131,10 +136,10 @@ def _parallelized(
 def _checked_optimizer(
     traced: TracedModel, config: JobConfig, given: MakeOptimizer | None, device: torch.device
 ) -> MakeOptimizer | None:
-    """Return what makes torch's optimizer: the `given` one, or that of `config`; None: none does.
+    """Return the function that makes the torch optimizer: `given`, or the one of `config`.
 
-    Raises ValueError for one that looks at more than single elements, and for parameter groups that
-    do not fit the model.
+    Returns None if an update rule of ISP is used. Raises ValueError for an optimizer that does not
+    update each element independently, and for parameter groups that do not fit the model.
     """
     if given is None and not config.optimizer.is_torchs:
         check_param_groups(config, traced)
@@ -150,7 +155,7 @@ def _checked_optimizer(
 
 
 def _spoil(model: nn.Module) -> None:
-    """Let each use of a model raise, of which some weights are shards; `parallelize` refuses it."""
+    """Make each forward of a partly sharded model raise; `parallelize` then refuses the model."""
 
     def forward(*_: object, **__: object) -> None:
         raise RuntimeError(f"isp.parallelize failed while it sharded this {type(model).__name__}")
@@ -159,9 +164,10 @@ def _spoil(model: nn.Module) -> None:
 
 
 def loop_config(file: str | Path) -> JobConfig:
-    """Read the sections and keys of a file that `parallelize` uses.  Raises ConfigError.
+    """Return the configuration in a file, for `parallelize`; raises ConfigError.
 
-    Other sections and keys are not checked: they may be those of an `isp train` of another model.
+    Sections and keys that `parallelize` does not use are not read, so the file may also be one for
+    `isp train` and another model.
     """
     return load_config(file, kind=_LoopConfig, unread=_UNREAD)
 
@@ -199,7 +205,7 @@ class _LoopConfig(JobConfig):
 
 
 def _check_config(config: JobConfig, model: nn.Module) -> None:
-    """Raise ValueError for keys that have no effect on a model and a loop of the caller's."""
+    """Raise ValueError for keys that have no effect with the caller's model and loop."""
     if config.training.global_batch_size is not None:
         raise ValueError(
             f"training.global_batch_size={config.training.global_batch_size} has no effect in"
@@ -215,7 +221,7 @@ def _check_config(config: JobConfig, model: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module) -> None:
-    """Raise ValueError for a model without weights, or with others than numbers."""
+    """Raise ValueError for a model without parameters, or with quantized ones."""
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise ValueError(

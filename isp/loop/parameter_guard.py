@@ -1,4 +1,4 @@
-"""The parameters of a model that somebody else has in hand, and what may be done to them."""
+"""`ParameterGuard`: checks what user code did to the parameters of a parallelized model."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ __all__ = ["ParameterGuard", "refuse_data_parallel", "refuse_optimizers"]
 
 
 class _Place(NamedTuple):
-    """A place of a model that has a parameter; a tied one has several."""
+    """An attribute of a module that is a parameter; a tied parameter has several places."""
 
     name: str
+    """Name of the parameter in the model, for errors."""
     owner: nn.Module
     local: str
+    """Name of the attribute of `owner`."""
     parameter: nn.Parameter
     storage: Tensor
-    """The memory that the optimizer updates and that travels, as a tensor of its own."""
+    """Tensor on the memory that the optimizer updates and gathers read."""
     trains: bool
+    """True if the parameter was trained when the model was parallelized."""
 
 
 class ParameterGuard:
-    """Keeps the parameters of `model` those that the runtime trains.
+    """Keeps the parameters of `model` on the memory that the runtime trains.
 
-    In-place writes need no guard. `module.to(..)` and `parameter.data = ..` put other memory below
-    a parameter, which no optimizer knows of: `check` takes the values over into the memory that it
-    updates, as if they had been written there.
+    In-place writes need no guard. `module.to(..)` and `parameter.data = ..` give a parameter other
+    memory, which the optimizer does not update: `check` copies the values into the memory that it
+    does update, as if they had been written there.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[ShardedParameter]) -> None:
@@ -49,8 +52,10 @@ class ParameterGuard:
 
     @torch.no_grad()
     def check(self, *, trains: bool) -> None:
-        """Take up replaced memory. Raises RuntimeError for what cannot be: another parameter,
-        dtype, device or shape and, if it `trains`, a weight that was frozen or thawed.
+        """Copy the values of parameters with other memory back, and restore their memory.
+
+        Raises RuntimeError for another parameter, dtype, device or shape, and, with `trains`, for a
+        parameter that was frozen or unfrozen.
         """
         for place in self._places:
             parameter, storage = place.parameter, place.storage
@@ -73,16 +78,17 @@ class ParameterGuard:
                     f" instead, or convert a model that save_pretrained has written"
                 )
             if _memory(parameter) != _memory(storage):
-                storage.copy_(parameter.clone())  # it may lie in the same memory, transposed
+                storage.copy_(parameter.clone())  # may overlap, e.g. a transposed view of `storage`
                 parameter.data = storage
 
 
 def refuse_optimizers(model: nn.Module, own: WeakIdKeyDictionary) -> None:
-    """Let a step of any of torch's optimizers over parameters of `model` raise while it lives.
+    """Make steps of torch optimizers over parameters of `model` raise, while the model lives.
 
-    They never have a gradient, so that it would change nothing, without a word. `own`: those that
-    it had before it was parallelised, kept alive by nobody here.
+    The parameters never get a gradient, so such a step would silently change nothing. `own` are
+    the parameters before the model was parallelized, by weak references.
     """
+    # Older parameters too: the user may have made the optimizer before `parallelize`.
     own.update(dict.fromkeys(model.parameters()))
 
     def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -96,11 +102,11 @@ def refuse_optimizers(model: nn.Module, own: WeakIdKeyDictionary) -> None:
 
 
 def refuse_data_parallel(model: nn.Module) -> None:
-    """Let torch's DistributedDataParallel, as transformers' Trainer puts it around `model`, raise.
+    """Make torch's DistributedDataParallel around `model` raise, as transformers' Trainer adds it.
 
-    It would compare shards as if they were copies, and say that their shapes differ.
+    Otherwise it would compare shards as if they were replicas, and report different shapes.
     """
-    of_model = weakref.ref(model)
+    of_model = weakref.ref(model)  # weak: the hook is global and must not keep the model alive
 
     def check(owner: nn.Module, _: str, inner: nn.Module | None) -> None:
         if isinstance(owner, DistributedDataParallel) and inner is of_model():
@@ -113,8 +119,10 @@ def refuse_data_parallel(model: nn.Module) -> None:
 
 
 def _kind(x: Tensor) -> str:
+    """Return dtype, shape and device in words."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
 
 
 def _memory(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Return the address and strides of a tensor's memory."""
     return x.data_ptr(), x.stride()

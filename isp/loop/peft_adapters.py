@@ -1,4 +1,4 @@
-"""Adapters of PEFT: in the weights of the model below them, by PEFT's own arithmetic, and off."""
+"""PEFT adapters: merged into the base model's weights, with PEFT's arithmetic, or turned off."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["merged", "turned_off"]
 
 
 def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights of a block of `model`, a PeftModel, as its base model has them, by its names.
+    """Merge adapters into the full weights of a block of `model`, a PeftModel.
 
-    `shape` is the model without memory; `weights` are used up. Raises ValueError for an adapter
-    on a tied weight.
+    Returns weights by their names in the base model. `weights` are by names in the PeftModel;
+    `shape` is that model on the meta device. Raises ValueError for an adapter on a tied weight.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -24,6 +24,7 @@ def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[
     found = dict(weights)
     for name, layer in model.named_modules():
         if isinstance(layer, ModulesToSaveWrapper):
+            # modules_to_save: the trained copy replaces the original module.
             own = _taken(found, name)
             for prefix in (f"{name}.modules_to_save.{active}" for active in layer.active_adapters):
                 saved = _taken(own, prefix)
@@ -38,8 +39,14 @@ def merged(model: Any, shape: nn.Module, weights: Mapping[str, Tensor]) -> dict[
 def _layer_merged(
     name: str, layer: Any, shape: nn.Module, own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
+    """Return the weights of an adapted layer after the merge, by their names in the base model.
+
+    `own` are its full weights, of base layer and adapters; `shape` is the layer on the meta device.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    # A copy of the layer whose parameters are the full weights: deepcopy takes an object from its
+    # memo, so each meta parameter becomes the weight of the same name.
     values: dict[int, Any] = {}
     for local, parameter in shape.named_parameters():
         if f"{name}.{local}" not in own:
@@ -47,24 +54,24 @@ def _layer_merged(
         values[id(parameter)] = nn.Parameter(own[f"{name}.{local}"], requires_grad=False)
     twin: Any = copy.deepcopy(shape, values)
     for own_layer, part in zip(layer.modules(), twin.modules(), strict=True):
-        if hasattr(own_layer, "scaling"):
+        if hasattr(own_layer, "scaling"):  # the user may have changed it since the trace
             part.scaling = own_layer.scaling
-        if isinstance(part, BaseTunerLayer):  # one in another, each of a parameter of experts
+        if isinstance(part, BaseTunerLayer):  # nested for experts: one for each stacked parameter
             part.merge()
     return {f"{name}.{local}": p.data for local, p in twin.get_base_layer().named_parameters()}
 
 
 def _taken(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """The weights of a module and those in it, which are taken out."""
+    """Remove the weights of a module and its submodules from `weights`, and return them."""
     return {key: weights.pop(key) for key in [*weights] if key.startswith(f"{name}.")}
 
 
 @contextmanager
 def turned_off(model: Any) -> Iterator[None]:
-    """In this context the adapters of `model` add nothing: they are called, and scaled by 0.
+    """Make the adapters of `model` add nothing in this context: they are scaled by 0.
 
-    So calls, and gathers of weights, come in the order of the trace. Raises ValueError where that
-    would not give the model below.
+    They are still called, so modules run and weights are gathered in the order of the trace.
+    Raises ValueError where a scale of 0 would not give the base model's output.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -1,4 +1,4 @@
-"""Rows of tokens as a caller has them, brought into the form that the runtime computes with.
+"""`RowReader`: checks a caller's rows of tokens and turns them into a `MicroBatch`.
 
 B batch, S sequence
 """
@@ -22,13 +22,15 @@ class RowReader(NamedTuple):
     """Reads rows [B, S] for a model whose `ranks` share a sequence."""
 
     ranks: int
+    """Number of ranks that share a sequence; divides S."""
     vocab_rows: int
-    """Token ids that the embedding has."""
+    """Number of token ids that the embedding has."""
     vocab_size: int
-    """Labels that the logits have."""
+    """Number of labels that the logits distinguish."""
     device: torch.device
+    """Device of the micro-batches."""
     check_length: Callable[[int], None]
-    """Called with S; raises ValueError where the model has no right result."""
+    """Function of S that raises ValueError for lengths that the model would compute wrongly."""
 
     def read(
         self,
@@ -39,11 +41,12 @@ class RowReader(NamedTuple):
         skip_first: bool = False,
         alone: Tensor | None = None,
     ) -> MicroBatch:
-        """Whole rows; `skip_first`: labels of documents' first tokens are ignored.
+        """Return a micro-batch of whole rows, with labels shifted to the tokens that predict them.
 
-        `alone` [B, S] tells which tokens are documents of their own, whatever their positions.
-        Raises TypeError for what is no tensor of integers, and ValueError for shapes, ids and
-        labels that do not fit.
+        A document begins where positions do not go up by 1. `skip_first` ignores the labels of
+        first tokens of documents, as no `labels` does. `alone` [B, S] marks tokens that are
+        documents of their own, whatever their positions. Raises TypeError for arguments that are
+        not integer tensors, and ValueError for shapes, ids and labels that do not fit.
         """
         check_tensors(input_ids=input_ids, labels=labels, position_ids=position_ids)
         if input_ids.dim() != 2:
@@ -74,8 +77,11 @@ class RowReader(NamedTuple):
         self._check_values(input_ids, labels)
         targets = torch.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]
+        # A common mistake: an attention_mask passed as the third argument. Positions of documents
+        # never repeat a 1.
         again = (position_ids[:, 1:] == 1) & (position_ids[:, :-1] == 1)
         is_mask = (position_ids <= 1).all() & again.any()
+        # One copy to the host for both, as each copy from a device is a wait.
         begin_flags, mask_flag = (
             torch.cat((begins.flatten(), is_mask[None])).cpu().split([begins.numel(), 1])
         )
@@ -94,10 +100,10 @@ class RowReader(NamedTuple):
         position_ids: Tensor | None,
         attention_mask: Tensor | None,
     ) -> MicroBatch:
-        """As `read` with `skip_first`, of rows of any length, filled up for the ranks.
+        """Read rows of any length as `read` does with `skip_first`, padded for the ranks.
 
-        Each token of padding, which `attention_mask` leaves out, stands alone, without a label.
-        Raises ValueError for a mask that leaves out tokens inside a document.
+        Tokens that `attention_mask` [B, S] masks are documents of their own without labels.
+        Raises as `read` does, and ValueError for a mask that masks tokens inside a document.
         """
         others = {"labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
         check_tensors(input_ids=input_ids, **others)
@@ -112,6 +118,7 @@ class RowReader(NamedTuple):
         if position_ids is None:
             position_ids = seen.long().cumsum(-1) - 1
         position_ids = position_ids.to(input_ids.device).masked_fill(~seen, 0)
+        # Tokens that follow a gap in the mask: allowed only if a document begins there.
         again = seen[:, 1:] & ~seen[:, :-1] & (seen.cumsum(-1)[:, :-1] > 0)
         if (again & (position_ids[:, 1:] != 0)).any():
             raise ValueError(
@@ -130,7 +137,7 @@ class RowReader(NamedTuple):
 
     def _check_values(self, input_ids: Tensor, labels: Tensor) -> None:
         """Raise ValueError for an id without an embedding, and for a label that is no token."""
-        # Comparisons of both in one read: ids on a device cost one wait of the host.
+        # Both results in one copy: ids on a device then cost one wait of the host.
         wrong = (input_ids < 0) | (input_ids >= self.vocab_rows)
         foreign = (labels != IGNORED) & ((labels < 0) | (labels >= self.vocab_size))
         if wrong.device == foreign.device:
@@ -151,7 +158,7 @@ class RowReader(NamedTuple):
 
 
 def check_tensors(**given: Tensor | None) -> None:
-    """Raise TypeError for an argument that is no tensor."""
+    """Raise TypeError for an argument that is neither None nor a tensor."""
     for name, x in given.items():
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(
@@ -167,7 +174,7 @@ def _check_integers(**given: Tensor | None) -> None:
 
 
 def _check_shapes(input_ids: Tensor, **given: Tensor | None) -> None:
-    """Raise ValueError for what is not of the shape of the tokens."""
+    """Raise ValueError for an argument whose shape is not that of the tokens."""
     for name, tensor in given.items():
         if tensor is not None and tensor.shape != input_ids.shape:
             raise ValueError(

@@ -1,1 +1,1 @@
-"""One training step: micro-batches in, updated weights and figures out."""
+"""One training step, its objectives, and what a loop needs around it."""

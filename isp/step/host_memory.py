@@ -1,5 +1,5 @@
-"""What a run needs of memory for certain, of the host's for what devices do not keep, and whether
-it is there."""
+"""Checks before a run that its machine has the memory it needs at least: on the host for block
+inputs, optimizer states and background saves, and on host or device for the model."""
 
 from __future__ import annotations
 
@@ -28,19 +28,24 @@ GIB = 2**30
 
 
 def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> int:
-    """Bytes of block inputs that a rank of pipeline rank `stage` has in host memory at once."""
+    """Return the most bytes of block inputs that a rank of pipeline rank `stage` has on the host.
+
+    0 without `model.checkpoint_offload`. The inputs are those of recomputed blocks.
+    """
     model, data, mode = config.model, config.data, topology.mode
     if not model.checkpoint_offload:
         return 0
     shared = mode.splits_sequence or model.checkpoint_distribute_activations
     elements = (1 if data.pack else data.micro_bsz) * config.row_tokens * model.hidden_size
     item: int = getattr(torch, config.training.dtype).itemsize
-    one = elements // (topology.tensor if shared else 1) * item
+    one = elements // (topology.tensor if shared else 1) * item  # bytes of one block's input
     order = PipelineOrder(config.parallel.pipeline)
     counts = [
         sum(block.recomputed and block.input_kept for block in chunk.weight_blocks())
         for chunk in _chunks(config, stage)
     ]
+    # A forward adds the inputs of its chunk's recomputed blocks, its backward frees them. Split
+    # weight gradients (W) need none.
     live = most = 0
     for kind, _, chunk in order.actions(stage, data.num_micro_batches):
         here = counts[chunk]
@@ -50,17 +55,18 @@ def input_bytes_on_host(config: JobConfig, topology: Topology, stage: int) -> in
 
 
 def check_host_memory(config: JobConfig, topology: Topology, ranks: int, first: int = 0) -> None:
-    """Raise ValueError if this machine lacks memory for what its ranks keep there.
+    """Raise ValueError if this machine lacks host memory for what its ranks keep there.
 
-    Or if it, or one of its devices, has not even memory for their weights, gradients and states.
-    `ranks` of them are here, from number `first` on. What is not known is not checked.
+    Also if it, or one of its devices, lacks memory for weights, gradients and optimizer states.
+    This machine has `ranks` ranks, the first with number `first`. A size of memory that cannot be
+    read is not checked.
     """
     _check_model(config, topology, ranks, first)
     _check(_needs(config, topology, ranks, first), ranks)
 
 
 def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) -> None:
-    """Raise ValueError if the model does not fit, whatever the rows and however it is computed."""
+    """Raise ValueError if the model does not fit even without any activations."""
     on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
     needs = [
         (count, _model_bytes(config, topology, stage, on_cpu=on_cpu))
@@ -70,6 +76,7 @@ def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) 
         room, needed = total_bytes(), sum(count * size for count, size in needs)
         who, owner = f"{ranks} ranks" if ranks > 1 else "a rank", "this machine"
     else:
+        # Each rank has a device of its own, so the largest need is compared, not the sum.
         devices = range(torch.cuda.device_count())
         room = max(torch.cuda.get_device_properties(i).total_memory for i in devices)
         needed = max(size for _, size in needs)
@@ -86,11 +93,14 @@ def _check_model(config: JobConfig, topology: Topology, ranks: int, first: int) 
 
 
 def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: bool) -> int:
-    """Bytes of weights, gradients and states of a rank, where its tensors are."""
+    """Return the bytes of a rank's weights, gradients and optimizer states on its compute device.
+
+    States that are offloaded count only if the ranks compute on the CPU.
+    """
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     elements = _elements(config, topology, stage, trained=True)
     size = _elements(config, topology, stage) * dtype.itemsize
-    size += elements * master_dtype(dtype).itemsize
+    size += elements * master_dtype(dtype).itemsize  # main gradients
     if on_cpu or not config.optimizer.offload_states:
         size += _state_bytes(config, topology, elements)
     return size
@@ -99,9 +109,13 @@ def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: b
 def check_memory_of_states(
     config: JobConfig, topology: Topology, ranks: int, num_trained: int
 ) -> None:
-    """The same, of a model's so many trained elements, and of its states alone."""
+    """Raise ValueError if this machine lacks host memory for its ranks' optimizer states.
+
+    For a model that the configuration does not describe, with `num_trained` trained elements.
+    Nothing is checked if the states are on the devices.
+    """
     if config.optimizer.offload_states:
-        own = num_trained // topology.weight  # of one stage
+        own = num_trained // topology.weight  # as if one pipeline stage had all of them
         _check({_STATES: ranks * _state_bytes(config, topology, own)}, ranks)
 
 
@@ -110,6 +124,7 @@ def _check(needs: dict[str, int], ranks: int) -> None:
     needs = {name: size for name, size in needs.items() if size}
     sizes = " and ".join(f"{size / GIB:.1f} GiB of {name}" for name, size in needs.items())
     ways = ", ".join(way for name in needs for way in _WAYS[name])
+    # Memory in use by others may be freed later, so too little free memory is only a warning.
     told = f"{ranks} ranks keep {sizes} in this machine's memory, of which"
     way_out = f"use {ways}, or fewer ranks on a machine"
     needed, most, free = sum(needs.values()), attainable_bytes(), available_bytes()
@@ -130,11 +145,11 @@ _WAYS = {
     _STATES: ("optimizer.moment_dtype=bfloat16", "optimizer.offload_states=false"),
     _COPIES: ("checkpoint.async_mode=disabled",),
 }
-"""What needs less, by what is kept."""
+"""Changes of the configuration that save memory, by what the memory is used for."""
 
 
 def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dict[str, int]:
-    """Bytes of all ranks here, by what is kept."""
+    """Return the host memory of all ranks on this machine in bytes, by what it is used for."""
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     checkpoint, needs = config.checkpoint, {_INPUTS: 0, _STATES: 0}
     copies = 0
@@ -144,20 +159,22 @@ def _needs(config: JobConfig, topology: Topology, ranks: int, first: int) -> dic
         needs[_INPUTS] += count * input_bytes_on_host(config, topology, stage)
         needs[_STATES] += count * states if config.optimizer.offload_states else 0
         copies += count * (states + own * dtype.itemsize)
+    # Copies are counted on top of other needs, and are no reason to check on their own.
     if any(needs.values()) and checkpoint.copies_state:
         needs[_COPIES] = copies
     return needs
 
 
 def _stages_here(topology: Topology, ranks: int, first: int) -> Counter[int]:
-    """How many ranks of each pipeline rank are on this machine."""
+    """Return the number of ranks on this machine, for each pipeline rank."""
     here = (min(r, topology.world_size - 1) for r in range(first, first + ranks))
     return Counter(rank // topology.stage for rank in here)
 
 
 def _elements(config: JobConfig, topology: Topology, stage: int, trained: bool = False) -> int:
-    """Elements of the weights, or of the trained ones, of a rank of pipeline rank `stage`."""
+    """Return the weight elements, all or `trained` only, of a rank of pipeline rank `stage`."""
     chunks = _chunks(config, stage)
+    # By name, so that a weight that several chunks share counts once.
     shapes = {
         item.name: item.layout.global_shape
         for chunk in chunks
@@ -168,14 +185,18 @@ def _elements(config: JobConfig, topology: Topology, stage: int, trained: bool =
 
 
 def _chunks(config: JobConfig, stage: int) -> tuple[StageModule, ...]:
-    """Those of pipeline rank `stage`, without memory."""
+    """Return the model chunks of pipeline rank `stage`, on the meta device."""
     order = PipelineOrder(config.parallel.pipeline)
     stages = order.stages_of(stage)
     return shape_only(config.language_model, Mode.ISP, stages, order.num_stages)
 
 
 def _state_bytes(config: JobConfig, topology: Topology, elements: int) -> int:
-    """Bytes of the states of a rank with so many elements of weights, at least."""
+    """Return the least bytes of optimizer states of a rank with `elements` weight elements.
+
+    Parameter groups may have different update rules: all elements count as under the rule that
+    keeps least.
+    """
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     rules = (update_rule(config.optimizer, name) for name in config.optimizer.rules)
     least = min(sum(kind.itemsize for kind in kept(rule, dtype).values()) for rule in rules)

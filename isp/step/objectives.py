@@ -1,4 +1,4 @@
-"""What the loss of a step is: of tokens, or of pairs of answers.
+"""Objectives of a step other than the cross-entropy of tokens: pairs of answers, distillation.
 
 B batch, n tokens whose losses a rank computes, d documents of a micro-batch
 """
@@ -24,52 +24,63 @@ __all__ = ["DistillLoss", "PreferenceLoss", "RewardLoss"]
 
 
 class _SecondModel(TokenLoss):
-    """What a frozen model finds of each micro-batch, kept; no loss."""
+    """The results of a frozen second model, such as a teacher, for each micro-batch of a step.
+
+    It is the objective of that model's `TrainStep`, whose forward passes call its `loss`.
+    """
 
     def __init__(self, step: TrainStep, find: Callable[[StepWork, int, Tensor], Tensor]) -> None:
-        """`find`: of the work, the number of a micro-batch, and what the last chunk gave."""
+        """Compute results by `find(work, micro_batch, output)`; `output` is the last chunk's."""
         self._step, self._find = step, find
         self.of_batch: dict[int, Tensor] = {}
+        """Results by number of micro-batch; filled on the last pipeline stage only."""
         step.objective = self
 
     def see(self, batches: Sequence[MicroBatch]) -> None:
-        """Find it of these, and forget that of others."""
+        """Run the model on `batches` and keep their results instead of the previous ones."""
         self.of_batch.clear()
         self._step.see(batches)
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        """Keep the result of a micro-batch; return a loss of 0."""
         self.of_batch[micro_batch] = self._find(work, micro_batch, output)
         return torch.zeros_like(expected)
 
 
 class _PairLoss(TokenLoss):
-    """The mean loss of pairs of documents: the preferred answer to a prompt, and another one.
+    """The mean loss over pairs of documents: the preferred answer to a prompt, then another one.
 
     All ranks of a sequence compute the same loss, each with the gradient of its own tokens.
     """
 
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
-        """What is compared of each document, [d]."""
+        """Return the number that is compared between the documents of a pair, [d]."""
         raise NotImplementedError
 
     def losses(self, margins: Tensor) -> Tensor:
-        """Of what the preferred answers gain more, [d]."""
+        """Return the loss of each pair from the gain of its preferred answer over the other, [d].
+
+        Entries of `margins` [d] after the last pair are 0, and their losses are not used.
+        """
         raise NotImplementedError
 
     def count(self, batch: MicroBatch) -> Tensor:
+        """Return the number of pairs in a micro-batch, []."""
         return Documents.of(batch).num_pairs()
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        """Return this rank's part of the sum of the pairs' losses; [], float64."""
         documents = work.documents(micro_batch)
         losses = self.losses(documents.margins(self.gains(work, micro_batch, output)))
         is_pair = torch.arange(len(losses), device=losses.device) < documents.num_pairs()
         loss = (losses * is_pair).sum().double()
-        # All ranks of the sequence count it, and it counts once.
+        # The ranks of a sequence all have the value, which is summed over them: each reports 1/p of
+        # it. The gradient stays whole, as each rank's is of its own tokens.
         return loss + (1 / work.token_ranks - 1) * loss.detach()
 
 
 class PreferenceLoss(_PairLoss):
-    """Direct preference optimization, beside a `reference` that training does not leave far behind.
+    """Direct preference optimization (DPO) against a frozen `reference` model.
 
     Source: Rafailov et al. 2023, "Direct Preference Optimization"; losses as TRL defines them.
     """
@@ -78,14 +89,16 @@ class PreferenceLoss(_PairLoss):
         self._config, self._reference = config, _SecondModel(reference, self._log_probs)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Score `batches` by the reference."""
+        """Compute the reference's log-probabilities of `batches`."""
         self._reference.see(batches)
 
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
+        """Return how much more log-probability the model gives than the reference does, [d]."""
         before = self._reference.of_batch[micro_batch]
         return self._log_probs(work, micro_batch, output) - before
 
     def losses(self, margins: Tensor) -> Tensor:
+        """Return the losses of `loss_type`: IPO's square, else DPO's with label smoothing; [d]."""
         beta, smoothing = self._config.beta, self._config.label_smoothing
         if self._config.loss_type == "ipo":
             return (margins - 1 / (2 * beta)) ** 2
@@ -93,7 +106,10 @@ class PreferenceLoss(_PairLoss):
         return -(1 - smoothing) * right - smoothing * wrong
 
     def _log_probs(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
-        """Of the labels of each document, their sum or, as the loss has it, their mean; [d]."""
+        """Return the log-probability of each document's labels, [d].
+
+        Summed over labels for `loss_type="sigmoid"`, their mean for the others.
+        """
         labels = work.labels(micro_batch)
         scores = work.step.chunks[-1].results(output, labels, TokenScoreRules)[..., 0]
         found = _summed(work, micro_batch, scores)
@@ -103,23 +119,29 @@ class PreferenceLoss(_PairLoss):
 
 
 class RewardLoss(_PairLoss):
-    """-log sigmoid(difference) of the rewards of pairs: of Bradley and Terry.
+    """The Bradley-Terry loss, -log sigmoid(difference of a pair's rewards).
 
     The reward of a document is the one logit of its last token. Source: TRL's reward trainer.
     """
 
     def gains(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
+        """Return the reward of each document, [d]."""
         numbers = work.documents(micro_batch).numbers
-        last = numbers.diff(append=numbers[:, -1:] + 1) > 0
+        last = numbers.diff(append=numbers[:, -1:] + 1) > 0  # [B, S], the next token is another's
         rewards = work.step.chunks[-1].results(output, work.labels(micro_batch), AllLogits)[..., 0]
         return _summed(work, micro_batch, rewards * work.as_labels(micro_batch, last))
 
     def losses(self, margins: Tensor) -> Tensor:
+        """Return -log sigmoid of the differences of rewards, [d]."""
         return -F.logsigmoid(margins)
 
 
 def _summed(work: StepWork, index: int, scores: Tensor) -> Tensor:
-    """What tokens [B, n] of each document have together, the same on all ranks; [d]."""
+    """Return the sum of `scores` [B, n] over the tokens of each document, [d].
+
+    The sums are the same on all ranks of the sequence; backward gives each rank the gradient of its
+    own tokens.
+    """
     documents = work.documents(index)
     numbers = work.as_labels(index, documents.numbers).flatten()
     own = scores.new_zeros(len(documents.num_labels)).index_add(0, numbers, scores.flatten())
@@ -127,11 +149,13 @@ def _summed(work: StepWork, index: int, scores: Tensor) -> Tensor:
         return own
     tensor, tag = work.step.mesh[Axis.TENSOR], Tag(tensor="documents")
     every = tensor.all_reduce(own.detach().clone(), tag=tag).wait()
+    # The value of the sum over ranks with the gradient of this rank's part: all ranks compute the
+    # same loss, so an all-reduce in backward would count each gradient p times.
     return own + (every - own.detach())
 
 
 class DistillLoss(TokenLoss):
-    """The mean divergence from a teacher's distribution, of the tokens that have a label.
+    """The mean divergence from a teacher's distribution, over tokens with a label.
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", without the factor
     of the squared temperature, as TRL has it.
@@ -141,17 +165,21 @@ class DistillLoss(TokenLoss):
         self._config, self._teacher = config, _SecondModel(teacher, self._top)
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Let the teacher see `batches`."""
+        """Compute the teacher's most likely tokens of `batches`."""
         self._teacher.see(batches)
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
+        """Return the sum of the divergences of this rank's tokens with a label; [], float64."""
         divergence = partial(DivergenceRules, temperature=self._config.temperature)
         beside = self._teacher.of_batch[micro_batch]
         found = work.step.chunks[-1].results(output, beside, divergence)[..., 0]
         return (found * (work.labels(micro_batch) != IGNORED)).sum().double()
 
     def _top(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
-        """log q of the teacher's most likely tokens, and these behind it, [B, n, 2 top_k]."""
+        """Return log q of the teacher's `top_k` most likely tokens, then the tokens.
+
+        [B, n, 2 top_k]; q is normalized over these tokens.
+        """
         top_k, labels = self._config.top_k, work.labels(micro_batch)
         top = partial(TopLogits, top=top_k)
         logits, tokens = work.step.chunks[-1].results(output, labels, top).split(top_k, -1)

@@ -18,6 +18,7 @@ PhaseTimes = dict[Phase, float]
 """Seconds spent in each phase."""
 
 _STEP = (Phase.FORWARD_BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
+"""Phases that mostly launch work on the device [Note: Time on CUDA]."""
 
 
 def is_of_step(phase: Phase) -> bool:
@@ -35,26 +36,32 @@ class _Mark(NamedTuple):
     """A moment on the host and, on CUDA, on the compute stream."""
 
     host: float
+    """`time.perf_counter()`, in seconds."""
     event: streams.Event | None
+    """Event on the compute stream; None on CPU."""
 
 
 class PhaseClock:
-    """Clock of this rank's phases; entering a phase ends the one before.
+    """A clock of this rank's phases; entering a phase ends the previous one.
 
-    After an exception it stays in the phase in which it was raised.
+    After an exception the clock stays in the phase in which it was raised.
 
     [Note: Time on CUDA] The phases of a step only launch work on the device, so they are measured
     between events on the compute stream, waits included. The clock never waits for an event: a
-    phase that the device has not finished, as the update at the end of a step, is counted in the
-    next call of `take`. Other phases are measured on the host.
+    phase that the device has not finished, such as the update at the end of a step, is counted in
+    the next call of `take`. Other phases are measured on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: PhaseTimes = dict.fromkeys(Phase, 0.0)
+        """Seconds of phases since the last `take`."""
         self._on_device: deque[tuple[Phase, streams.Event, streams.Event]] = deque()
+        """Phases of steps, oldest first, that are not counted yet, each with its begin and end."""
         self._since = self._mark()
+        """The begin of the current phase."""
         self.current = Phase.OTHER
+        """The phase that was entered last."""
 
     def enter(self, phase: Phase) -> None:
         """End the current phase and begin `phase`."""
@@ -75,4 +82,5 @@ class PhaseClock:
         return taken
 
     def _mark(self) -> _Mark:
+        """Return the current moment."""
         return _Mark(time.perf_counter(), streams.mark(self._device, timed=True))

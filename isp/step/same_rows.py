@@ -1,12 +1,12 @@
 """`SameRows`: a check that the ranks of a sequence were given the same rows.
 
-[Note: Same rows] A sampler by the rank, not the data rank, gives each rank of a tensor group rows
-of its own: each takes its part of another sequence, and the loss looks plausible. So each rank
-sends a checksum of its rows, in a place of its own in a vector that is summed over the ranks: where
-labels are counted, together with the count. The host reads it where that costs no wait: on CPU at
-once, on CUDA when the step reads its loss, or in the next call; in the first call it waits.
-
 N tokens of the rows
+
+[Note: Same rows] A sampler by the rank, instead of the data rank, gives each rank of a tensor group
+different rows: each takes its part of another sequence, and the loss looks plausible. So each rank
+sends a checksum of its rows, in its own entry of a vector that is summed over the ranks. Where
+labels are counted, the vector carries the count too. The host reads it where that costs no wait: on
+CPU at once, on CUDA when the step reads its loss, or in the next call; in the first call it waits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SameRows"]
 _TAG = Tag(tensor="rows")
 _LABELS, _POSITIONS, _MORE = 0x2545F4914F6CDD1D, 0x369DEA0F31A53F85, 0x106689D45497FDB5
 _SPREAD = 0x1E3779B97F4A7C15
-"""Odd, so that a product modulo 2**64 loses nothing."""
+"""An odd factor, as are those above: a product with it modulo 2**64 loses no bits."""
 
 
 class SameRows:
@@ -44,15 +44,20 @@ class SameRows:
             ]
             for data in range(topology.data)
         ]
-        """The ranks of each sequence, stage by stage."""
+        """The ranks of each sequence, ordered by pipeline stage."""
         self._ranks = topology.pipeline * topology.tensor
-        """Of each sequence."""
+        """The number of ranks of each sequence."""
         self._found: tuple[pinned_memory.HostCopy, list[list[int]], list[int]] | None = None
-        """Checksums, the ranks of each sequence, and the rank of each checksum."""
+        """Checksums not read yet, the ranks of each sequence, and the rank of each checksum."""
         self._is_first = True
+        """True before the first comparison, for which the host waits."""
 
     def count(self, batches: Sequence[MicroBatch], own: Tensor) -> Tensor:
-        """Sum the number `own` [] over data ranks, and compare the rows of all sequences; []."""
+        """Sum the number `own` [] over data ranks, and compare the rows of all sequences.
+
+        Returns the sum, []. Raises ValueError for the rows of this call or the previous one; see
+        `check`.
+        """
         if self._ranks == 1:
             return self._mesh[Axis.DATA].all_reduce(own, tag=_TAG).wait()
         size = self._mesh.topology.world_size
@@ -65,7 +70,8 @@ class SameRows:
     def compare(self, batches: Sequence[MicroBatch], more: Sequence[Tensor]) -> None:
         """Compare the rows of this rank's sequence, and a further tensor for each micro-batch.
 
-        Other sequences are not waited for: their ranks may compute another number of batches.
+        Does not wait for other sequences: their ranks may compute another number of batches. Raises
+        ValueError for the rows of this call or the previous one; see `check`.
         """
         if self._ranks == 1:
             return
@@ -73,23 +79,29 @@ class SameRows:
         device = batches[0].tokens.device
         found = torch.zeros(self._ranks, dtype=torch.int64, device=device)
         found[ranks.index(self._mesh.rank)] = _checksum(batches, more)
+        # Tensor group, then pipeline: the sum reaches all ranks of the sequence, and only them.
         for axis in (Axis.TENSOR, Axis.PIPELINE):
             found = self._mesh[axis].all_reduce_(found, tag=_TAG).wait()
         self._note(found, [ranks], ranks)
 
     def _note(self, checksums: Tensor, sequences: list[list[int]], ranks: list[int]) -> None:
-        self.check()  # the call before, whose checksums the device has by now
+        """Keep checksums for `check`, and check at once if the host need not wait for them."""
+        self.check()  # of the previous call: those checksums have arrived by now
         self._found = pinned_memory.HostCopy(checksums), sequences, ranks
         if self._is_first or self._found[0].is_there:
             self._is_first = False
             self.check()
 
     def check(self) -> None:
-        """Raise ValueError, on all ranks that compared, for rows that differ within a sequence."""
+        """Raise ValueError, on all ranks that compared, if rows of a sequence differ.
+
+        Waits for the checksums of the last call, if they have not been checked.
+        """
         if self._found is None:
             return
         (copy, sequences, ranks), self._found = self._found, None
         of_rank = dict(zip(ranks, copy.wait().tolist(), strict=True))
+        # The first rank of each sequence is the reference for the others.
         other = [
             f"rank {rank} than rank {own[0]}"
             for own in sequences
@@ -108,21 +120,28 @@ class SameRows:
 
 
 def _checksum(batches: Sequence[MicroBatch], more: Sequence[Tensor] = ()) -> Tensor:
-    """Return a checksum [] of rows, on their device: equal rows have equal ones on all ranks."""
+    """Return a checksum [], int64 on the rows' device; equal rows give equal ones on all ranks.
+
+    Wraps modulo 2**64. `more` has a further tensor for each micro-batch.
+    """
     total = torch.zeros((), dtype=torch.int64, device=batches[0].tokens.device)
     for number, batch in enumerate(batches):
         rows = batch.tokens + _LABELS * batch.labels + _POSITIONS * batch.positions
         found = _weighted(rows)
+        # Tokens and labels are in `rows` already.
         if more and more[number] is not batch.tokens and more[number] is not batch.labels:
             found = found + _MORE * _weighted(more[number].long())
         bounds = batch.cu_seqlens  # on the host
         crc = 0 if bounds is None else zlib.crc32(bounds.numpy().tobytes())
+        # The shape, as the elements alone do not tell [2, 8] from [4, 4]; the odd factor, so that
+        # micro-batches in another order give another sum.
         total += (found + zlib.crc32(repr(tuple(rows.shape)).encode(), crc)) * (2 * number + 1)
     return total
 
 
 def _weighted(x: Tensor) -> Tensor:
-    """Sum the elements of x, each multiplied by a number drawn from its place, modulo 2**64; []."""
+    """Return the sum modulo 2**64 of the elements of x, each times a hash of its place; []."""
+    # Without weights by place, the same tokens in another order would have the same sum.
     places = torch.arange(1, x.numel() + 1, device=x.device) * _SPREAD  # [N]
     places ^= places >> 29
     places *= _LABELS

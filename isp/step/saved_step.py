@@ -1,4 +1,4 @@
-"""A training step in checkpoints, whoever runs its loop."""
+"""`SavedStep`: saves and loads the state of a training step, for our loop and a caller's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from isp.step.train_step import TrainStep
 __all__ = ["SavedStep"]
 
 _TORCH_OPTIMIZER = "torch optimizer"
-"""What an optimizer of torch keeps beside its states of weights' shapes."""
+"""The key in a checkpoint of a torch optimizer's values that do not have their weight's shape."""
 
 
 class SavedStep:
-    """Weights, optimizer states, skipped steps and random states; all methods are collectives."""
+    """Saves and loads weights, optimizer states, skipped steps and random states.
+
+    All methods are collectives.
+    """
 
     def __init__(self, step: TrainStep) -> None:
         self._step, self._optimizer = step, step.optimizer
@@ -58,11 +61,12 @@ class SavedStep:
     def load(
         self, checkpointer: Checkpointer, info: CheckpointInfo, *, weights_only: bool = False
     ) -> Resumed:
-        """Load a checkpoint, or its weights; see `Checkpointer.load`.
+        """Load a checkpoint, or its weights only; see `Checkpointer.load`.
 
-        Raises ValueError too if another optimizer of torch saved it.
+        Also raises ValueError if another torch optimizer saved it.
         """
         updates = self._optimizer.torch_updates
+        # Before the tensors: the saved kinds of states decide which tensors there are to load into.
         if updates is not None and not weights_only:
             _take_up_values(updates, info)
         resumed = checkpointer.load(info, self.state, weights_only=weights_only)
@@ -73,19 +77,23 @@ class SavedStep:
         return resumed
 
     def _restore(self, resumed: Resumed) -> None:
-        """Take up what was kept beside the tensors; a stranger's may not be what it should be."""
+        """Restore skipped steps and random states; raises if a foreign checkpoint's do not fit."""
         if "skips" in resumed.shared:
             self._optimizer.load_skip_state(resumed.shared["skips"])
-        if resumed.local is not None:
+        if resumed.local is not None:  # None: saved in another layout
             restore_generators(self._step.device, resumed.local["rng"])
 
     def _values_of_all(self, updates: TorchUpdates) -> dict[str, Any]:
-        """The values of torch's optimizer, those of all weights; what is not plain is refused."""
+        """Return the torch optimizer's values for the weights of all pipeline stages.
+
+        Raises CheckpointError, on all ranks, for a value that JSON cannot hold.
+        """
         mesh = self._step.mesh
 
         def collect() -> dict[str, Any]:
             found = updates.state_dict()
-            to_json(found)
+            to_json(found)  # raises for a value that a checkpoint cannot hold
+            # One rank of each stage is enough: the values are the same within it.
             return found if mesh[Axis.STAGE].rank == 0 else {"values": {}}
 
         answers = attempt(mesh.host, "collecting the optimizer's values", collect)
@@ -94,7 +102,7 @@ class SavedStep:
 
 
 def _take_up_values(updates: TorchUpdates, info: CheckpointInfo) -> None:
-    """Take up the saved values, and make room for the states in a checkpoint.
+    """Load the saved values into the optimizer, and allocate the states that a checkpoint has.
 
     Raises ValueError if another optimizer saved it.
     """

@@ -1,4 +1,4 @@
-"""Prepares a step: devices, the world of ranks, checks of parameter groups."""
+"""Preparation of a step: devices, the world of ranks, checks of parameter groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ __all__ = ["check_device", "check_devices", "check_param_groups", "device_of", "
 
 
 def check_devices(config: JobConfig, ranks: int) -> None:
-    """Raise ValueError if this machine lacks what `ranks` ranks of it are to compute on."""
+    """Raise ValueError if this machine lacks devices, or features of them, for `ranks` ranks.
+
+    Checks the number of devices, registered buffers (`parallel.weight.nccl_ub`), and, on the CPU,
+    the attention backend.
+    """
     check_device(config.training.device, ranks)
     on_cpu = config.training.device == "cpu" or not torch.cuda.is_available()
     if config.parallel.weight.nccl_ub:
@@ -47,10 +51,11 @@ def check_device(name: str, ranks: int) -> None:
 
 
 def check_param_groups(config: JobConfig, model: TracedModel | None = None) -> None:
-    """Raise ValueError for one of `optimizer.param_groups` that no parameter would be in, or whose
-    `split` does not fit, or for an optimizer of torch that looks at more than single elements.
+    """Check the parameter groups and the torch optimizer of `config` against the trained model.
 
-    `model`: what is trained; None: what `config` describes.
+    `model`: the trained model; None: the one that `config` describes. Raises ValueError for a group
+    in `optimizer.param_groups` that matches no parameter, for a `split` that does not fit a matrix,
+    and for a torch optimizer that does not update each element independently.
     """
     if not (config.optimizer.is_torchs or config.optimizer.param_groups):
         return
@@ -62,11 +67,14 @@ def check_param_groups(config: JobConfig, model: TracedModel | None = None) -> N
     check_groups(layouts, config.optimizer)
     for name, layout in layouts.items():
         if values_of(name, layout, config.optimizer).rule == "muon":
-            matrices_of(name, layout, config.optimizer)
+            matrices_of(name, layout, config.optimizer)  # raises if `split` does not fit
 
 
 def device_of(name: str) -> torch.device:
-    """The device of this rank.  Raises ValueError if it is asked for and not there."""
+    """Return the device of this rank; `name` is auto, cpu or cuda.
+
+    Raises ValueError if this machine lacks it. The CUDA device's number is LOCAL_RANK.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     check_device(name, local_rank + 1)
     if name == "cpu" or not torch.cuda.is_available():
@@ -75,7 +83,10 @@ def device_of(name: str) -> torch.device:
 
 
 def make_world(config: JobConfig, store: Store | None = None) -> World:
-    """Return this process among all, on its device.  Raises ValueError if that is not there."""
+    """Return the world of ranks as this process sees it, on its device; connects nothing yet.
+
+    Raises ValueError if this machine lacks the device.
+    """
     check_devices(config, int(os.environ.get("LOCAL_RANK", "0")) + 1)
     return World(
         device_of(config.training.device),

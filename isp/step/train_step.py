@@ -1,4 +1,8 @@
-"""One training step: micro-batches in, updated weights and a few figures out."""
+"""`TrainStep`: forward, backward, reduction and update over the micro-batches of a step.
+
+B batch, S sequence, S' tokens of a sequence that a rank computes (S or S/p), D hidden size,
+n tokens whose losses a rank computes, d documents of a micro-batch
+"""
 
 from __future__ import annotations
 
@@ -45,72 +49,83 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _CHUNK = 0
-"""The one model chunk of a rank that is no pipeline's."""
+"""Number of the only model chunk of a rank without a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """A step's outcome; the same on every rank."""
+    """Figures of a training step, the same on every rank."""
 
     loss: float
-    """Mean loss of the global batch's valid tokens, or pairs, before the update; 0 without."""
+    """Mean loss before the update, over the valid tokens (or pairs) of the global batch; 0 if
+    there are none."""
     grad_norm: float
     """Global gradient norm, without the loss scale and before clipping."""
     skipped: bool
-    """Whether the update was left out: the gradients were not finite, or no token had a label."""
+    """True if there was no update: the gradients were not finite, or no token had a label."""
     valid_tokens: int
-    """Tokens of the global batch that had a label; pairs, if the loss is of those."""
+    """Number of tokens with a label in the global batch; of pairs, for a loss over pairs."""
     expert_load: float | None = None
-    """The most tokens of an expert, of any layer, as a multiple of the layer's mean."""
+    """Largest number of tokens of one expert in any layer, as a multiple of that layer's mean; None
+    without experts."""
     unused_experts: int | None = None
-    """Experts of all layers that no token went to; None without experts."""
+    """Number of experts, over all layers, that got no token; None without experts."""
 
 
 class TokenLoss:
-    """The mean cross-entropy of the tokens that have a label: what a step's loss is by default."""
+    """The mean cross-entropy over tokens with a label, the default objective of a step."""
 
     def begin(self, batches: Sequence[MicroBatch]) -> None:
-        """Called before the passes of `batches`, of training or of an evaluation."""
+        """Prepare for the passes of `batches`, in training or evaluation; here nothing."""
 
     def count(self, batch: MicroBatch) -> Tensor:
-        """What the loss of a micro-batch, all of its tokens, is the sum of; [], whole number."""
+        """Return the number of terms in the loss of a whole micro-batch, here labels; [], integer.
+
+        The step divides the loss by the sum of these numbers over the global batch.
+        """
         return (batch.labels != IGNORED).sum()
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
-        """This rank's part of the sum, of what the last chunk gave; [].
+        """Return this rank's part of the loss, summed over terms, from the last chunk's output; [].
 
-        `expected` is the gradient that it is going to have.
+        `expected` [] is the gradient that the returned sum will have.
         """
         return work.step.chunks[-1].loss(output, work.labels(micro_batch), expected)
 
 
 class Documents(NamedTuple):
-    """The documents of a micro-batch, in its order."""
+    """The documents of a micro-batch, in the order of its tokens."""
 
     numbers: Tensor
-    """That of each token, int64, of the shape of the tokens."""
+    """Number of each token's document, from 0; int64, [B, S]."""
     num_labels: Tensor
-    """[d]; none of padding."""
+    """Number of labels in each document, [d]; 0 for padding."""
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Documents:
+        """Return the documents of `batch`: its packed pieces, or else its rows."""
         rows, tokens = batch.labels.shape
-        lengths = torch.tensor([tokens]).repeat(rows)
+        lengths = torch.tensor([tokens]).repeat(rows)  # [d], on the host
         if batch.cu_seqlens is not None:
             lengths = batch.cu_seqlens.diff().long()
         numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-        numbers = pinned_memory.send(numbers, batch.labels.device)
+        numbers = pinned_memory.send(numbers, batch.labels.device)  # a copy without a host wait
         labelled = (batch.labels != IGNORED).long().flatten()
         num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
         return cls(numbers.view_as(batch.labels), num_labels)
 
     def num_pairs(self) -> Tensor:
-        """The number of pairs, []; each is two documents that follow each other."""
+        """Return the number of pairs, []: a pair is two consecutive documents with labels."""
         return (self.num_labels > 0).sum() // 2
 
     def margins(self, gains: Tensor) -> Tensor:
-        """What each pair's first document gains more than its second one, [d]; 0 of others."""
+        """Return the gain of each pair's first document minus that of its second one, [d].
+
+        `gains` [d] are per document. Entry i is for pair i; entries after the last pair are 0.
+        """
         labelled = self.num_labels > 0
+        # Documents without labels, such as padding, are in no pair: count only the others. The
+        # clamp keeps the place of leading ones valid; their gain is multiplied by 0.
         place = (labelled.cumsum(0) - 1).clamp(min=0)
         signed = gains * (1 - 2 * (place % 2)) * labelled
         return torch.zeros_like(gains).index_add(0, place // 2, signed)
@@ -128,11 +143,11 @@ def make_train_step(
     objective: TokenLoss | None = None,
     make_optimizer: MakeOptimizer | None = None,
 ) -> TrainStep:
-    """Model, main gradients and optimizer as `config` says, with the initial weights.
+    """Build the model, main gradients and optimizer that `config` describes, and their `TrainStep`.
 
-    Without `initial_weights` they are left for others to fill (`TrainStep.init_weights`). `model`
-    takes the place of the one that the configuration describes, `make_optimizer`'s of its update
-    rule. `weights_may_change`: see `TrainStep`.
+    Without `initial_weights` the caller has to fill the weights (`TrainStep.init_weights`). `model`
+    replaces the model of the configuration, `make_optimizer` its update rule.
+    `weights_may_change`: see `TrainStep`.
     """
     model = config.language_model if model is None else model
     built = build_model(
@@ -144,6 +159,7 @@ def make_train_step(
         dtype=getattr(torch, config.training.dtype),
     )
     rules = config.optimizer.rules if built.trained and make_optimizer is None else ()
+    # With a single rule it is clear which weights it updates.
     if len(rules) > 1 and mesh.rank == 0:
         logger.info("%s", rules_in_words(trained_layouts(model), config.optimizer))
     gradients = MainGradients(built.trained, mesh, rows_of=mesh[Axis.ZERO1])
@@ -176,8 +192,8 @@ class TrainStep:
     valid tokens in the global batch; every reduction is a SUM. So masks of any shape, a rank
     without a valid token, and groups of any size give the gradient of the global mean.
 
-    With `weights_may_change` somebody else reads and writes weights between steps: nothing is under
-    way there then. Else the updated weights, and the first gathers of the next step, still are.
+    With `weights_may_change` the caller reads and writes weights between steps, so no transfer is
+    in flight then. Otherwise the updated weights and the first gathers of the next step may be.
     """
 
     def __init__(
@@ -192,6 +208,7 @@ class TrainStep:
         weights_may_change: bool = False,
         objective: TokenLoss | None = None,
     ) -> None:
+        # A wholly frozen model is fine, as its run has no backward.
         if mesh[Axis.PIPELINE].size > 1 and built.model.trained_names and not built.trained:
             raise ValueError(
                 "this rank has no trainable weights: train some in each pipeline stage, or use"
@@ -207,12 +224,13 @@ class TrainStep:
         self._shared, self._tied = built.shared, built.tied_over_stages
         self._weights_may_change = weights_may_change
         self.same_rows = SameRows(mesh) if weights_may_change else None
-        """The check of rows that come from a caller's loop."""
+        """Check of the rows that a caller's loop passes; None if a run's own loader reads them."""
         self._stages = mesh[Axis.PIPELINE]
         self._deferred: DeferredWeightGradients | None = None
-        """Work of the second half of a split backward; None if it is not split."""
+        """Weight gradients for the second half of a split backward; None if it is not split."""
         self._publications: dict[nn.Module, list[Callable[[], None]]] = {}
-        """What waits for the weights of each part that was asked for: to find it takes long."""
+        """Cache of functions that wait for the updated weights of each part: looking them up walks
+        all of its parameters."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
         route: WeightGradientRoute = IntoMainGradients(gradients)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
@@ -223,22 +241,25 @@ class TrainStep:
         self.hook = ISPCommunicatorSchedulerHook(communicator, mesh.log)
         if communicator is not None:
             communicator.deliver_to(gradients)
+            # A gather reads the shards: it has to wait for the update that publishes them.
             communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
+        # Weights that are not gathered are read by the part itself, so its forward waits too.
         for part in self._parts():
             part.register_forward_pre_hook(lambda part, _: self._published(part))
         self._unfinished = False
-        """Whether the last step ended with an exception."""
+        """True during a step, and until the next one begins if it failed."""
         self._norm: float | None = None
-        """Of the gradients, if somebody has asked for it before the update."""
+        """Norm of this step's gradients, if `grad_norm` was called before the update."""
         self._gather_ahead()
 
     @property
     def device(self) -> torch.device:
+        """The device of this rank's weights."""
         return self.built.parameters[0].parameter.device
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the stage that gives logits."""
+        """True if this rank has the last pipeline stage, which computes logits."""
         return self.built.order.num_stages - 1 in self.built.stages
 
     def init_weights(self, seed: int) -> None:
@@ -248,13 +269,13 @@ class TrainStep:
         self.optimizer.take_up_weights()
 
     def weights_changed(self) -> None:
-        """Weights were loaded: what was gathered of the old ones is dropped."""
+        """Drop weights that were gathered before other code wrote or loaded new ones."""
         self._gather_ahead()
 
     def drain(self) -> None:
-        """Wait for what the last step has set off for a next one, and drop what was gathered.
+        """Wait for the transfers that the last step launched for the next one, and drop gathers.
 
-        `weights_changed` sets it off anew.
+        `weights_changed` launches the gathers again.
         """
         self.hook.after_step()
         for item in self.gradients.parameters:
@@ -263,18 +284,18 @@ class TrainStep:
     def __call__(self, batches: Sequence[MicroBatch], lr: float) -> StepOutcome:
         """Train on this rank's `batches` (whole rows, the same on a tensor group) at rate `lr`.
 
-        The new weights may still be on their way afterwards: each part of the model waits for its
-        own when it is needed. A step that ended with an exception before its update changed
-        nothing, and leaves no gradient behind, if all ranks left it at the same place.
+        The new weights may still be in flight afterwards: each part of the model waits for its
+        own before its forward. A step that fails before its update changes no weight, and the next
+        step drops its gradients, provided that all ranks fail at the same place.
         """
         work = self.start(batches)
         self.run(work, training=True)
         return self.finish(work, lr)
 
     def start(self, batches: Sequence[MicroBatch], *, more: bool = False) -> StepWork:
-        """Begin a step of these micro-batches; what another began and did not finish is dropped.
+        """Begin a step of these micro-batches, dropping the gradients of an unfinished step.
 
-        `more`: add them to the step that has begun, whose gradients are kept.
+        `more`: add the micro-batches to the unfinished step and keep its gradients.
         """
         if not more:
             self.begin()
@@ -286,13 +307,18 @@ class TrainStep:
         return StepWork(self, batches, self._count(batches))
 
     def expect_both(self) -> None:
-        """The gradients of weights that two chunks of a rank use are final after both's last."""
+        """Keep gradients of weights that two chunks of a rank share open until `reduce`.
+
+        Without the promise, the last backward of one chunk would send the bucket before the other
+        chunk has added its part.
+        """
         for parameter in self._shared:
             self.gradients.promise(parameter)
 
     def begin(self) -> None:
-        """Begin a step whose passes the caller runs; what another began is dropped."""
-        if self._unfinished or self.gradients.owed:  # the latter: somebody else went backward
+        """Begin a step whose passes the caller runs; drop the gradients of an unfinished one."""
+        # Promises without a step: the caller ran a backward pass outside of one.
+        if self._unfinished or self.gradients.owed:
             self._clear_up()
         self._unfinished = True
         self.clock.enter(Phase.FORWARD_BACKWARD)
@@ -300,15 +326,21 @@ class TrainStep:
         self._norm = None
 
     def finish(self, work: StepWork, lr: float) -> StepOutcome:
-        """Reduce the gradients of a step whose backward passes are through, and update."""
+        """Reduce the gradients of a step after its last backward pass, and update."""
         return self.update(lambda: torch.stack((self.over_ranks(work.total), work.valid)), lr)
 
     def update(self, count: Callable[[], Tensor], lr: float) -> StepOutcome:
-        """As `finish`; `count` gives the loss, and the tokens with a label, of all ranks, [2]."""
+        """Reduce the gradients and update; see `finish`.
+
+        `count` returns the loss and the number of labels, each summed over all ranks; [2].
+        """
         self.reduce()
-        # Set off before the norm: the host waits for no more than that.
+        # Launch the sums and their copy to the host before the norm, for which the host waits
+        # anyway: then reading them later costs no second wait.
         load, found = self.chunks[-1].expert_load, count()
         if load is not None:
+            # Stages run different layers. Ranks of a stage that see the same tokens multiply all
+            # counts of a layer by the same number.
             routes = self._sum(Axis.PIPELINE, self._sum(Axis.STAGE, load.tokens()))
             found = torch.cat((found, load.figures(routes)))
         totals = pinned_memory.HostCopy(found)
@@ -337,22 +369,26 @@ class TrainStep:
         )
 
     def _is_empty(self, totals: pinned_memory.HostCopy) -> bool:
-        """Whether only momentum would move the weights; checks the rows before anything does."""
+        """Return True if no token has a label, so that only momentum would move the weights.
+
+        The optimizer calls this before it changes a weight, so the rows are checked here.
+        """
         self._check_rows()
         return not totals.wait()[1]
 
     def _check_rows(self) -> None:
+        """Raise ValueError if the ranks of a sequence were given different rows."""
         if self.same_rows is not None:
             self.same_rows.check()
 
     def forget_routes(self) -> None:
-        """What experts tokens went to so far belongs to no step."""
+        """Clear the counts of tokens of each expert: those so far belong to no step to come."""
         if (load := self.chunks[-1].expert_load) is not None:
             load.clear()
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks, unless that is done; none may come behind it."""
-        if self.gradients.reduced:
+        """Sum the gradients over the ranks, once a step; no backward pass may come after it."""
+        if self.gradients.reduced:  # `grad_norm` was called before the update
             return
         for parameter in self._shared:
             self.gradients.withdraw(parameter)
@@ -362,16 +398,16 @@ class TrainStep:
         self._add_tied()
 
     def grad_norm(self) -> float:
-        """The norm of all gradients of the step, which are summed by it; none may come behind."""
+        """Return the global norm of the step's gradients, after `reduce`; see there."""
         self.reduce()
         if self._norm is None:
             self._norm = self.optimizer.grad_norm()
         return self._norm
 
     def run(self, work: StepWork, *, training: bool, last: bool = True) -> None:
-        """Forward and, in training, backward of the micro-batches: one by one, or in a pipeline.
+        """Run forward and, in training, backward of the micro-batches, in a pipeline if there is.
 
-        `last`: no backward pass of the step comes behind these.
+        `last`: no backward pass of the step comes after these.
         """
         if self._stages.size > 1:
             Pipeline(
@@ -391,24 +427,25 @@ class TrainStep:
 
     @torch.no_grad()
     def see(self, batches: Sequence[MicroBatch]) -> None:
-        """A forward of this rank's micro-batches, of which the objective keeps what it is for."""
+        """Run only the forward of this rank's micro-batches; the objective keeps its results."""
         self._forward_only(batches)
         self._gather_ahead()
 
     def _forward_only(self, batches: Sequence[MicroBatch]) -> StepWork:
+        """Run the forward of `batches`; the total of the returned work is a sum, not a mean."""
         actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
         self.hook.before_step(actions)
-        one = torch.ones((), dtype=torch.float64, device=self.device)
+        one = torch.ones((), dtype=torch.float64, device=self.device)  # the loss's divisor
         work = StepWork(self, batches, one)
         self.run(work, training=False)
         return work
 
     @torch.no_grad()
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> float | None:
-        """The mean loss of all valid tokens of `steps` over all data ranks; changes nothing.
+        """Return the mean loss over all valid tokens of `steps` and all data ranks.
 
-        None if there is no valid token.
-        Each of `steps` is this rank's micro-batches of a global batch.
+        Each of `steps` is this rank's micro-batches of a global batch. Returns None if there is no
+        valid token. Weights and the modes of modules are unchanged afterwards.
         """
         if self._unfinished or self.gradients.owed:
             self._clear_up()
@@ -427,7 +464,10 @@ class TrainStep:
         return total / valid if valid else None
 
     def _count(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """What the loss of all ranks is the mean of."""
+        """Return the number of terms in the mean loss, such as labels, over all ranks; [], float64.
+
+        If a caller's loop passes the rows, also compare them within each sequence.
+        """
         own = torch.stack([self.objective.count(batch) for batch in batches]).sum()
         if self.same_rows is not None:
             return self.same_rows.count(batches, own).double()
@@ -435,7 +475,7 @@ class TrainStep:
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
-        """Modules in evaluation, then again as they were; a caller's loop sets modes itself."""
+        """Set modules to evaluation in this context; a caller's loop sets the modes itself."""
         chunks = [] if self._weights_may_change else self.chunks
         every = (module for chunk in chunks for module in chunk.model.modules())
         trains = [module for module in every if module.training]
@@ -444,51 +484,53 @@ class TrainStep:
                 module.training = False
             yield
         finally:
-            for module in trains:
+            for module in trains:  # not those that a user has set to evaluation
                 module.training = True
 
     def forward(self, work: StepWork, index: int) -> Tensor:
-        """The loss of a micro-batch, to be given to `backward`; keeps no logits."""
+        """Return the loss of a micro-batch, to be passed to `backward`; keeps no logits."""
         self.hook.before_forward(_CHUNK)
         y = work.forward(_CHUNK, index, work.tokens[index])
         self.hook.after_forward(_CHUNK)
         return work.loss(index, y)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """The backward pass of a micro-batch, whether it is the step's last one or not."""
-        if last:
+        """Run the backward pass of a micro-batch; `last`: it is the step's last one."""
+        if last:  # buckets of gradients are reduced during this pass, each once it is complete
             self.gradients.expect_last()
         self.hook.before_backward(_CHUNK)
         loss.backward()
         self.hook.after_backward(_CHUNK)
 
     def _parts(self) -> Iterator[nn.Module]:
+        """Yield the modules, such as blocks, that a forward of this rank's chunks passes."""
         for chunk in self.chunks:
             yield from chunk.parts().values()
 
     def _add_tied(self) -> None:
-        """Sum the gradient of tied weights over the two stages that have a copy of them."""
+        """Sum the gradient of tied weights over the two stages that each hold a copy."""
         if self._tied is not None:
             gradient = self.gradients.summed(self._tied.parameter)
             tag = Tag(Purpose.REPLICA_GRADIENT, self._tied.name)
             self.mesh[Axis.EMBEDDING].all_reduce_(gradient, tag=tag).wait()
 
     def _clear_up(self) -> None:
-        """After a step that ended with an exception, or a backward pass that was none of a step."""
-        self.hook.after_step()  # what was still travelling, and was promised to `gradients`
+        """Drop the gradients of a failed step, or of a backward pass outside of any step."""
+        self.hook.after_step()  # wait for gradients in flight, which were promised to `gradients`
         if self._deferred is not None:
             self._deferred.take()
         self.gradients.abandon()
         self._gather_ahead()
 
     def _gather_ahead(self) -> None:
-        """Begin the gathers of the next step; where weights may change, its `start` does."""
+        """Launch the first gathers of the next step; if weights may change, `start` does that."""
         if self._weights_may_change:
             self.hook.after_step()
         else:
             self.hook.before_step(self._actions)
 
     def _published(self, part: nn.Module) -> None:
+        """Wait for the updated weights of `part`."""
         if part not in self._publications:
             trained = (p for p in part.parameters() if p.requires_grad)
             self._publications[part] = self.optimizer.publications(trained)
@@ -496,36 +538,39 @@ class TrainStep:
             wait()
 
     def over_ranks(self, total: Tensor) -> Tensor:
-        """The loss over all ranks, of which only the last stage has any; []."""
-        # The ranks whose losses are of different tokens; a sequence's ranks may have the same.
+        """Return the sum of `total` [] over all ranks; it is 0 on all stages but the last."""
+        # If the logits are split over the vocabulary, the ranks of a sequence have the same losses.
+        # Otherwise each has those of its own tokens.
         axis = Axis.DATA if self.chunks[-1].splits_logits else Axis.STAGE
         return self._sum(Axis.PIPELINE, self._sum(axis, total))
 
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
+        """Return the sum of x over the ranks of `axis`."""
         return self.mesh[axis].all_reduce(x, tag=Tag(tensor="metrics")).wait()
 
 
 class StepWork:
-    """The micro-batches of a step on this rank, and the loss that has been found for them."""
+    """The micro-batches of a step on this rank, and the sum of their losses so far."""
 
     def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], valid: Tensor) -> None:
         self.step = step
         self.batches = batches
-        """As they were read: whole sequences, in their own order."""
+        """The micro-batches as read: whole sequences, in their original order."""
         self._batches = [arrange(b, step.built.sequence) for b in batches]
         self._parts = list(self._batches)
+        # In the other modes the embedding reads all tokens, and splits them itself if at all.
         if step.mesh.topology.mode.slices_batch:
             self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in self._batches]
         self._documents: dict[int, Documents] = {}
         self.valid = valid
         """Tokens with a label in the global batch."""
         self.tokens = [part.tokens for part in self._parts]
-        """Of each micro-batch, [B, S']."""
+        """Tokens that this rank passes to the model, of each micro-batch, [B, S']."""
         self.total = torch.zeros((), dtype=torch.float64, device=valid.device)
-        """This rank's part of the loss."""
+        """This rank's part of the mean loss of the global batch, without the loss scale; []."""
 
     def between(self, micro_batch: int) -> Tensor:
-        """A new tensor such as travels between stages, [B, S', D]."""
+        """Return a new tensor of the shape that stages send each other, [B, S', D]."""
         step, (rows, tokens) = self.step, self.tokens[micro_batch].shape
         mode = step.mesh.topology.mode
         if mode.splits_sequence and not mode.slices_batch:
@@ -534,7 +579,7 @@ class StepWork:
         return weight.new_empty(rows, tokens, step.built.model.hidden_size)
 
     def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
-        """Through the model, or the part of it that is this rank's chunk number `chunk`."""
+        """Run x through this rank's model chunk number `chunk`; x is tokens in the first one."""
         part, run = self._parts[micro_batch], self.step.chunks[chunk]
         if run.routers is not None:
             self._begin_routing(run.routers, micro_batch)
@@ -546,14 +591,20 @@ class StepWork:
         return y
 
     def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Counts the loss of a micro-batch; what is to be differentiated."""
+        """Add the loss of a micro-batch to `total`, and return the scalar to differentiate.
+
+        That is this rank's part of the global mean, times the loss scale; [], float64.
+        """
         step = self.step
         step.hook.before_criterion()
-        valid = self.valid.clamp(min=1)
+        valid = self.valid.clamp(min=1)  # a batch without labels has loss 0, not nan
+        # The head computes its gradient together with the loss, so it needs the factor now.
         expected = step.optimizer.scale_loss(torch.ones_like(valid)) / valid
         loss = step.objective.loss(self, micro_batch, output, expected) / valid
         routers = step.chunks[-1].routers
         if routers is not None and torch.is_grad_enabled():
+            # For the reported loss only: `RouterLosses` adds its gradients at the routers' logits.
+            # Each rank of a sequence has the whole of it, and `over_ranks` sums over the ranks.
             self.total += routers.end() / self.token_ranks
         step.hook.after_criterion()
         self.total += loss.detach()
@@ -561,62 +612,79 @@ class StepWork:
 
     @property
     def token_ranks(self) -> int:
-        """The ranks that each compute losses of tokens of their own, of the same sequence."""
+        """The number of ranks that a sequence's losses are divided over, each by its own tokens."""
         step = self.step
         return 1 if step.chunks[-1].splits_logits else step.mesh[Axis.TENSOR].size
 
     def _begin_routing(self, routers: RouterLosses, micro_batch: int) -> None:
+        """Tell `routers` which tokens of a micro-batch count; without gradients, none."""
         if not torch.is_grad_enabled():
             routers.leave_out()
             return
         step = self.step
         mask, own = self._documents_that_count(micro_batch)
+        # A router loss is a mean over one micro-batch; the step's is the mean over all of them.
         weight = 1 / (len(self.batches) * step.mesh[Axis.DATA].size)
         scale = step.optimizer.scale_loss(torch.ones_like(self.valid))
         routers.begin(mask, own, weight=weight, scale=scale)
 
     def _documents_that_count(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Which tokens are of a document with a label: of the sequence, [B, S], and of the rank."""
+        """Return masks of the tokens in documents with a label: of the sequence, and of this rank.
+
+        [B, S], and [B, S/p] if the sequence is split. Padding has no label, so it does not count.
+        """
         step, documents = self.step, self.documents(micro_batch)
         mask = own = self._arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
-        if step.mesh.topology.mode.splits_sequence:  # in msp and fsp between the linears
+        # Where experts are called the sequence is split, also in msp and fsp, whose embedding
+        # reads all of it.
+        if step.mesh.topology.mode.splits_sequence:
             own = _own(mask, step.mesh[Axis.TENSOR])
         return mask, own
 
     def documents(self, micro_batch: int) -> Documents:
-        """Those of a micro-batch as it was read."""
+        """Return the documents of a micro-batch in its original order, computed once."""
         if micro_batch not in self._documents:
             self._documents[micro_batch] = Documents.of(self.batches[micro_batch])
         return self._documents[micro_batch]
 
     def labels(self, micro_batch: int) -> Tensor:
-        """Those of the tokens whose losses this rank computes, [B, n]."""
+        """Return the labels of the tokens whose losses this rank computes, [B, n]."""
         whole = self.step.chunks[-1].splits_logits
         return (self._batches if whole else self._parts)[micro_batch].labels
 
     def as_labels(self, micro_batch: int, x: Tensor) -> Tensor:
-        """What belongs to the tokens of a micro-batch as it was read, where `labels` has them."""
+        """Return the entries of x for the tokens of `labels`, in the same order: [B, S] -> [B, n].
+
+        x has a value for each token of a micro-batch in its original order.
+        """
         step, x = self.step, self._arranged(micro_batch, x)
         if not step.mesh.topology.mode.slices_batch or step.chunks[-1].splits_logits:
             return x
         return _own(x, step.mesh[Axis.TENSOR])
 
     def _arranged(self, micro_batch: int, x: Tensor) -> Tensor:
-        """What belongs to the tokens of a micro-batch, [B, S, ..], as `arrange` brings them."""
+        """Return x [B, S, ..], with a value for each token as read, in the order of `arrange`.
+
+        Shape: see `SequenceRanks.arranged`.
+        """
         bounds = self.batches[micro_batch].cu_seqlens
         (x,) = self.step.built.sequence.arranged([x], bounds)
         return x
 
 
 def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
-    """Whole rows, of which each rank's tokens are together; `cu_seqlens` stays that of the rows."""
+    """Return whole rows, reordered so that each rank's tokens are contiguous.
+
+    Packed rows are joined to one, if there are context ranks. `cu_seqlens` stays that of the rows
+    in their original order.
+    """
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
     return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
 
 
 def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
-    """This rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
+    """Return this rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
 
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = (_own(x, channel).contiguous() for x in rows)
@@ -624,5 +692,5 @@ def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
 
 
 def _own(x: Tensor, channel: Channel) -> Tensor:
-    """This rank's part of each row: [B, S, ..] -> [B, S/p, ..]."""
+    """Return this rank's part of each row: [B, S, ..] -> [B, S/p, ..]."""
     return x.chunk(channel.size, dim=1)[channel.rank]

@@ -1,1 +1,1 @@
-"""The trainer: from a configuration to a trained model."""
+"""Training runs: from a configuration to a trained model."""

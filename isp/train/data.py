@@ -1,4 +1,4 @@
-"""The micro-batches of each step on this rank: read by the first of a tensor group, then shared.
+"""`StepData`: the micro-batches of each step, read by one rank of each tensor group and shared.
 
 n micro-batches of a step, S tokens of a packed row
 """
@@ -44,9 +44,9 @@ def check_data(config: JobConfig) -> None:
 
 
 def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets | None:
-    """The datasets if this rank reads them, and None if another one of its group does.
+    """Open the datasets if this rank reads for its tensor group; else return None.
 
-    Raises ValueError or FileNotFoundError if they cannot be read, or do not fit the model.
+    Raises ValueError or FileNotFoundError if they cannot be read or do not fit the model.
     """
     if topology.index(Axis.TENSOR, rank) != 0:
         return None
@@ -56,6 +56,7 @@ def open_for_rank(config: JobConfig, topology: Topology, rank: int) -> Datasets 
 
 
 def _check_vocabulary(config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if the model has fewer embeddings than the tokenizer has entries."""
     entries = tokenizer.vocab_size
     if entries > config.model.vocab_size:
         raise ValueError(
@@ -65,16 +66,16 @@ def _check_vocabulary(config: JobConfig, tokenizer: Tokenizer) -> None:
 
 
 class _Read(NamedTuple):
-    """A step's micro-batches as the rank that reads them has them."""
+    """A step's micro-batches on the rank that reads them, before they are shared."""
 
     tensors: Tensor
     """Result of `stacked`."""
     padding: list[tuple[int, ...]]
-    """`MicroBatch.padding` of each."""
+    """`MicroBatch.padding` of each micro-batch."""
 
 
 class StepData:
-    """Micro-batches by step; a context, in which the next step is read ahead."""
+    """Gives the micro-batches of each step, and reads the next step ahead until it is left."""
 
     def __init__(
         self, config: JobConfig, datasets: Datasets | None, mesh: Mesh, device: torch.device
@@ -89,16 +90,18 @@ class StepData:
         self._device = device
         self._valid_steps = config.validation.steps
         self._valid: list[Dataset] = []
+        """Held-out data by source; empty on ranks that do not read."""
         if datasets is not None and isinstance(valid := datasets.valid, MixedDataset):
             self._valid = [part.dataset for part in valid.parts]
         elif datasets is not None and datasets.valid is not None:
             self._valid = [datasets.valid]
         self._reader: Prefetcher[_Read] | None = None
         self._places: dict[int, Plain] = {}
+        """Places in the stream where the step read last and the next one begin, by step."""
         self._stream: StreamDataset | MixedDataset | None = None
         rank, size = self._replica.rank, self._replica.size
         self._samples = config.sequences(mesh.topology)
-        """Of a step, over all ranks."""
+        """Number of sequences in a step, over all ranks."""
         if datasets is not None:
             if config.data.streaming:
                 assert isinstance(datasets.train, StreamDataset | MixedDataset)
@@ -110,8 +113,11 @@ class StepData:
             )
 
             def read(step: int) -> _Read:
+                """Read this data rank's micro-batches of `step`; runs in the reader's thread."""
                 batches = sampler.micro_batches(step, rank, size)
                 if self._stream is not None:
+                    # Kept for two steps: a checkpoint after this step asks where the next begins,
+                    # when the reader may have read that one too.
                     place = self._stream.tell((step + 1) * self._samples)
                     self._places = {step: self._places.get(step), step + 1: place}
                 return _Read(stacked(batches, device), [batch.padding for batch in batches])
@@ -119,13 +125,16 @@ class StepData:
             self._reader = Prefetcher(read, num_steps=config.training.steps)
 
     def tell(self, step: int) -> Plain:
-        """Where `step` begins in a stream, on ranks that read it and have read the step before."""
+        """Return the place in the stream where `step` begins, to be saved in checkpoints.
+
+        Returns None without a stream, and on ranks that have not read the step before.
+        """
         return self._places.get(step)
 
     def seek(self, step: int, place: Any) -> None:
-        """Let `step`, the first that is read, begin at the `place` that `tell` returned.
+        """Begin `step`, the first one that is read, at a `place` that `tell` returned.
 
-        None is the beginning of every source.
+        None, with a warning, is the beginning of each source.
         """
         if self._stream is None or step == 0:
             return
@@ -140,19 +149,19 @@ class StepData:
     def training(self, step: int) -> list[MicroBatch]:
         """Return the `micro_num` micro-batches of `step`, counted from 0.
 
-        Only the rank that reads them knows their padding.
+        Only ranks that read have `MicroBatch.padding`; it is empty on others.
         """
-        if self._reader is None:
+        if self._reader is None:  # another rank of the tensor group reads
             return self._share(None, self._num_micro_batches)
         read = self._reader.get(step)
         batches = self._share(read.tensors, self._num_micro_batches)
         return [replace(b, padding=rows) for b, rows in zip(batches, read.padding, strict=True)]
 
     def validation(self, source: int) -> Iterator[list[MicroBatch]]:
-        """Held-out micro-batches of one of `data.valid_parts`, at most `micro_num` of them at once.
+        """Yield held-out micro-batches of one of `data.valid_parts`, at most `micro_num` at a time.
 
-        They are the same each time, and those of the source alone. `validation.steps` counts
-        global batches, so that the samples depend on their size alone.
+        They are the same each time and do not depend on other sources. `validation.steps` counts
+        global batches, so which samples are used depends only on the global batch size.
         """
         data, ranks = self._data, self._replica
         read: Iterator[MicroBatch] = iter(())
@@ -166,13 +175,14 @@ class StepData:
             )
         while True:
             batches = list(islice(read, self._num_micro_batches))
-            shared = torch.tensor([len(batches)])
+            shared = torch.tensor([len(batches)])  # ranks that do not read do not know the end
             self._host.broadcast_(shared, tag=_TAG).wait()
             if (count := int(shared.item())) == 0:
                 return
             yield self._share(stacked(batches, self._device) if batches else None, count)
 
     def _share(self, read: Tensor | None, count: int) -> list[MicroBatch]:
+        """Return `count` micro-batches on each rank of the tensor group; see the function."""
         data = self._data
         rows = (1, data.micro_bsz * data.seq_len) if data.pack else (data.micro_bsz, data.seq_len)
         return share_micro_batches(
@@ -194,7 +204,7 @@ class StepData:
 
 
 def stacked(batches: Sequence[MicroBatch], device: torch.device) -> Tensor:
-    """Tokens, labels and positions, int64 [n, 3, rows, tokens], ready to be sent to `device`."""
+    """Stack tokens, labels and positions to int64 [n, 3, rows, tokens], pinned for CUDA."""
     fields = [torch.stack((b.tokens, b.labels, b.positions)) for b in batches]
     return pinned_memory.pinned(torch.stack(fields), device)
 
@@ -209,11 +219,11 @@ def share_micro_batches(
     host: Channel,
     device: torch.device,
 ) -> list[MicroBatch]:
-    """The micro-batches of a step on all ranks of the tensor group, in one broadcast.
+    """Return the micro-batches of a step on all ranks of a tensor group, by one broadcast.
 
-    `read`, what `stacked` gave, on the group's first rank, None on the others; each is of `shape`
-    (rows, tokens). Where `device` has memory of its own, the bounds of documents travel beside, by
-    `host`: the same ranks, for values in CPU memory.
+    `read` is the result of `stacked` on the group's first rank, None on others; each micro-batch
+    has `shape` (rows, tokens). On CUDA the bounds of documents, which are needed in host memory,
+    are sent separately over `host`, a channel of the same ranks for CPU tensors.
     """
     if read is None:
         payload = torch.empty(micro_num, 3, *shape, dtype=torch.int64, device=device)
@@ -227,11 +237,11 @@ def share_micro_batches(
 
 
 def _starts(payload: Tensor, read: Tensor | None, host: Channel) -> Tensor:
-    """Whether a document begins, where positions restart: bool [n, S], in host memory."""
+    """Return which tokens begin a document (position 0): bool [n, S], in host memory."""
     if payload.device.type == "cpu":
         return payload[:, 2, 0] == 0
     num_rows, num_tokens = payload.shape[0], payload.shape[-1]
-    bits = torch.empty(num_rows, -(-num_tokens // 8), dtype=torch.uint8)  # one a token
+    bits = torch.empty(num_rows, -(-num_tokens // 8), dtype=torch.uint8)  # one bit for each token
     if read is not None:
         bits = torch.from_numpy(np.packbits(read[:, 2, 0].numpy() == 0, axis=1))
     host.broadcast_(bits, tag=_TAG).wait()

@@ -12,28 +12,30 @@ __all__ = ["collected_every"]
 
 @contextmanager
 def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
-    """Collect garbage only when what this gives is called with a multiple of `steps`.
+    """Yield a function that collects garbage when it is called with a multiple of `steps`.
 
-    Left alone (`steps` 0), Python looks through all objects whenever enough have been made: on each
-    rank in another step, and all wait for it. A step leaves no tensor for it to find. Source:
-    torchtitan's and Megatron-LM's collection by hand.
+    In this context Python does not collect on its own; with `steps` 0 it does. Then it looks
+    through all objects whenever enough have been created: on each rank in another step, and all
+    ranks wait for it. A step leaves no tensor to be collected. Source: torchtitan's and
+    Megatron-LM's manual garbage collection.
 
     [Note: Freed host memory] glibc gives free pages back to the system at the same time. Packed
-    sequences have documents of other lengths in every step, so the tensors of a step on CPU fit the
-    holes that the last one left badly: memory in use stays the same, but the heap around it grows
-    for hundreds of steps. Fixed thresholds for mmap would end that too, at the cost of a page fault
-    for each page of each step.
+    sequences have documents of other lengths in each step, so on CPU the tensors of a step fit
+    badly into the holes of the previous one: memory in use stays the same, but the heap around it
+    grows for hundreds of steps. Fixed thresholds for mmap would prevent that too, at the cost of a
+    page fault for each page of each step.
     """
     release = _malloc_trim()
 
     def after(step: int) -> None:
+        """Collect young objects and give free memory back, if it is time after `step`."""
         if steps and step % steps == 0:
             gc.collect(1)
             release(0)
 
     by_itself = gc.isenabled()
     if steps:
-        gc.collect()
+        gc.collect()  # what the setup has left, of all generations
         gc.disable()
     try:
         yield after
@@ -43,6 +45,6 @@ def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
 
 
 def _malloc_trim() -> Callable[[int], object]:
-    """glibc's function that gives free pages of the heap back; a no-op on other systems."""
+    """Return glibc's function that gives free heap pages back; a no-op on other systems."""
     libc = ctypes.CDLL(None)
     return libc.malloc_trim if hasattr(libc, "malloc_trim") else lambda _: None

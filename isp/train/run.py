@@ -1,4 +1,4 @@
-"""A run from start to end: `main` is what `isp train` does on every rank."""
+"""A run from start to end: `main` is `isp train` on each rank."""
 
 from __future__ import annotations
 
@@ -44,33 +44,35 @@ class ChooseExchange(Protocol):
     def __call__(
         self, config: JobConfig, world_size: int, memory_bytes: int | None, *, on_cpu: bool
     ) -> tuple[JobConfig, str]:
-        """Return `config` with the exchange in place of `auto`, and the reason.
+        """Return `config` with an exchange instead of `auto`, and the reason.
 
-        `memory_bytes`: of the smallest device; None: unknown.
+        `memory_bytes` is the memory of the smallest device; None if unknown.
         """
 
 
 GRACE_SECONDS = 15.0
-"""Time that ranks have to say where they wait, after a collective has timed out on one."""
+"""Time for ranks to report where they wait, after a collective has timed out on one of them."""
 
 
 def main(
     config: JobConfig, *, store: Store | None = None, choose_exchange: ChooseExchange | None = None
 ) -> signal.Signals | None:
-    """Train as `config` says, on this rank of the world that torchrun has set (or alone).
+    """Train as `config` describes, on this rank of torchrun's world, or alone.
 
     Returns the signal that stopped the run on this rank, after saving; None if it finished.
-    `store`: where the ranks have already met. `choose_exchange` replaces `auto` in
+    `store` is a store that connects the ranks already. `choose_exchange` replaces `auto` in
     `parallel.sequence_2D.exchange`; None: `auto` is a gather.
-    Raises ValueError (or OSError), before any process group starts, for what the user can put
-    right, and CheckpointError, on rank 0 at the end, if the last checkpoint is not in
-    `checkpoint.upload_to`.
+
+    Raises ValueError (or OSError), before any process group starts, for mistakes in configuration
+    and data; ValueError on all ranks if the run's folder cannot be opened; OutOfMemory; and
+    CheckpointError, on rank 0 at the end, if the last checkpoint is not in `checkpoint.upload_to`.
     """
-    begin = time.monotonic()
+    begin = time.monotonic()  # `training.max_time` includes the setup
     world = make_world(config, store)
     device = world.device
-    topology, asked = config.topology(world.size), config
+    topology, asked = config.topology(world.size), config  # `asked`: to be saved as given
     config = config.for_ranks(world.size)
+    # Checks that need no process group: a mistake ends all ranks at once, with one message.
     config.require_packages()
     config.check_folder_model()
     check_param_groups(config)
@@ -134,10 +136,11 @@ def main(
         stack.enter_context(trainer.checkpointer)
         grace_seconds = min(GRACE_SECONDS, config.comm.train_timeout_seconds)
         roll_call = RollCall(mesh.host, mesh.opened, grace_seconds=grace_seconds)
-        # Until here nothing is lost, and a signal may end a rank that waits for others.
+        # Signals are handled only from here on: before, a signal ends the process, which loses
+        # nothing, even if it waits for other ranks.
         with stop, roll_call:
             finished = trainer.run()
-    # Here all contexts have ended well: this rank does not leave others in a collective.
+    # Raised only after all contexts have ended, so that no other rank still waits for this one.
     if finished and (fault := trainer.checkpointer.upload_fault) is not None:
         raise CheckpointError(
             f"training has finished, but {fault}: the same command, without checkpoint.load_step"
@@ -168,7 +171,10 @@ def _with_exchange(
 
 
 def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:
-    """The start from `open_run` on rank 0, entered on `stack`, for all ranks."""
+    """Run `open_run` on rank 0, entered on `stack`, and return its start on all ranks.
+
+    Raises ValueError on all ranks if it fails on rank 0. A collective.
+    """
     host, opened, fault = mesh.host, None, None
     if host.rank == 0:
         try:

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it ends its step and saves, or ends at once if asked again."""
+"""Stop signals: the first ends a run after its step and a save, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ __all__ = ["StopRequest", "heeded_signals"]
 logger = logging.getLogger(__name__)
 
 _URGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C; torchrun, `kill` and Slurm at the time limit; a terminal that is closed."""
+"""Signals that end a run: of Ctrl-C; of torchrun, `kill`, and Slurm at its time limit; of a
+terminal that is closed."""
 _EARLY = (signal.SIGUSR1,)
-"""Slurm some time before the limit (`--signal=USR1@300`)."""
+"""Signals of a cluster before its time limit, such as Slurm's `--signal=USR1@300`."""
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """The stop signals, without SIGHUP where it is ignored, as `nohup` has it."""
+    """Return the stop signals, without SIGHUP if it is ignored, as under `nohup`."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [n for n in (*_URGENT, *_EARLY) if n != signal.SIGHUP or hangs_up]
 
 
 class StopRequest:
-    """While entered, the first stop signal sets `received`; a second one ends the process at once.
+    """A context in which the first stop signal sets `received`, and a second one ends the process.
 
     Signals are SIGINT, SIGTERM, SIGHUP and SIGUSR1. A SIGUSR1 announces that time is running out,
-    so it never counts as the second, and neither does the next signal. What arrives within
-    `repeat_seconds` is the same request: launcher, Slurm and terminal may each pass it on.
-    Every rank has its own: combine `received` over the ranks, so that all stop after the same
-    step. To be entered in the main thread. Processes forked while it is entered inherit it. With
-    `keep_handlers` who sets handlers of his own, such as torchrun, sees the first signal as well.
+    so it never counts as the second, and neither does the next signal. Signals within
+    `repeat_seconds` are the same request: launcher, Slurm and terminal may each pass it on.
+    Each rank has its own `received`: combine it over the ranks, so that all stop after the same
+    step. Enter the context in the main thread. Processes forked inside it inherit it. With
+    `keep_handlers`, handlers that other code has set, such as torchrun's, get the signals too.
 
     [Note: Watcher] Python runs signal handlers between two instructions of the main thread, which
     may be inside a collective that never ends because another rank is gone. So the signal's number
-    goes through a socket, which the C part of the handler fills at once, to a thread of its own.
+    goes through a socket, to which the C part of the handler writes at once, to another thread.
     """
 
     def __init__(self, *, repeat_seconds: float = 1.0, keep_handlers: bool = False) -> None:
@@ -48,6 +49,7 @@ class StopRequest:
         self.received: signal.Signals | None = None
         """The first signal that asked this rank to stop."""
         self._urgent_since: float | None = None
+        """Time of the first urgent signal, from `time.monotonic`."""
         self._old_handlers: dict[signal.Signals, Any] = {}
         self._old_wakeup_fd = -1
         self._watcher: threading.Thread | None = None
@@ -75,18 +77,20 @@ class StopRequest:
         self._receiver.close()
 
     def _watch(self) -> None:
+        """Receive signal numbers in the watcher's thread, until the socket is closed."""
         while data := self._receiver.recv(64):
             for number in data:
                 if number in (*_URGENT, *_EARLY):
                     self._receive(signal.Signals(number))
 
     def _receive(self, number: signal.Signals) -> None:
+        """Note a signal, or end the process if it is the second urgent one."""
         now = time.monotonic()
         if number in _URGENT:
             if self._urgent_since is None:
                 self._urgent_since = now
             elif now - self._urgent_since >= self._repeat_seconds:
-                os._exit(128 + number)  # the main thread may never come back to be asked
+                os._exit(128 + number)  # the main thread may be stuck in a collective
         if self.received is None:
             self.received = number
             logger.warning(
@@ -97,4 +101,4 @@ class StopRequest:
 
 
 def _leave_to_watcher(number: int, frame: FrameType | None) -> None:
-    pass
+    """Do nothing: without a Python handler the signal would end the process."""

@@ -1,4 +1,4 @@
-"""`Trainer`: the loop over steps, with its records, its checkpoints and its end."""
+"""`Trainer`: the loop over the steps of a run, with its records, checkpoints and end."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ __all__ = ["Trainer"]
 logger = logging.getLogger(__name__)
 
 _AS_ASKED = "as asked"
+"""Reason for a stop by a signal, as the log line continues."""
 
 
 class Trainer:
@@ -83,7 +84,7 @@ class Trainer:
         self.data = data
         self.stop = stop
         self.deadline = begin + config.training.max_seconds
-        """Latest end of the run, in `time.monotonic`; it began at `begin`."""
+        """Latest end of the run, on the clock of `time.monotonic`; the run began at `begin`."""
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(
             config,
@@ -102,15 +103,16 @@ class Trainer:
         if config.profiler.enable_profiling:
             self._profiler = StepProfiler(config, self.train_step, device, start.folder)
         self.step = 0
-        """Steps done."""
+        """Number of steps done, including those of the checkpoint that the run began from."""
         self.tokens = 0
-        """Tokens that all ranks have trained on in them, without padding."""
+        """Number of tokens in these steps, over all ranks, without padding."""
         self._places_per_step = config.sequences(mesh.topology) * config.data.seq_len
         name = device_name(device)
         peak = peak_tflops(name, config.metrics.peak_tflops)
         ranks = mesh.topology.world_size
         self._meter = StepMeter(mesh.log, self.clock, device, num_ranks=ranks, peak_tflops=peak)
         self._pace = Pace(config)
+        # Waits of ranks are compared by one clock, so only where all ranks are on one machine.
         one_machine = len(set(hostnames)) == 1
         self._shared_cores = shared_cores(device, ranks) if one_machine else ""
         warn = config.metrics
@@ -133,17 +135,17 @@ class Trainer:
         logger.info("%s", describe_mfu(traced.flop_rule, name, peak))
 
     def where(self) -> str:
-        """This rank's work now, in words."""
+        """Return this rank's current work in words, for errors about memory."""
         phase = self.clock.current
         if is_of_step(phase):
             return f"in {phase} of step {self.step + 1}"
         return f"after step {self.step}, in {phase}"
 
     def run(self) -> bool:
-        """Train to the last step, or until asked to stop or short of time, and save.
+        """Train to the last step, or until a stop signal or the time limit, and save.
 
-        Whether the run has finished.
-        What it begins from, see `RunCheckpoints.begin`.
+        Returns True if the run has finished. It begins from the state that `RunCheckpoints.begin`
+        loads.
         """
         begun = self._checkpoints.begin()
         self.step, self.tokens = begun.step, begun.tokens
@@ -157,6 +159,7 @@ class Trainer:
             ) as outputs,
             collected_every(self.config.training.gc_freq) as collect_garbage,
         ):
+            # The last process saved this step but ended before its record or evaluation.
             if outputs.lacks_last and begun.record is not None:
                 logger.info("completing step %d, during which the run ended before", self.step)
                 stopped = self._report(begun.record, outputs)
@@ -170,6 +173,7 @@ class Trainer:
                     if offloaded.reserved_bytes:
                         logger.info("block inputs on the host: %s", offloaded.describe())
                     self._log_balance()
+                    # The first step also loads kernels and opens connections: then less time.
                     self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
         if self.step > first:
             self._log_balance()
@@ -177,9 +181,10 @@ class Trainer:
         return stopped is None
 
     def _train_step(self, outputs: StepOutputs) -> str | None:
-        """One step, its checkpoint and its record. Returns why the run is to stop, if it is.
+        """Run one step with its checkpoint and its record.
 
-        Raises CheckpointError if the last checkpoint of the run cannot be written.
+        Returns the reason if the run has to stop, else None. Raises CheckpointError if the last
+        checkpoint of the run cannot be written.
         """
         config = self.config
         lr = learning_rate(
@@ -218,7 +223,7 @@ class Trainer:
         outputs.progress(loss=outcome.loss, eta_seconds=eta_seconds)
         record = self._record(outcome, lr, loss_scale, eta_seconds, is_last=is_last)
         done = Progress(self.step, self.tokens, record, self.data.tell(self.step))
-        # Before an evaluation: a second signal, or a limit of time, must not cost the steps done.
+        # Before an evaluation: a second signal or the cluster's time limit must not cost steps.
         if is_last:
             self._save(done, last=True)
         elif config.checkpoint.interval and self.step % config.checkpoint.interval == 0:
@@ -231,7 +236,8 @@ class Trainer:
         return interrupted if self.step == config.training.steps else stopped or interrupted
 
     def _agree(self, batches: list[MicroBatch]) -> StepFacts:
-        """The facts that all ranks have to know at the end of a step."""
+        """Return the facts that all ranks need at the end of a step, in one all-reduce."""
+        # Ranks of a tensor group and of pipeline stages have the same tokens: one of them counts.
         counts = self.mesh[Axis.TENSOR].rank == self.mesh[Axis.PIPELINE].rank == 0
         return agree(
             self.mesh.host,
@@ -243,10 +249,10 @@ class Trainer:
         )
 
     def _warn(self, outcome: StepOutcome, facts: StepFacts) -> None:
-        """Tell, from rank 0, what looks wrong."""
+        """Log warnings about the loss and about slow ranks, on rank 0."""
         if self.mesh.rank != 0:
             return
-        # The loss of a step without labels is 0, and would count among the losses before.
+        # The loss of a step without labels is 0: nan keeps it out of the median of losses.
         loss = outcome.loss if outcome.valid_tokens else math.nan
         spike = self._loss_watch.look(self.step, loss)
         slow = self._slow_watch.look(self.step, facts.own_seconds)
@@ -262,7 +268,7 @@ class Trainer:
         *,
         is_last: bool,
     ) -> StepRecord | None:
-        """The record of the step, yet without an evaluation; None if none is due."""
+        """Return the record of the step without its evaluation; None if no record is due."""
         is_due = is_last or self.step % self.config.metrics.log_freq == 0
         if not (is_due or evaluation_is_due(self.config, self.step)):
             return None
@@ -282,7 +288,8 @@ class Trainer:
     def _report(self, record: StepRecord, outputs: StepOutputs) -> str | None:
         """Write the record of the step, with an evaluation if one is due.
 
-        Returns why the evaluation was left out, if it was: the record lacks it then.
+        Returns the reason if the evaluation was interrupted, else None; an interrupted one is not
+        in the record.
         """
         stopped: str | None = None
         if evaluation_is_due(self.config, self.step):
@@ -303,12 +310,17 @@ class Trainer:
         return stopped
 
     def _evaluate(self) -> tuple[dict[str, float], str | None]:
-        """The loss on held-out text of each source that has labels; and why it was left out."""
+        """Return the loss on held-out text by source, for sources with a label.
+
+        Also returns the reason if the evaluation was interrupted, else None.
+        """
         asked = False
 
         def until_asked(source: int) -> Iterator[list[MicroBatch]]:
+            """Yield a source's batches, until any rank gets a stop signal."""
             nonlocal asked
             for batches in self.data.validation(source):
+                # A signal may reach ranks at different batches: all have to stop at the same one.
                 asked = any_asked(self.mesh.host, self.stop.received is not None)
                 if asked:
                     return
@@ -324,7 +336,7 @@ class Trainer:
         return losses, None
 
     def _mean_loss(self, losses: dict[str, float]) -> float | None:
-        """The mean by weight over the sources."""
+        """Return the mean of `losses`, weighted by source; warn and return None if it is empty."""
         weights = {part.title: part.weight for part in self.config.data.valid_parts}
         if not losses:
             logger.warning(
@@ -337,18 +349,18 @@ class Trainer:
         return sum(weights[name] / total * loss for name, loss in losses.items())
 
     def _leave_phase(self) -> None:
-        """Leave out the time since the step: no part of it."""
+        """Leave the phase after a step, such as a save, and keep its time out of the next step."""
         self.clock.enter(Phase.OTHER)
         self._meter.leave_out()
 
     def _count_skip(self, outcome: StepOutcome) -> None:
-        """Tell of a skipped step. Raises ValueError if it is one too many in a row."""
+        """Log a skipped step. Raises ValueError if `max_skipped_steps` in a row were skipped."""
         optimizer, limit = self.optimizer, self.config.optimizer.max_skipped_steps
         logger.warning("%s", describe_skip(optimizer, outcome, step=self.step))
         check_skips(optimizer, limit, step=self.step, checkpointer=self.checkpointer)
 
     def _save(self, done: Progress, *, last: bool) -> None:
-        """Save. Raises CheckpointError if that fails, and it is the last one."""
+        """Save a checkpoint. If that fails, raises CheckpointError for the last one, else logs."""
         self.clock.enter(Phase.CHECKPOINT)
         if last:
             self._checkpoints.save_at_last(done)
@@ -360,10 +372,12 @@ class Trainer:
         self._leave_phase()
 
     def _log_balance(self) -> None:
+        """Log how evenly attention was split over context ranks, if there are any."""
         if text := str(self._balance):
             logger.info("attention: %s", text)
 
     def _end(self, stopped: str | None) -> None:
+        """Log how the run ended; without a reason `stopped`, mark its folder as finished."""
         if self._shared_cores:
             waits = describe_waits(self.mesh, self._meter.last_transfers)
             if waits is not None:
@@ -386,7 +400,7 @@ class Trainer:
 
 
 def _how_to_generate(checkpoints: Path, *, chats: bool) -> str:
-    """Return the line to type for text from the newest checkpoint, an answer if `chats`."""
+    """Return the command that generates text from the newest checkpoint; an answer, if `chats`."""
     isp = "isp" if shutil.which("isp") else f"{os.path.relpath(sys.executable)} -m isp"
     folder = checkpoints.parent if checkpoints.name == "checkpoint" else checkpoints
     here = Path.cwd()
@@ -396,10 +410,11 @@ def _how_to_generate(checkpoints: Path, *, chats: bool) -> str:
 
 
 def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss:
-    """The loss of `training.objective`, with the reference that it needs."""
+    """Return the loss of `training.objective`, with its reference or teacher model if needed."""
     model = second_model(config)
     if model is None:
         return RewardLoss() if config.training.objective == "reward" else TokenLoss()
+    # weights_may_change: between its forwards nothing of the second model is in flight.
     second = make_train_step(config, mesh, device, model=model, weights_may_change=True)
     for chunk in second.chunks:
         chunk.model.eval()  # adapters of a reference may have dropout

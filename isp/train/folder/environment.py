@@ -1,4 +1,4 @@
-"""The environment of a run: for `env.json`, so that its numbers can be explained later."""
+"""`Environment`: software and machines of a run, in `env.json`, to explain its numbers later."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from isp.utils.text import shown
 __all__ = ["Environment", "RankPlace"]
 
 _TUNING = ("CUDA_", "NCCL_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
-"""Beginnings of the names of variables that numbers depend on."""
+"""Prefixes of the environment variables that speed depends on."""
 
 
 class RankPlace(NamedTuple):
-    """A rank's place; plain text, to be gathered over the ranks."""
+    """A rank's host and kind of device, in plain text, to be gathered over the ranks."""
 
     hostname: str
     device: str
+    """Name of the kind of device, from `device_name`."""
 
     @classmethod
     def here(cls, device: torch.device) -> RankPlace:
-        """The place of this rank, which computes on `device`."""
+        """Return the place of this rank, which computes on `device`."""
         return cls(socket.gethostname(), device_name(device))
 
 
@@ -44,25 +45,26 @@ class Environment:
     python: str
     torch: str
     cuda: str | None
-    """CUDA or ROCm that torch was built for; None: neither."""
+    """Version of CUDA or ROCm that torch was built for; None for neither."""
     platform: str
     command: list[str]
-    """The words this process was started with."""
+    """Command line of this process, without credentials."""
     git_commit: str | None
-    """Of the source that runs, `-dirty` if it was changed; None if it is installed."""
+    """Commit of the running source, with `-dirty` if it was changed; None if it is installed."""
     world_size: int
     hostnames: list[str]
-    """Each once, in the order of their ranks."""
+    """Names of the machines, each once, in the order of their ranks."""
     devices: dict[str, int]
     """Number of ranks computing on each kind of device."""
     packages: dict[str, str]
-    """Versions of what is installed."""
+    """Versions of the installed packages, by name."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Those of rank 0 that change how fast CUDA, NCCL and torch are; older runs have none."""
+    """Environment variables of rank 0 that the speed of CUDA, NCCL and torch depends on; older runs
+    have none."""
 
     @classmethod
     def of(cls, places: Sequence[RankPlace]) -> Environment:
-        """The environment of this process, in a run whose ranks are at `places`."""
+        """Return the environment of this process, in a run whose ranks are at `places`."""
         devices = [place.device for place in places]
         return cls(
             python=platform.python_version(),
@@ -79,18 +81,19 @@ class Environment:
         )
 
     def to_json(self) -> str:
-        """The environment as JSON, for people and programs."""
+        """Return the environment as indented JSON."""
         return TypeAdapter(Environment).dump_json(self, indent=2).decode() + "\n"
 
 
 def _packages() -> dict[str, str]:
-    found = [d.metadata for d in distributions()]  # read and parsed anew each time it is asked for
-    named = [m for m in found if m["Name"]]  # the rest of a broken installation has none
+    """Return the versions of installed packages, by name, in alphabetical order."""
+    found = [d.metadata for d in distributions()]  # once: each access reads and parses the file
+    named = [m for m in found if m["Name"]]  # leftovers of a broken installation have no name
     return {m["Name"]: m["Version"] for m in sorted(named, key=lambda m: m["Name"].lower())}
 
 
 def _git_commit(file: Path) -> str | None:
-    """The commit that `file` is checked out from; None if its repository does not know it."""
+    """Return the commit that `file` is checked out from; None if no repository tracks it."""
     tracked = ["ls-files", "--error-unmatch", file.name]
     described = ["describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
     try:

@@ -1,4 +1,4 @@
-"""Destinations of log lines: rank 0's to the terminal, each rank's to its own file."""
+"""`run_logging`: log lines of rank 0 to the terminal, of each rank to its own file."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from isp.utils.text import shown
 __all__ = ["run_logging"]
 
 _OURS = ("isp", "model")
-"""Loggers whose information is shown; of others only warnings and errors are."""
+"""Loggers that are shown from level INFO on; others only from WARNING on."""
 
 
 @contextmanager
 def run_logging(log_file: Path, *, rank: int, terminal: TextIO | None = None) -> Iterator[None]:
-    """Within it, lines go to `log_file` with their time and, from rank 0, to `terminal` (stdout).
+    """Send log lines to `log_file`, with the time, and on rank 0 to `terminal` (default: stdout).
 
-    Warnings of Python are log lines too. An exception that leaves the context, or ends a thread,
-    is added to the file with its traceback: the terminal gets it from whoever catches it.
+    Python's warnings are logged too. An exception that leaves this context, or ends a thread, is
+    written to the file with its traceback. The terminal gets it from the code that catches it.
     """
     file = _RankFile(log_file, encoding="utf-8")
     file.setFormatter(_Shown(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
@@ -48,26 +48,30 @@ def run_logging(log_file: Path, *, rank: int, terminal: TextIO | None = None) ->
 
 
 class _Shown(logging.Formatter):
-    """Records with tracebacks, without what a terminal obeys and without credentials."""
+    """A formatter that removes control characters and credentials, also from tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
         return shown(super().format(record))
 
 
 class _Plain(_Shown):
-    """The message, with its level where that is not information."""
+    """A formatter of messages without time, with their level unless it is INFO."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record."""
         text = super().format(record)
         return text if record.levelno == logging.INFO else f"{record.levelname.lower()}: {text}"
 
 
 class _Lenient(logging.StreamHandler[TextIO]):
-    """A handler whose disk or pipe may fail: a warning says so once, and the run continues."""
+    """A handler whose disk or pipe may fail: it warns once, and the run continues."""
 
     warned = False
+    """True after the warning."""
 
     def handleError(self, record: logging.LogRecord) -> None:
+        """Warn about an OSError while a record was written; report other errors as logging does."""
         error = sys.exception()
         if isinstance(error, OSError):
             self.warn(error)
@@ -75,6 +79,7 @@ class _Lenient(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
     def warn(self, error: OSError) -> None:
+        """Write a warning to stderr, once."""
         if not self.warned:
             self.warned = True
             with suppress(OSError):
@@ -82,19 +87,24 @@ class _Lenient(logging.StreamHandler[TextIO]):
 
 
 class _Terminal(_Lenient):
-    """Writes above a progress bar, if one is shown where the lines go."""
+    """A handler that writes above a progress bar, if its stream shows one."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, with the bar removed meanwhile."""
         with tqdm.external_write_mode(file=self.stream):
             super().emit(record)
 
 
 class _RankFile(_Lenient, logging.FileHandler):
+    """A handler that appends to a rank's log file."""
+
     def _open(self) -> TextIOWrapper:
+        """Open the file; see `open_to_write` for what it refuses."""
         descriptor = open_to_write(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
 
     def close(self) -> None:
+        """Close the file; a full disk may fail here, on the last lines."""
         try:
             super().close()
         except OSError as error:
@@ -102,13 +112,14 @@ class _RankFile(_Lenient, logging.FileHandler):
 
 
 def _failure(message: str, error: BaseException) -> logging.LogRecord:
+    """Return a log record of an exception, with its traceback."""
     exc_info = (type(error), error, error.__traceback__)
     return logging.LogRecord(__name__, logging.CRITICAL, __file__, 0, message, (), exc_info)
 
 
 @contextmanager
 def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
-    """Give every logger `handlers`, and ours the level of information; takes both back."""
+    """Attach `handlers` to the root logger and set ours to INFO in this context."""
     root, ours = logging.getLogger(), [logging.getLogger(name) for name in _OURS]
     levels = [logger.level for logger in ours]
     for handler in handlers:
@@ -129,9 +140,11 @@ def _attached(handlers: list[logging.Handler]) -> Iterator[None]:
 
 @contextmanager
 def _thread_failures_to(file: logging.Handler) -> Iterator[None]:
+    """Write exceptions that end threads to `file` in this context."""
     before = threading.excepthook
 
     def log(failed: threading.ExceptHookArgs) -> None:
+        """Write the exception, then call the hook that was set before."""
         if failed.exc_value is not None and failed.exc_type is not SystemExit:
             name = "?" if failed.thread is None else failed.thread.name
             file.handle(_failure(f"thread {name} ended by an exception", failed.exc_value))

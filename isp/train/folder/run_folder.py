@@ -1,15 +1,15 @@
-"""The folder of a run, `outputs/<job>/<time>/`, and everything in it.
+"""`RunFolder`: the folder of a run, `outputs/<job>/<time>/`, and its files.
 
-    config.yaml      the whole configuration       (config.1.yaml: that before the run was resumed)
+    config.yaml      the whole configuration       (config.1.yaml: before the run was resumed)
     env.json         software and machines         (env.1.json)
     launch.json      the launch that started the run last, and the step at which the run finished
-    metrics.jsonl    a line a step: see `isp.metrics`
+    metrics.jsonl    a line for each record: see `isp.metrics`
     logs/            rank_0.log ... (elsewhere with `job.log_folder`)
     checkpoint/      see `isp.checkpoint`
-    evaluation/      what `isp evaluate` finds out about its newest checkpoint
+    evaluation/      results of `isp evaluate` on the newest checkpoint
 
-Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes, but
-for each rank's own log.
+Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes,
+except for each rank's own log.
 
 [Note: Order of runs] The name of a run is its start in UTC, marked by `Z`; earlier versions of ISP
 wrote local time, without it. No name decides which run is the newest: a clock may be set back, or
@@ -62,7 +62,9 @@ logger = logging.getLogger(__name__)
 
 _TIME = "%Y-%m-%d_%H-%M-%S"
 _NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(Z?)(?:_(\d+))?")
+"""Pattern of a run's name: time, Z if that is in UTC, and a number if the name was taken."""
 _PROBE_BYTES = 2**16
+"""Bytes that `try_writing` writes: enough to find a full disk."""
 
 
 def run_name() -> str:
@@ -71,7 +73,7 @@ def run_name() -> str:
 
 
 def earlier_runs(job: JobSection) -> list[RunFolder]:
-    """Return the runs of `job`, the one that was launched last first [Note: Order of runs]."""
+    """Return the runs of `job`, the last launched one first [Note: Order of runs]."""
     return [run for *_, run in sorted(_launches(job), key=lambda found: found[:2], reverse=True)]
 
 
@@ -108,9 +110,9 @@ class LaunchRecord(NamedTuple):
     """The launch that started a run last: the content of its `launch.json`."""
 
     id: str
-    """torchrun's name of the launch."""
+    """torchrun's name for the launch."""
     at: float
-    """Its time from `launch_time`, in seconds since 1970."""
+    """Time of the launch from `launch_time`, in seconds since 1970."""
     finished_step: int | None = None
     """The step at which the run finished, all files written; None if it has not finished."""
     launcher: str = ""
@@ -119,17 +121,17 @@ class LaunchRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of the run at `path`, which rank 0 makes by `create` or `reopen`."""
+    """The folder of the run at `path`, which rank 0 makes by `create` or opens by `reopen`."""
 
     path: Path
     logs: Path | None = None
-    """Where this machine's ranks log, if not in it."""
+    """Folder of this machine's logs if it is outside of the run's folder, else None."""
 
     @classmethod
     def create(cls, job: JobSection, name: str) -> RunFolder:
-        """The folder of a new run of `job`, called `name`, or `name_2` ... if that is taken.
+        """Make the folder of a new run of `job`, called `name`, or `name_2` ... if that exists.
 
-        On rank 0, which sends its `path` to others. Raises ValueError if it cannot be written to.
+        For rank 0, which sends its `path` to others. Raises ValueError if it cannot be written to.
         """
         folder = Path(job.dump_folder) / job.name
         assert _NAME.fullmatch(name)
@@ -138,16 +140,16 @@ class RunFolder:
             run = cls(make_unique(folder.absolute(), name))
             try:
                 run._prepare()
-            except OSError:
+            except OSError:  # leave no folder that looks like a run
                 shutil.rmtree(run.path, ignore_errors=True)
                 raise
         return run
 
     @classmethod
     def reopen(cls, path: str | Path) -> RunFolder:
-        """The folder of a run that is to be resumed, on rank 0.
+        """Open the folder of a run to resume it, on rank 0.
 
-        Raises ValueError if there is none, or it cannot be written to.
+        Raises ValueError if it does not exist or cannot be written to.
         """
         run = cls(Path(path).absolute())
         if not run.path.is_dir():
@@ -159,7 +161,11 @@ class RunFolder:
 
     @classmethod
     def join(cls, path: str | Path, log_folder: str | None = None) -> RunFolder:
-        """The folder that rank 0 has made, on any rank; made for its log on a separate disk."""
+        """Return the folder that rank 0 has made, on any rank; make the folder of its logs.
+
+        Without `log_folder`, a machine that does not share rank 0's disk gets the run's folder too,
+        for its logs. Raises ValueError if it cannot be written to.
+        """
         run = cls(Path(path))
         key = f"job.dump_folder={run.path.parent.parent}"
         if log_folder is not None:
@@ -197,7 +203,7 @@ class RunFolder:
         return self.log_folder / f"rank_{rank}.log"
 
     def describe(self, config: str, environment: str) -> None:
-        """Write configuration and environment; others, from before resuming, stay beside them."""
+        """Write configuration and environment; different ones of earlier launches are kept."""
         _replace(self.config_file, config)
         _replace(self.environment_file, environment)
 
@@ -211,14 +217,14 @@ class RunFolder:
         return launch if has_time and isinstance(launch.finished_step, int | None) else None
 
     def write_launch(self, launch: LaunchRecord) -> None:
-        """Write the launch that starts the run now, in place of the one before."""
+        """Write the launch that starts the run now, instead of the previous one."""
         with explained(f"job.dump_folder={self.path.parent.parent}"):
             write_whole(self.launch_file, json.dumps(launch._asdict()), durable=True)
 
     def write_finished(self, step: int | None) -> None:
-        """Write that the run finished at `step`, or with None that it has not.
+        """Write that the run finished at `step`; None: that it has not finished.
 
-        Raises ValueError if its folder was removed.
+        Raises ValueError if `launch.json` was removed or changed.
         """
         launch = self.launch()
         if launch is None:
@@ -226,12 +232,12 @@ class RunFolder:
         self.write_launch(launch._replace(finished_step=step))
 
     def check_written_on(self) -> None:
-        """Raise OSError for a link or a pipe in the place of a file that a resumed run extends."""
+        """Raise OSError if a file that a resumed run appends to is a link or a pipe."""
         for path in (self.metrics_file, *self.log_folder.glob("rank_*.log")):
             check_written_on(path)
 
     def _prepare(self) -> None:
-        """Make the subfolders and the link, and try whether files can be written."""
+        """Make the subfolders and the link; raise OSError if files cannot be written."""
         self.log_folder.mkdir(exist_ok=True)
         self.checkpoint_folder.mkdir(exist_ok=True)
         try_writing(self.path)
@@ -239,7 +245,7 @@ class RunFolder:
 
 
 def make_unique(folder: Path, name: str) -> Path:
-    """Make `name` in `folder`, or the first of `name_2`, `name_3` ... that does not exist."""
+    """Make the folder `name` in `folder`, or the first of `name_2`, `name_3` ... that is free."""
     for number in itertools.count(1):
         path = folder / (name if number == 1 else f"{name}_{number}")
         try:
@@ -251,7 +257,7 @@ def make_unique(folder: Path, name: str) -> Path:
 
 
 def _link_latest(path: Path) -> None:
-    """Let `latest` lead to `path`: the old link is there until the new one is."""
+    """Make the link `latest` to `path`; the old link is replaced in one step."""
     link, new = path.parent / "latest", path.parent / f".latest_{path.name}"
     try:
         new.unlink(missing_ok=True)
@@ -263,11 +269,12 @@ def _link_latest(path: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write `text` to `path` in one piece; what it said before goes to a numbered neighbour."""
+    """Write `text` to `path` in one step; a file with other text is renamed with a number."""
     if path.is_file() and read_limited(path).decode(errors="replace") == text:
         return
 
     def write(new: Path) -> None:
+        """Write the new file; once it is on disk, rename the old one."""
         write_durably(new, text.encode())
         if os.path.lexists(path):
             numbered = (path.with_name(f"{path.stem}.{n}{path.suffix}") for n in itertools.count(1))
@@ -277,21 +284,22 @@ def _replace(path: Path, text: str) -> None:
 
 
 def check_can_create(job: JobSection) -> None:
-    """Raise what `RunFolder.create` would for a folder that cannot be written to; makes nothing."""
+    """Raise ValueError if `RunFolder.create` could not write to its folder; make no folder."""
     folder = Path(job.dump_folder).absolute() / job.name
     with explained(f"job.dump_folder={job.dump_folder}"):
+        # The nearest parent that exists.
         try_writing(next(path for path in (folder, *folder.parents) if path.exists()))
 
 
 def try_writing(folder: Path) -> None:
-    """Write a file to `folder` and remove it.  Raises OSError if that fails."""
+    """Write a file to `folder` and remove it; raise OSError if that fails."""
     with new_file(folder, "probe") as probe:
         write_durably(probe, bytes(_PROBE_BYTES))
 
 
 @contextmanager
 def explained(setting: str) -> Iterator[None]:
-    """Turn what the system says about a file into what the user can do about `setting`."""
+    """Turn an OSError in this context into a ValueError that names `setting` and a way out."""
     try:
         yield
     except OSError as error:

@@ -1,1 +1,1 @@
-"""What a run reports while it trains: metrics, trackers, warnings, memory."""
+"""Reports of a run while it trains: metrics, trackers, warnings, memory."""

@@ -1,4 +1,4 @@
-"""How evenly a plan spreads attention over context ranks, for people."""
+"""Sentences on how evenly attention is split over context ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["ContextBalance", "balance_text"]
 
 
 def balance_text(config: JobConfig) -> str:
-    """The imbalance of the row that `config` asks for, its documents as long as samples."""
+    """Return a sentence on the imbalance of a full row, with documents of `seq_len` tokens.
+
+    Empty without context ranks.
+    """
     ranks = config.topology(config.parallel.least_ranks).context
     if ranks == 1:
         return ""
@@ -29,15 +32,16 @@ def balance_text(config: JobConfig) -> str:
 
 
 class ContextBalance:
-    """The imbalance of the rows that this rank's sequence group has attended to."""
+    """The imbalance of attention over the rows that this rank's sequence group has computed."""
 
     def __init__(self, ranks: SequenceRanks) -> None:
         self._ranks = ranks
         self._rows = 0
         self._sum = self._worst = 0.0
+        """Sum and maximum of the rows' imbalance."""
 
     def count(self, batches: Iterable[MicroBatch]) -> None:
-        """Add the rows of a step; their plans are at hand."""
+        """Add the rows of a step, whose splits are cached."""
         for batch in batches:
             lengths = self._ranks.lengths(batch.tokens, batch.cu_seqlens)
             imbalance = self._ranks.split(lengths).imbalance
@@ -46,7 +50,7 @@ class ContextBalance:
             self._worst = max(self._worst, imbalance)
 
     def __str__(self) -> str:
-        """What was found; empty without context ranks."""
+        """Return mean and largest imbalance in a sentence; empty before the first row."""
         if not self._rows:
             return ""
         return (

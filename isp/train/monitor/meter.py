@@ -1,4 +1,4 @@
-"""Records of what steps did and how long they took, and where they go besides the log."""
+"""`StepMeter`, which makes records of steps, and `StepOutputs`, the files they go to."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ __all__ = ["StepMeter", "StepOutputs", "evaluation_is_due", "model_flops"]
 
 
 def evaluation_is_due(config: JobConfig, step: int) -> bool:
-    """Whether the loss on held-out text is found after `step`: every so often, and at the end."""
+    """Return True if an evaluation follows `step`: each `validation.freq` steps and at the end."""
     freq = config.validation.freq
     return freq > 0 and (step % freq == 0 or step == config.training.steps)
 
 
 def model_flops(model: TracedModel, batches: Iterable[MicroBatch]) -> int:
-    """Return the FLOPs of forward and backward over the documents of `batches`, by model's rule."""
+    """Return the FLOPs of forward and backward over the documents of `batches`, by the model's
+    rule."""
     return model.flops([length for batch in batches for length in batch.document_lengths])
 
 
 class StepMeter:
-    """Counts the steps since the last record; times are means over them.
+    """Counts the steps since the last record; a record's times are means over these steps.
 
-    Time of evaluations and checkpoints, and what was sent for them, is no time of steps.
+    The time of evaluations and checkpoints, transfers included, does not count as time of steps.
     """
 
     def __init__(
@@ -64,28 +65,29 @@ class StepMeter:
         self._num_ranks = num_ranks
         self._peak_tflops = peak_tflops
         self.own_seconds = 0.0
-        """The last step's time without waiting for other ranks."""
+        """Seconds of the last step without waits for other ranks."""
         self.last_transfers: list[TimedTransfer] = []
-        """Those that the last step waited for."""
+        """Transfers that the last step waited for."""
         log.collect(device)
         self.restart()
 
     def restart(self) -> None:
-        """Begin to count here; what lies before belongs to no record."""
+        """Begin to count now; earlier time belongs to no record."""
         self._clock.take()
         self._forget()
         self.leave_out()
 
     def leave_out(self) -> None:
-        """Leave out the time since the last step, and waits in it: they served none."""
+        """Leave out the time since the last step, with its transfers: it was not part of a step."""
         self._log.take_waited()
         self._since = time.perf_counter()
 
     def end_step(self) -> PhaseTimes:
-        """A step has been done on this rank; the phases since the last one."""
+        """Count the times of a step on this rank, and return the phases since the last one."""
         times = self._clock.take()
         moved = self.last_transfers = self._log.take_waited()
-        for transfer in moved:  # under way before: that time is counted, or no step's
+        # In flight before this step: that time has been counted, or belongs to no step.
+        for transfer in moved:
             transfer.launched = max(transfer.launched, self._since)
         totals = CommLog.totals(moved)
         self._comm_seconds += totals.comm_seconds
@@ -97,7 +99,7 @@ class StepMeter:
         return times
 
     def count(self, *, tokens: int, padding: int, flops: float) -> None:
-        """Count a step that all ranks have done: its tokens, and the padding tokens beside them."""
+        """Count the global batch of a step: its tokens, its padding tokens and its FLOPs."""
         self._steps += 1
         self._tokens += tokens
         self._padding += padding
@@ -115,12 +117,16 @@ class StepMeter:
         loss_scale: float | None,
         eta_seconds: float | None,
     ) -> StepRecord:
-        """The record of `step`, the last one counted; `tokens` since the start of the run."""
+        """Return the record of `step`, the last one counted, and begin a new one.
+
+        `tokens` are since the start of the run.
+        """
         seconds = training_seconds(self._times)
-        tflops = self._flops / seconds / self._num_ranks / 1e12
+        tflops = self._flops / seconds / self._num_ranks / 1e12  # of a rank
         saving = self._times[Phase.CHECKPOINT]
 
         def a_step(part: float) -> float:
+            """Return the mean of a step in milliseconds, of seconds of all steps."""
             return part / self._steps * 1e3
 
         record = StepRecord(
@@ -153,6 +159,7 @@ class StepMeter:
         return record
 
     def _forget(self) -> None:
+        """Set all counts to 0."""
         self._steps = self._tokens = self._padding = 0
         self._flops = 0.0
         self._times: PhaseTimes = dict.fromkeys(Phase, 0.0)
@@ -160,11 +167,11 @@ class StepMeter:
 
 
 class StepOutputs:
-    """On rank 0 the files of metrics, and a progress bar if somebody watches; on others nothing.
+    """The metrics file, trackers and progress bar of a run, on rank 0; other ranks have none.
 
     A context that continues after `last_step`; all ranks of `host` enter and leave it together.
-    Raises CheckpointError on all of them if a file cannot be opened, is none of ours, or was
-    removed in between.
+    Raises CheckpointError on all of them if a file cannot be opened, is not a metrics file, or was
+    removed meanwhile. The bar is shown on a terminal only.
     """
 
     def __init__(
@@ -182,19 +189,21 @@ class StepOutputs:
         self._last_step = last_step
         self._last_record = last_record
         self.lacks_last = False
-        """Whether the record of `last_step` is missing, or the evaluation that is due with it."""
+        """True if the record of `last_step`, or the evaluation due with it, is not in the file."""
         self._stack = ExitStack()
         self._file: MetricsFile | None = None
         self._trackers: Trackers | None = None
         self._bar: ProgressBar | None = None
 
     def record(self, record: StepRecord) -> None:
+        """Write a record to the metrics file and the trackers."""
         if self._file is not None:
             self._file.write(record)
         if self._trackers is not None:
             self._trackers.log(record.step, record.values())
 
     def progress(self, *, loss: float, eta_seconds: float | None) -> None:
+        """Move the progress bar on by a step."""
         if self._bar is not None:
             self._bar.show(loss=loss, eta_seconds=eta_seconds)
 
@@ -204,8 +213,10 @@ class StepOutputs:
         return self
 
     def _open(self) -> bool:
+        """Open all outputs, on rank 0; return `lacks_last`."""
         opened = self._stack
         lacks_last = self._find_missing()
+        # The caller completes a missing record, so the file then ends one step earlier.
         last_step = self._last_step - lacks_last
         file = MetricsFile(self._folder.metrics_file, last_step=last_step)
         self._file = opened.enter_context(file)
@@ -219,7 +230,7 @@ class StepOutputs:
         return lacks_last
 
     def _find_missing(self) -> bool:
-        """See `lacks_last`; a new folder, which has no earlier step, lacks no record."""
+        """Return `lacks_last`; False without a saved record, as for a new run."""
         if self._last_record is None:
             return False
         path, due = self._folder.metrics_file, evaluation_is_due(self._config, self._last_step)
@@ -232,5 +243,5 @@ class StepOutputs:
             what = f"writing the metrics in {self._folder.path}"
             attempt_first(self._host, what, self._stack.close)
         else:
-            with suppress(OSError):  # reported by what closes
+            with suppress(OSError):  # closing logs it; the first error is the one to raise
                 self._stack.__exit__(kind, *rest)  # trackers report that the run failed

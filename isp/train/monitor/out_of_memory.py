@@ -21,13 +21,13 @@ __all__ = ["MemoryGuard", "OutOfMemory", "describe_owners", "memory_owners"]
 logger = logging.getLogger(__name__)
 
 _HISTORY = 100_000
-"""Allocations and frees that a snapshot holds, as in torchtitan."""
+"""Number of allocations and frees in a snapshot, as in torchtitan."""
 
 
 def memory_owners(step: TrainStep) -> dict[str, int]:
-    """Bytes of weights, gradients, optimizer states and buffers of this rank, by name.
+    """Return the bytes of weights, gradients, optimizer states and buffers of this rank, by name.
 
-    A tensor that two of them share, such as master weights that are the weights, counts once.
+    A tensor with two uses, such as master weights that are the weights themselves, counts once.
     """
     gradients, communicator, host = step.gradients, step.communicator, step.built.host
     seen: set[int] = set()
@@ -46,12 +46,13 @@ def memory_owners(step: TrainStep) -> dict[str, int]:
         owners["gathered weights"] = communicator.pool.reserved_bytes
         owners["gradients in transfer"] = communicator.reduce_pool.reserved_bytes
     if not host.is_apart and host.reserved_bytes:
-        owners["block inputs on the host"] = host.reserved_bytes  # of the memory of a CPU's tensors
+        # On CPU, host memory for block inputs is part of the memory that ran out.
+        owners["block inputs on the host"] = host.reserved_bytes
     return owners
 
 
 def describe_owners(owners: Mapping[str, int], peak_bytes: float) -> str:
-    """A line for each owner, the largest first; the rest of `peak_bytes` is activations."""
+    """Return a line for each owner, largest first; the rest of `peak_bytes` is activations."""
     rest = max(0, round(peak_bytes - sum(owners.values())))
     sizes = {**owners, "activations and the rest": rest}
     ordered = sorted(sizes.items(), key=lambda item: item[1], reverse=True)
@@ -59,7 +60,10 @@ def describe_owners(owners: Mapping[str, int], peak_bytes: float) -> str:
 
 
 def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the storages behind `tensors`, but for those in `seen`, which they are added to."""
+    """Return the bytes of the storages of `tensors` that are not in `seen`, and add them to it.
+
+    `seen` has addresses of storages.
+    """
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -70,18 +74,19 @@ def _storage_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def _size(num_bytes: int) -> str:
+    """Return a number of bytes in GiB or MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 class OutOfMemory(ValueError):
-    """A rank ran out of memory: where, for what, and what the user can do about it."""
+    """An error of a rank that ran out of memory: where, what holds it, and how to need less."""
 
 
 class MemoryGuard:
-    """Within it, an error about memory becomes an `OutOfMemory`, and its cause.
+    """A context that raises `OutOfMemory` from an error about memory.
 
     With a folder for `snapshots`, the history of CUDA memory is recorded all the time, and written
-    there when it runs out: `rank_<r>.pickle`, for https://pytorch.org/memory_viz.
+    to `rank_<r>.pickle` there when it runs out, for https://pytorch.org/memory_viz.
     """
 
     def __init__(self, device: torch.device, *, rank: int, snapshots: Path | None) -> None:
@@ -92,7 +97,7 @@ class MemoryGuard:
         self._owners: Callable[[], Mapping[str, int]] = dict
 
     def watch(self, where: Callable[[], str], owners: Callable[[], Mapping[str, int]]) -> None:
-        """From here on, `where` says what the rank does and `owners` who holds its memory."""
+        """Set functions that return the rank's current work in words, and its memory's owners."""
         self._where, self._owners = where, owners
 
     def __enter__(self) -> Self:
@@ -114,6 +119,7 @@ class MemoryGuard:
         raise OutOfMemory(text) from error
 
     def _explain(self, error: BaseException) -> str:
+        """Return the text of `OutOfMemory` for an error about memory."""
         first_line = str(error).strip().split("\n")[0] or type(error).__name__
         peak = peak_memory_gib(self._device) * 2**30
         return (
@@ -126,7 +132,10 @@ class MemoryGuard:
 
 
 def _memory_error(error: BaseException) -> BaseException | None:
-    """The error about memory that is `error` or led to it, if there is one."""
+    """Return the error about memory that is `error` or led to it; None if there is none.
+
+    Other errors may follow it, for example in code that cleans up.
+    """
     found: BaseException | None = error
     while found is not None and not _is_about_memory(found):
         found = found.__cause__ or found.__context__
@@ -134,6 +143,7 @@ def _memory_error(error: BaseException) -> BaseException | None:
 
 
 def _is_about_memory(error: BaseException) -> bool:
+    """Return True if `error` was raised because memory could not be allocated."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # CPU's allocator, and CUDA outside of torch's allocator, raise no type of their own.
@@ -142,6 +152,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 
 def _dump(path: Path) -> str:
+    """Write the history of CUDA memory to `path`; return a sentence about it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written_whole(path, lambda new: write_memory_history(str(new)))

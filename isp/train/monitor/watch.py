@@ -1,4 +1,4 @@
-"""The course of a run: what its ranks agree on, its pace, and what looks wrong."""
+"""Facts that ranks agree on after each step, the pace of a run, and warnings about its course."""
 
 from __future__ import annotations
 
@@ -40,36 +40,37 @@ __all__ = [
 
 _METRICS = Tag(tensor="metrics")
 _PACE_STEPS = 100
-"""The last steps, whose mean stands for those to come."""
+"""Number of last steps whose mean time is expected of later steps."""
 _WINDOW = 100
-"""Losses that a new one is compared with."""
+"""Number of last losses that a new one is compared with."""
 _ENOUGH = 20
-"""Fewer losses say nothing."""
+"""Least number of losses for a comparison."""
 _SIGMA = 1.4826
-"""Standard deviations in a median absolute deviation, for normal numbers."""
+"""Ratio of standard deviation to median absolute deviation in a normal distribution."""
 _LEAST_SPREAD = 0.01
-"""A deviation is taken as at least this part of the median: losses may be almost equal."""
+"""Least deviation, as a fraction of the median: losses may be almost equal."""
 
 
 class StepFacts(NamedTuple):
-    """The same on all ranks."""
+    """Facts about a step, the same on all ranks."""
 
     asked: bool
-    """Whether any rank was asked to stop."""
+    """True if any rank got a stop signal."""
     late: bool
-    """Whether any rank has no time for another step."""
+    """True if any rank has no time for another step."""
     flops: float
-    """Of the global batch."""
+    """FLOPs of the model for the global batch."""
     tokens: int
-    """Of the global batch, without padding."""
+    """Number of tokens in the global batch, without padding."""
     own_seconds: list[float]
-    """By rank: what the step took without waiting for others."""
+    """Each rank's time for the step without waits for other ranks, by rank."""
 
 
 def agree(
     host: Channel, *, asked: bool, late: bool, flops: float, tokens: int, own_seconds: float
 ) -> StepFacts:
-    """Return the facts of all ranks of `host`, from each rank's own: `flops`, `tokens` summed."""
+    """Combine the ranks' own facts by an all-reduce over `host`; `flops` and `tokens` add up."""
+    # One slot for each rank's seconds, so that the sum gathers them.
     facts = torch.zeros(4 + host.size, dtype=torch.float64)
     facts[:4] = torch.tensor([asked, late, flops, tokens], dtype=torch.float64)
     facts[4 + host.rank] = own_seconds
@@ -79,14 +80,14 @@ def agree(
 
 
 def any_asked(host: Channel, asked: bool) -> bool:
-    """Whether any rank of `host` was asked to stop."""
+    """Return True if any rank of `host` got a stop signal; a collective."""
     return bool(host.all_reduce_(torch.tensor([asked]).int(), op="max", tag=_METRICS).wait())
 
 
 class Pace:
-    """Learns from the phases of each step how long steps, evaluations and saves take.
+    """Estimates from the phases of each step how long steps, evaluations and saves take.
 
-    The first step counts only until there is another: it also loads kernels and fills pools.
+    The first step counts only until the second one: it also loads kernels and fills pools.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -94,29 +95,35 @@ class Pace:
         self._eval_freq = config.validation.freq
         self._save_interval = config.checkpoint.interval
         self._steps: deque[float] = deque(maxlen=_PACE_STEPS)
+        """Seconds of the last steps."""
         self._first = True
+        """True until the second step."""
         self._evaluation = 0.0
+        """Seconds of the longest evaluation."""
         self._save = 0.0
+        """Seconds that the longest save has delayed a step."""
         self._last_save = 0.0
+        """Seconds of the run's last save, which is waited for until it is written."""
 
     def count(self, times: PhaseTimes, *, write_seconds: float = 0.0) -> None:
-        """A step has been done; `times` since the last one was.
+        """Count a step and the phases since the previous one, in seconds.
 
-        `write_seconds` is what it takes to write a checkpoint: the last one is waited for.
+        `write_seconds` is the time to write a checkpoint, which the run waits for at its end.
         """
         if len(self._steps) == 1 and self._first:
             self._steps.clear()
             self._first = False
         self._steps.append(training_seconds(times))
-        # Those of the step before; the longest, because a limit of time must not be passed.
+        # Of the previous step; the longest, because the time limit must not be passed.
         self._evaluation = max(self._evaluation, times[Phase.EVALUATION])
         self._save = max(self._save, times[Phase.CHECKPOINT])
         self._last_save = max(self._last_save, self._save, write_seconds)
 
     def seconds_left(self, step: int) -> float | None:
-        """The time the run takes from the end of `step`; None before that is known, and after.
+        """Return the expected seconds from the end of `step` to the end of the run.
 
-        Evaluations and saves count once one has been measured.
+        None before the second step and after the last one. Evaluations and saves count from the
+        first measured one on.
         """
         if self._first or step >= self._total:
             return None
@@ -127,17 +134,17 @@ class Pace:
         return (self._total - step) * mean + before_last + self._last_save
 
     def seconds_to_stop(self) -> float:
-        """The time of one more step, and then of the run's end."""
+        """Return the seconds of one more step, its evaluation, and the last save."""
         longest = max(self._steps, default=0.0)
         return longest + self._evaluation + self._last_save
 
     def _times_left(self, step: int, every: int) -> int:
-        """The number of times after `step` for something done every so often, and at the end."""
+        """Count the times after `step` of something done each `every` steps and at the end."""
         return -(-self._total // every) - step // every
 
 
 def describe_skip(optimizer: Zero1Optimizer, outcome: StepOutcome, *, step: int) -> str:
-    """A line about step number `step`, which the optimizer has just skipped."""
+    """Return a line about step number `step`, which the optimizer has just skipped."""
     count = optimizer.num_skipped
     why = f"the gradient norm is {outcome.grad_norm}"
     if not outcome.valid_tokens:
@@ -153,15 +160,16 @@ def describe_skip(optimizer: Zero1Optimizer, outcome: StepOutcome, *, step: int)
 def check_skips(
     optimizer: Zero1Optimizer, limit: int, *, step: int, checkpointer: Checkpointer
 ) -> None:
-    """Raise ValueError if the last `limit` steps, `step` among them, were skipped; 0: never.
+    """Raise ValueError if the last `limit` steps, `step` included, were skipped; 0: never.
 
-    A collective over the world then: a save in flight is waited for, so that it can be named.
     Skips that only lower the loss scale are not counted, see `Zero1Optimizer.skipped_in_a_row`.
+    Before it raises, it waits for a save in flight, to name it; that is a collective over the
+    world.
     """
     skipped = optimizer.skipped_in_a_row
     if not limit or skipped < limit:
         return
-    with suppress(CheckpointError):  # logged when it happened; older checkpoints are there
+    with suppress(CheckpointError):  # logged already; older checkpoints are still there
         checkpointer.wait()
     folder = checkpointer.folder
     before = [saved for saved in folder.steps() if saved <= step - skipped]
@@ -179,19 +187,20 @@ def check_skips(
 
 
 class LossWatch:
-    """Warns of a loss more than `deviations` above the median of the steps before; 0: never.
+    """Warns of a loss more than `deviations` above the median of previous losses; 0: never.
 
-    A deviation is the median absolute one, in units of a standard deviation: both are hardly moved
-    by the spikes themselves. A spike that lasts is reported once.
+    The deviation is the median absolute deviation, scaled to a standard deviation: spikes hardly
+    change it or the median. A spike that lasts is reported once.
     """
 
     def __init__(self, deviations: float) -> None:
         self._deviations = deviations
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._high = False
+        """True if the last loss was part of a spike."""
 
     def look(self, step: int, loss: float) -> str | None:
-        """A line about the loss of `step`, if it begins a spike."""
+        """Return a line about the loss of `step` if it begins a spike, else None."""
         if not self._deviations or not math.isfinite(loss):
             return None
         line, high = None, False
@@ -213,12 +222,12 @@ class LossWatch:
 
 
 class SlowRankWatch:
-    """Warns of a rank whose own time is `factor` times that of the others; a factor of 0: never.
+    """Warns of a rank that takes more than `factor` times as long as others; 0: never.
 
-    Its own time is that of a step without waiting for other ranks; the others are the ranks of its
-    pipeline stage, and their median counts. It has to be so for `steps` in a row, and is reported
-    once as long as it lasts. Stages are not compared, as their work differs: a slow stage
-    of one rank is not found.
+    It compares a rank's time for a step, without waits for other ranks, with the median of the
+    other ranks of its pipeline stage. A rank is reported if it is slow for `steps` steps in a row,
+    once while that lasts. Stages are not compared, as their work differs, so a slow stage of one
+    rank is not found.
     """
 
     def __init__(
@@ -228,11 +237,12 @@ class SlowRankWatch:
         self._hostnames = hostnames
         self._factor = factor
         self._slow: list[deque[tuple[float, float]]] = [deque(maxlen=steps) for _ in hostnames]
-        """Own time and that of the others in each rank's last slow steps, all in a row."""
+        """Own seconds and the others' median, for each rank's current row of slow steps."""
         self._reported: set[int] = set()
+        """Ranks that are slow and have been reported."""
 
     def look(self, step: int, own_seconds: Sequence[float]) -> list[str]:
-        """A line for each rank that is found slow at `step`; its own time by rank."""
+        """Return a line for each rank that is found slow at `step`; `own_seconds` is by rank."""
         if not self._factor:
             return []
         lines = []
@@ -251,6 +261,7 @@ class SlowRankWatch:
         return lines
 
     def _describe(self, step: int, rank: int) -> str:
+        """Return the warning about a slow rank."""
         slow = self._slow[rank]
         own, others = (fmean(column) for column in zip(*slow, strict=True))
         return (
@@ -261,16 +272,17 @@ class SlowRankWatch:
 
 
 def _median_without(ordered: Sequence[tuple[float, int]], place: int) -> float:
-    """The median of `ordered` values but the one at `place`."""
+    """Return the median of the `ordered` values without the one at `place`."""
+    # Indices of the middle values in the list without `place`; those from it on move by one.
     last = len(ordered) - 2
     low, high = last // 2, (last + 1) // 2
     return (ordered[low + (low >= place)][0] + ordered[high + (high >= place)][0]) / 2
 
 
 def describe_waits(mesh: Mesh, transfers: Sequence[TimedTransfer]) -> str | None:
-    """A clause about each rank's `transfers` of one step; None if nothing was waited for.
+    """Return a sentence on the waits in each rank's `transfers` of a step; None if there are none.
 
-    A collective of ranks on one machine, whose clocks are one.
+    A collective. All ranks have to be on one machine, so that they share a clock.
     """
     json = TypeAdapter(RankRecord)
     own = RankRecord(begins=(0.0,), transfers=tuple(transfers), channels=mesh.members)

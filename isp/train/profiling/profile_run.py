@@ -1,4 +1,4 @@
-"""A few steps under a recorder: for `isp profile`, and for single steps of any run."""
+"""`profile_ranks`: `isp profile` on each rank, a few recorded steps in each mode."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ class ProfileOptions:
     """Options of `isp profile`."""
 
     modes: tuple[Mode, ...] = tuple(Mode)
+    """Modes to profile, one after the other."""
     warmup_steps: int = 2
+    """Number of steps before the measured ones."""
     steps: int = 5
-    """Measured steps."""
+    """Number of measured steps."""
     with_torch: bool = True
-    """Also take one more step under torch.profiler, for the trace."""
+    """True to run one more step under torch.profiler, for the trace."""
     command: str = ""
-    """The command line that asked for it, as one types it."""
+    """The command line of the profile, as typed."""
 
 
 def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
-    """`config` in another mode, with the tensor size it has.
+    """Return `config` in another mode, with the same tensor size.
 
     In isp the weight size is the configured one, or, if that is 1, all ranks of a pipeline stage.
     Raises ValueError if the sizes do not fit.
@@ -57,12 +59,12 @@ def config_for(config: JobConfig, mode: Mode, world_size: int) -> JobConfig:
         weight = replace(weight, size=max(1, world_size // parallel.pipeline.size))
     tensor = replace(parallel.tensor, mode=mode)
     changed = replace(config, parallel=replace(parallel, tensor=tensor, weight=weight))
-    changed.topology(world_size)
+    changed.topology(world_size)  # raises if the sizes do not fit
     return changed.for_ranks(world_size)
 
 
 def _make_folder(config: JobConfig) -> Path:
-    """A new folder `outputs/<job>/profile/<time>`.  Raises ValueError if it cannot be made."""
+    """Make a new folder `outputs/<job>/profile/<time>`; raise ValueError if that fails."""
     folder = Path(config.job.dump_folder) / config.job.name / "profile"
     with explained(f"job.dump_folder={config.job.dump_folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,10 +72,10 @@ def _make_folder(config: JobConfig) -> Path:
 
 
 def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, Path] | None:
-    """Profile every mode on this rank of the world that torchrun has set (or alone).
+    """Profile each mode on this rank of torchrun's world, or alone.
 
-    Gives the profile and its folder on rank 0, None elsewhere. Raises ValueError (or OSError),
-    before any process group starts, for what the user can put right.
+    Returns the profile and its folder on rank 0, None on others. Raises ValueError (or OSError),
+    before any process group starts, for mistakes in configuration and data.
     """
     world = make_world(config)
     configs = [config_for(config, mode, world.size) for mode in options.modes]
@@ -88,7 +90,7 @@ def profile_ranks(config: JobConfig, options: ProfileOptions) -> tuple[Profile, 
             )
             with StepData(c, read, mesh, world.device) as data:
                 found.append(_profile_mode(c, options, mesh, world.device, data, folder))
-            give_memory_back(1)
+            give_memory_back(1)  # the model of this mode goes before the next one is built
         if world.rank != 0 or folder is None:
             return None
         profile = write_profile(
@@ -110,7 +112,7 @@ def _profile_mode(
     data: StepData,
     folder: Path,
 ) -> Measured:
-    """Warm up, measure and trace."""
+    """Build the model in one mode; run warm-up, measured and traced steps; a collective."""
     torch.manual_seed(config.training.seed)
     reset_peak_memory(device)
     step = make_train_step(config, mesh, device)
@@ -118,6 +120,7 @@ def _profile_mode(
     losses: list[float] = []
 
     def take(number: int) -> None:
+        """Run step `number`, counted from 0, and keep its loss."""
         lr = learning_rate(
             number,
             peak=config.optimizer.lr,
@@ -134,9 +137,10 @@ def _profile_mode(
         for number in range(watched, last):
             recorder.begin_step()
             take(number)
-        recorder.begin_step()
+        recorder.begin_step()  # ends the last measured step
         if options.with_torch:
             with torch_profiler(folder, step):
+                # Another recorded step: the time between them was the profiler's start.
                 recorder.begin_step()
                 take(last)
                 recorder.begin_step()

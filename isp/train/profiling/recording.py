@@ -1,4 +1,4 @@
-"""What ranks record of profiled steps, and the profile that rank 0 makes of it."""
+"""Recorders of profiled steps on each rank, and the profile that rank 0 writes from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_pro
 
 
 def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
-    """A recorder of what `step` does, on its log."""
+    """Return a recorder of the parts, the uses of weights and the transfers of `step`."""
     parts: dict[str, nn.Module] = {}
     sites: list[tuple[str, nn.Module]] = []
     for chunk in step.chunks:
@@ -50,13 +50,13 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
 
 @contextmanager
 def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
-    """Within it torch.profiler watches; afterwards `folder` has what it saw, till `write_profile`.
+    """Run torch.profiler in this context and write its trace to `folder`, for `write_profile`.
 
-    [Note: Nothing under way] A transfer of gloo's ends its entry in the profile from a thread of
-    its own, as it arrives, and by then that memory must not be gone. So what `step` has set off for
-    a next one is waited for first, and set off anew afterwards.
+    [Note: Nothing under way] When a gloo transfer arrives, a thread of gloo ends its entry in the
+    profile, whose memory must still exist then. So transfers that `step` has launched for the next
+    step are waited for before the profiler ends, and launched again afterwards.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr that it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes to stderr when it starts
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -70,11 +70,12 @@ def torch_profiler(folder: Path, step: TrainStep) -> Iterator[None]:
 
 
 def _torch_trace(folder: Path, mode: Mode, rank: int) -> Path:
+    """Return the file of a rank's trace by torch.profiler."""
     return folder / "torch" / f"{mode}_{rank}.json"
 
 
 def record_of(recorder: Recorder, mesh: Mesh, lead: float) -> str:
-    """This rank's record as JSON, to be sent to others; `lead` as by `clock_lead`."""
+    """Return this rank's record as JSON, to be sent to rank 0; `lead` is from `clock_lead`."""
     record = replace(
         recorder.record(),
         channels=mesh.members,
@@ -86,17 +87,18 @@ def record_of(recorder: Recorder, mesh: Mesh, lead: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Steps in one mode, as rank 0 has them."""
+    """The recorded steps of all ranks in one mode."""
 
     config: JobConfig
+    """The configuration in this mode."""
     records: Sequence[str]
-    """Of all ranks, by `record_of`."""
+    """Result of `record_of` on each rank."""
     losses: Sequence[float]
-    """Of each measured step."""
+    """Loss of each measured step."""
     first: int
-    """The recorded step that is the first measured one."""
+    """Index of the first measured step among the recorded ones."""
     traced: int | None
-    """The recorded step that torch.profiler saw, if any."""
+    """Index of the recorded step under torch.profiler; None if there is none."""
 
 
 def write_profile(
@@ -108,7 +110,10 @@ def write_profile(
     warmup_steps: int,
     command: str = "",
 ) -> Profile:
-    """Write `profile.json` and `trace.json.gz` to `folder`: of `config` in each of `modes`."""
+    """Write the profile of `modes` to `folder` (`profile.json`, `trace.json.gz`) and return it.
+
+    Removes the traces of torch.profiler, which `trace.json.gz` includes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found, trace = [], []
     for number, mode in enumerate(modes):
@@ -131,16 +136,16 @@ def write_profile(
     )
     write_whole(folder / "profile.json", profile.to_json())
     write_trace(folder / "trace.json.gz", trace)
-    shutil.rmtree(folder / "torch", ignore_errors=True)
+    shutil.rmtree(folder / "torch", ignore_errors=True)  # from `torch_profiler` on each rank
     return profile
 
 
 def _mode_profile(
     measured: Measured, folder: Path, *, number: int
 ) -> tuple[ModeProfile, list[Event]]:
-    """The profile of a mode, and the trace of one of its steps.
+    """Return the profile of a mode, and the trace of one of its steps.
 
-    `number` sets it apart from other modes whose events go to the same trace.
+    `number` is the mode's index, which keeps its ranks apart from other modes' in the same trace.
     """
     config, losses = measured.config, measured.losses
     records = [TypeAdapter(RankRecord).validate_json(text) for text in measured.records]
@@ -149,6 +154,7 @@ def _mode_profile(
     by_rank = [[totals(own, step) for step in steps] for own in times]
     means = [mean_totals([of_rank[i] for of_rank in by_rank]) for i in range(len(steps))]
     median = statistics.median(mean.step_ms for mean in means)
+    # The timeline shows a real step, the one nearest to the median, not an average.
     typical = min(range(len(means)), key=lambda i: abs(means[i].step_ms - median))
     zero = times[0].begins[steps[typical]]
     topology = config.topology(len(records))
@@ -182,7 +188,7 @@ def _mode_profile(
     first = number * len(records)
     events = chrome_trace(lanes, title=topology.mode, first_process=first)
     for rank, record in enumerate(records if measured.traced is not None else ()):
-        # Rank 0's time 0 of this step, by the Unix time of that rank's own clock.
+        # The begin of this step on rank 0, on this rank's clock; torch's events have Unix times.
         begin = records[0].begins[step] - records[0].clock_lead + record.clock_lead
         events += torch_events(
             json.loads(_torch_trace(folder, topology.mode, rank).read_bytes()),

@@ -1,4 +1,4 @@
-"""`StepProfiler`: a profile and a trace of every n-th step of a run, as it trains."""
+"""`StepProfiler`: a profile and a trace of every n-th step of a run while it trains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class StepProfiler:
     """Profiles steps `profile_freq`, 2 `profile_freq`, ... of a run.
 
-    The step before is recorded too, for at its end the first gathers of the profiled one set off.
+    The step before is recorded too: its end launches the first gathers of the profiled step.
     """
 
     def __init__(
@@ -43,10 +43,12 @@ class StepProfiler:
         self._traces = folder.path / config.profiler.save_traces_folder
         self._lead = clock_lead(step.mesh.host)
         self._recorder: Recorder | None = None
+        """The recorder during a profiled step and the one before; else None."""
         self._watching = ExitStack()
+        """The contexts of recorder and torch.profiler."""
 
     def begin(self, step: int) -> None:
-        """The run's step number `step`, counted from 1, is about to be taken."""
+        """Start the recorders that step number `step` needs, counted from 1, before it runs."""
         if not self.is_due(step) and not self.is_due(step + 1):
             return
         if self._recorder is None:
@@ -58,24 +60,26 @@ class StepProfiler:
             self._recorder.begin_step()
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is one of those that are profiled."""
+        """Return True if `step` is profiled."""
         return step % self._config.profiler.profile_freq == 0
 
     def end(self, step: int, loss: float) -> None:
-        """Step number `step`, a profiled one, has been taken: write what was seen of it.
+        """Write the profile of step number `step` after it has run; a collective.
 
-        A collective. A disk that cannot be written to is logged, and does not end the run.
+        A disk that cannot be written to is logged on rank 0 and does not end the run.
         """
         host, what = self._step.mesh.host, f"writing the profile of step {step}"
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
-        recorder.begin_step()
+        recorder.begin_step()  # ends the profiled step
 
         def leave() -> str:
+            """Stop the recorders and return this rank's record."""
             self._watching.close()
             return record_of(recorder, self._step.mesh, self._lead)
 
         def write() -> None:
+            """Write the profile from all ranks' records, on rank 0."""
             folder, last = self._folder(step), recorder.num_steps - 1
             measured = Measured(
                 config=self._config,
@@ -97,4 +101,5 @@ class StepProfiler:
                 logger.warning("%s", error)
 
     def _folder(self, step: int) -> Path:
+        """Return the folder of a step's profile."""
         return self._traces / f"step_{step}"

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as a folder that transformers' `from_pretrained` loads."""
+"""`export`: writes a checkpoint of any layout as a folder for transformers' `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -35,24 +35,27 @@ __all__ = ["Exported", "as_saved", "export", "plain_decoder", "saved_model"]
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """Facts about an export that was written."""
 
     source: Path
-    """The checkpoint."""
+    """Path of the checkpoint."""
     num_tensors: int
     dtype: str
+    """Dtype of the floating-point tensors."""
     model_type: str
+    """`model_type` in config.json, or `adapter`."""
     notes: tuple[str, ...]
-    """What it lacks, in sentences."""
+    """Sentences about what the folder lacks."""
 
 
 def export(path: Path, folder: Path, *, dtype: str | None = None) -> Exported:
-    """Write the weights of the checkpoint at `path` to `folder`, in `dtype` or as trained.
+    """Write the weights of the checkpoint at `path` to `folder`, in `dtype` (None: as trained).
 
-    Of a run with `model.adapter` the adapter alone, which PEFT loads; `model_type` is then adapter.
-    One tensor is in memory at a time (of `model.hf` a block), and what waits for a file as large as
-    transformers makes them. Raises ValueError, before it writes anything, if `folder` is not empty,
-    `path` is no checkpoint or does not say its model, CheckpointError if it is damaged.
+    For a run with `model.adapter` only the adapter is written, for PEFT; `model_type` is then
+    `adapter`. One tensor at a time is read (with `model.hf`, a block), and tensors wait in memory
+    until they fill a file of transformers' size. Raises ValueError, before it writes anything, if
+    `folder` is not empty, or if `path` is no checkpoint or does not record its model;
+    CheckpointError if it is damaged.
     """
     require("isp checkpoint export", "safetensors")
     from isp.models.huggingface.weight_files import WeightWriter
@@ -100,12 +103,15 @@ def _export_adapter(
 
 
 def saved_model(info: CheckpointInfo) -> ModelConfig:
-    """The model that a checkpoint is of. Raises ValueError if it does not say so."""
+    """Return the model of a checkpoint; raise ValueError if the checkpoint does not record it."""
     return _model(info, _kept(info)["model"])
 
 
 def _kept(info: CheckpointInfo) -> dict[str, Any]:
-    """The configuration of the run that saved a checkpoint."""
+    """Return the configuration of the run that saved a checkpoint, with today's keys.
+
+    Raises ValueError if it is not recorded, or if a value that is used here has another type.
+    """
     kept = info.manifest.shared.get("config")
     if not isinstance(kept, dict) or not isinstance(kept.get("model"), dict):
         raise ValueError(f"{info.path} does not record its model")
@@ -126,12 +132,16 @@ def _kept(info: CheckpointInfo) -> dict[str, Any]:
 
 
 class _Plan(NamedTuple):
+    """The content of a folder to be written."""
+
     config: dict[str, Any]
+    """Content of config.json."""
     tensors: Iterator[tuple[str, Tensor]]
+    """Weights by name, each read when its turn comes."""
 
 
 def _source(kept: Mapping[str, Any]) -> Path | None:
-    """The folder of the run's `model.hf`, if it is still there."""
+    """Return the folder of the run's `model.hf`; None without one, or if it no longer exists."""
     named = kept["model"].get("hf")
     folder = None if named is None else Path(named)
     return folder if folder is not None and (folder / CONFIG_FILE).exists() else None
@@ -140,7 +150,7 @@ def _source(kept: Mapping[str, Any]) -> Path | None:
 def _plan(
     weights: CheckpointWeights, kept: Mapping[str, Any], source: Path | None, dtype: str
 ) -> _Plan:
-    """What is to be written: nothing is read of a tensor before it is its turn."""
+    """Return the plan of an export; no tensor is read before its turn."""
     if kept["model"].get("hf") is not None:
         if source is None:
             raise ValueError(
@@ -160,27 +170,28 @@ def _plan(
 
 
 def _rows_of(weights: CheckpointWeights, model: TracedModel) -> Callable[[str, int, int], Tensor]:
-    """Return what reads rows `start` to `stop` of a parameter, whatever version saved it."""
+    """Return a function that reads rows `start` to `stop` of a parameter, of any ISP version."""
     saved = saved_rows(parameter_shapes(model), weights.shapes, model.earlier_names)
-    whole = lru_cache(maxsize=1)(weights.read)  # of experts all are read for the first
+    whole = lru_cache(maxsize=1)(weights.read)  # experts are stacked: read a stack once for all
 
     def read(name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a parameter, with all dims but the last flattened."""
         first, found = saved[name].first, whole(saved[name].name)
         rows = found.flatten(0, -2) if found.dim() > 2 else found
-        # A copy: rows alone wait for their file, not what they were read with.
+        # A copy: while they wait for their file, these rows must not keep the whole tensor alive.
         return rows[first + start : first + stop].clone()
 
     return read
 
 
 def plain_decoder(weights: CheckpointWeights, section: ModelConfig, dtype: str) -> nn.Module:
-    """Return the plain decoder of `model/` with the weights of a checkpoint, in CPU memory."""
+    """Return the plain decoder of `model/` with the weights of a checkpoint, in `dtype` on CPU."""
     traced = language_model(replace(section, compile=False), dtype, trains=False)
     check_shapes(weights.info, parameter_shapes(traced), traced.earlier_names)
     decoder, read = copy.deepcopy(traced.model), _rows_of(weights, traced)
     found: dict[int, nn.Parameter] = {}
     for name, parameter in [*decoder.named_parameters(remove_duplicate=False)]:
-        if id(parameter) not in found:  # else it is tied
+        if id(parameter) not in found:  # a tied parameter is read once
             rows = parameter.shape[: max(1, parameter.dim() - 1)].numel()
             own = _in_dtype(read(name, 0, rows), dtype).view(parameter.shape)
             found[id(parameter)] = nn.Parameter(own, requires_grad=False)
@@ -203,15 +214,17 @@ def as_saved(
 def _plan_as_named(
     weights: CheckpointWeights, source: Path, dtype: str, overrides: Mapping[str, Any] | None
 ) -> _Plan:
-    """Return the plan of a run of `model.hf`, as transformers saves such a model."""
+    """Return the plan for a run of `model.hf`, as transformers saves such a model."""
     require("an export of model.hf", "transformers", "safetensors")
     described = {**read_config(str(source), overrides), "torch_dtype": dtype}
+    # These describe the weights in the source's files, not the exported ones.
     for of_the_files in ("dtype", "quantization_config"):
         described.pop(of_the_files, None)
     return _Plan(described, as_saved(weights, str(source), dtype, overrides))
 
 
 def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:
+    """Return the section `model` from its saved values; raise ValueError if it is not valid now."""
     try:
         return TypeAdapter(ModelConfig).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
@@ -225,16 +238,16 @@ def _model(info: CheckpointInfo, values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _in_dtype(tensor: Tensor, dtype: str) -> Tensor:
-    """Whole numbers stay as they are."""
+    """Return a floating-point tensor in `dtype`; other tensors stay as they are."""
     return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
 def _copy_companions(kept: Mapping[str, Any], source: Path | None, folder: Path) -> bool:
-    """Copy tokenizer and model code. Returns whether there was a tokenizer."""
+    """Copy tokenizer and model code to `folder`; return True if it has a tokenizer then."""
     from isp.models.huggingface.weight_files import copy_tokenizer
 
     if source is not None:
-        for code in source.glob("*.py"):  # of models that are not in transformers
+        for code in source.glob("*.py"):  # code of models that transformers does not include
             copy_regular(code, folder / code.name)
         copy_tokenizer(source, folder)
         if any(folder.glob("tokenizer*")):

@@ -1,24 +1,25 @@
-"""The run that a process resumes: one that was stopped, or that torchrun has started again.
+"""Finds, claims and opens the run that a process resumes, or a new one.
 
 [Note: Finished runs] A run has finished when its `launch.json` says so, which is written last,
 after the checkpoint, the metrics and the evaluation of the last step. Until then the same command
 resumes it, even with no step left, and completes what is missing. A finished run is resumed only
-where its newest good checkpoint is short of `training.steps` and of the same model and data.
+if its newest good checkpoint has fewer than `training.steps` steps and the same model and data.
 
-[Note: Restarts] Ranks that torchrun starts again stay in their run, whatever the configuration
-says, whether it has a checkpoint yet or has finished: otherwise a rank that dies while the others
+[Note: Restarts] Ranks that torchrun restarts stay in their run, whatever the configuration says,
+whether the run has a checkpoint yet or has finished: otherwise a rank that dies while the others
 end would have everything trained once more. `launch.json` names the process of torchrun that
-started rank 0, which is the same after a restart. torchrun's count of restarts is not: on several
-machines it counts only failures of its own ranks, so it is 0 for rank 0 if another machine's rank
-died. The count decides where the process is unknown or rank 0 has moved to another machine.
+started rank 0, which is the same after a restart. torchrun's count of restarts is less reliable: on
+several machines it counts only failures of its own ranks, so it is 0 for rank 0 if another
+machine's rank died. The count decides if the process is unknown or rank 0 has moved to another
+machine.
 
-A launch by the user is another launch, and a finished run is not trained again by it. With `isp
-train --nproc` a run counts as finished only if its ranks also ended well: then a loop that repeats
-the command until it succeeds loads the last checkpoint and ends.
+A launch by the user is another launch, and does not train a finished run again. With `isp train
+--nproc` a run counts as finished only if its ranks also ended well: then a loop that repeats the
+command until it succeeds loads the last checkpoint and ends.
 
 [Note: Starts] Starts of one job wait for each other until each has its folder and the lock on its
 checkpoints. A start is refused if the run that it would resume, or a newer one without a checkpoint
-yet, is at work.
+yet, is in progress.
 """
 
 from __future__ import annotations
@@ -82,38 +83,42 @@ __all__ = [
 ]
 
 _CONFIG = "config"
+"""Key of a checkpoint's shared values: the configuration of its run."""
 _SHARES = (".weight", ".name")
-"""Ends of the keys of a mixture that do not change the order in which a source is read."""
+"""Suffixes of keys of a mixture that do not change the order in which a source is read."""
 _SEQUENCES = "sequences_per_step"
+"""Key of a checkpoint's shared values: sequences of a step, over all ranks."""
 STREAM = "stream"
-"""Key of a checkpoint's shared values: where its next step begins in a stream of data."""
+"""Key of a checkpoint's shared values: the place in the stream of data where its next step
+begins."""
 
 
 class Start(NamedTuple):
-    """The run's folders, and how it begins."""
+    """The folders of a run that is opened, and how it begins."""
 
     folder: RunFolder
     checkpoints: Path
-    """The folder that it saves to."""
+    """Folder that the run saves checkpoints to."""
     resumes: bool
-    """Whether there may be checkpoints in it to resume from."""
+    """True if that folder may have a checkpoint to resume from."""
     launched_at: float
     """Time of the launch, from `launch_time`; the same after a restart of its ranks."""
     note: str
-    """Warnings: why the run before is not resumed, and copies in a store that are passed over."""
+    """Warnings, one a line: why the previous run is not resumed, and copies in a store that cannot
+    be used."""
     copied: int | None
-    """Step of the checkpoint that `checkpoint.upload_to` gave, if it gave one."""
+    """Step of the checkpoint that was copied from `checkpoint.upload_to`; None if none was."""
 
 
 class _Place(NamedTuple):
-    """A run's place as found; nothing has been made for it yet."""
+    """The folders of a run that is found but not opened; nothing has been made for it yet."""
 
     run: RunFolder | None
-    """None if a new one is to be made."""
+    """Run to resume; None if a new one is to be made."""
     checkpoints: Path | None
-    """None if they go to a new run's own folder."""
+    """Folder of the checkpoints; None if it is in the folder of a new run."""
     launched_at: float | None
-    """Time of the launch, if these ranks have been started again; else None."""
+    """Time of the launch if these ranks have been restarted, else None."""
     note: str = ""
     """See `Start`."""
     copied: int | None = None
@@ -121,9 +126,9 @@ class _Place(NamedTuple):
 
 
 def check_start(config: JobConfig, topology: Topology) -> None:
-    """Raise what `open_run` would, as far as that is known without making anything.
+    """Raise the errors of `open_run` that can be found without making anything.
 
-    To be called before the ranks start.
+    Call it before the ranks start.
     """
     with _claimed(config, topology, makes=False) as place:
         if place.run is None:
@@ -133,22 +138,23 @@ def check_start(config: JobConfig, topology: Topology) -> None:
 
 
 def resumed(config: JobConfig) -> CheckpointInfo | None:
-    """The checkpoint that `config` would resume from, whatever the layout; None: a new run begins.
+    """Return the checkpoint that `config` would resume from, in any layout; None for a new run.
 
-    Nothing is made. Raises ValueError or OSError as `open_run` does, as far as it is known.
+    Makes nothing. Raises ValueError or OSError, like `open_run`, for what can be found this way.
     """
     return _own_checkpoint(config, _find(config, None))
 
 
 @contextmanager
 def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
-    """Make or reopen the folder of the run, and keep other runs out of its checkpoints meanwhile.
+    """Make or reopen the folder of the run; in this context its checkpoints are locked.
 
-    To be called on one rank. Raises ValueError or OSError, in words for people, if a folder cannot
-    be written to, another run is at work there, or what is to be gone on from is not there, not
-    good, or of a run with another model or other data.
+    Call it on one rank. Raises ValueError or OSError if a folder cannot be written to, if another
+    run uses it, or if the checkpoint to begin from does not exist, is damaged, or is of a run with
+    another model or other data.
     """
     with ExitStack() as held:
+        # Other starts wait until this one has its folder and its lock [Note: Starts].
         with _starting(config.job):
             place = held.enter_context(_claimed(config, topology, makes=True))
             if place.run is None:
@@ -160,7 +166,7 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
                 checkpoints = folder.checkpoint_folder
                 held.enter_context(_held(checkpoints))
             launched_at = place.launched_at
-            if launched_at is None:
+            if launched_at is None:  # else restarted ranks: their launch is recorded already
                 launched_at = launch_time(config.job)
                 record = LaunchRecord(launch_id(), launched_at, launcher=launcher())
                 folder.write_launch(record)
@@ -168,10 +174,10 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
 
 
 def reopen_finished(job: JobSection) -> None:
-    """Have the newest run count as not finished, if ranks of this process have finished it.
+    """Mark the newest run as not finished, if ranks that this process started have finished it.
 
-    To be called by a launcher one of whose ranks failed: the same command then resumes the run,
-    finds no step left, and ends it.
+    A launcher calls this if one of its ranks failed: the same command then resumes the run, finds
+    no step left, and ends it.
     """
     for run in earlier_runs(job)[:1]:
         launch, own = run.launch(), process_name(os.getpid())
@@ -181,7 +187,7 @@ def reopen_finished(job: JobSection) -> None:
 
 @contextmanager
 def _starting(job: JobSection) -> Iterator[None]:
-    """Make the folder of the job, and let other starts of it wait until this is left."""
+    """Make the folder of the job, and keep other starts of it waiting in this context."""
     folder = Path(job.dump_folder) / job.name
     with ExitStack() as held:
         with explained(f"job.dump_folder={job.dump_folder}"):
@@ -194,7 +200,10 @@ def _starting(job: JobSection) -> Iterator[None]:
 
 @contextmanager
 def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[_Place]:
-    """The place of the run, locked if it exists or is to be made, and looked at for faults."""
+    """Find the run and check it; in this context its folder of checkpoints, if any, is locked.
+
+    `makes`: also make that folder, and copy a checkpoint to it from `checkpoint.upload_to`.
+    """
     place = _find(config, topology)
     with ExitStack() as held:
         if place.checkpoints is not None and (makes or place.checkpoints.exists()):
@@ -208,9 +217,10 @@ def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[
 
 
 def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[str]]:
-    """Copy the checkpoint to resume from out of the store, if `folder` is empty.
+    """Copy the checkpoint to resume from out of the store, if `folder` has none.
 
-    Returns its step, and a warning for each newer one that is passed over.
+    Returns its step, and a warning for each newer one that cannot be used. Raises ValueError if the
+    store cannot be read, or lacks `checkpoint.load_step`.
     """
     url, there = checkpoint.upload_to, CheckpointFolder(folder)
     load_step = checkpoint.load_step
@@ -223,7 +233,7 @@ def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[
         copied, faults = RemoteCheckpoints(url).fill(there, load_step)
     except Damaged as error:
         raise ValueError(f"checkpoint.upload_to={url}: {error}; {way_on}") from error
-    except Exception as error:  # of any file system and its network
+    except Exception as error:  # any error of any file system, or of its network
         why = first_line(error)
         raise ValueError(
             f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {way_on}"
@@ -238,9 +248,9 @@ def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Make `folder` of checkpoints if it is not there, and keep other runs out of it.
+    """Make `folder` for checkpoints if necessary, and lock it in this context.
 
-    Raises ValueError if it cannot be written to, or another run is at work there.
+    Raises ValueError if it cannot be written to, or if another run holds the lock.
     """
     with ExitStack() as held:
         with explained(f"checkpoint.folder={folder}"):
@@ -251,11 +261,15 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _find(config: JobConfig, topology: Topology | None) -> _Place:
+    """Return the folders of the run: of restarted ranks, else of one to resume, else a new one.
+
+    `topology`: see `_compare`.
+    """
     folder = config.checkpoint.folder
     given = None
     if folder is not None:
         _check_folder(Path(folder))
-        given = Path(folder).resolve()  # a job's `latest` will soon be this run
+        given = Path(folder).resolve()  # it may go through `latest`, which will be this run's link
     interrupted = _interrupted(config)
     if interrupted is not None:
         run, launched_at = interrupted
@@ -267,7 +281,7 @@ def _find(config: JobConfig, topology: Topology | None) -> _Place:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ValueError unless checkpoints can be saved to `folder`, or are in it already."""
+    """Raise ValueError unless `folder` has checkpoints, is empty, or can be made."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     checkpoints = CheckpointFolder(folder)
     contents = describe_contents(there)
@@ -282,8 +296,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
-    """Raise ValueError or OSError if the run cannot, or must not, begin as it would."""
+    """Raise ValueError or OSError if the run cannot begin from the checkpoint that it finds."""
     own, checkpoint = _own_checkpoint(config, place), config.checkpoint
+    # A run's own checkpoint comes before `initial_load_path`, which is for its first start.
     if own is not None:
         _check_length(own, config)
         check_changes(own, config, topology)
@@ -302,12 +317,13 @@ def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
 
 
 def _check_model(info: CheckpointInfo, config: JobConfig) -> None:
+    """Raise ValueError if names or shapes in a checkpoint are not those of the model."""
     model = config.language_model
     check_shapes(info, parameter_shapes(model), model.earlier_names)
 
 
 def _check_length(info: CheckpointInfo, config: JobConfig) -> None:
-    """Raise ValueError for a checkpoint beyond the last step of the run."""
+    """Raise ValueError for a checkpoint of a later step than the run's last one."""
     if info.step > config.training.steps:
         raise ValueError(
             f"{info.path} is beyond training.steps={config.training.steps}: use at least"
@@ -317,7 +333,10 @@ def _check_length(info: CheckpointInfo, config: JobConfig) -> None:
 
 
 def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
-    """The checkpoint that the run would resume from, if there is one."""
+    """Return the checkpoint of its own that the run would resume from; None if there is none.
+
+    Raises ValueError for checkpoints in `checkpoint.folder` with `auto_resume=false`.
+    """
     if place.checkpoints is None:
         return None
     folder = CheckpointFolder(place.checkpoints)
@@ -350,19 +369,24 @@ def _interrupted(config: JobConfig) -> tuple[RunFolder, float] | None:
 
 
 def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder | None, str]:
-    """The newest run of the job that has a checkpoint, and if it is not to be resumed, why."""
+    """Return the newest run of the job that has a checkpoint, if it is to be resumed, else None.
+
+    Also returns the reason, "" if there is none, for not resuming a finished run. Raises ValueError
+    if no run has a checkpoint for `checkpoint.load_step`, or if a newer run is in progress.
+    """
     load_step = config.checkpoint.load_step
     if config.checkpoint.folder is not None or not _goes_on(config):
         return None, ""
     for run in earlier_runs(config.job):
         launch = run.launch()
+        # With load_step the user names a checkpoint, also of a finished run.
         finished_step = None if launch is None or load_step is not None else launch.finished_step
         if finished_step is not None:
             note = _why_not_resumed(run, finished_step, config, topology)
             return (None if note else run), note
         if CheckpointFolder(run.checkpoint_folder).steps():
             return run, ""
-        check_unlocked(run.checkpoint_folder)  # a run that has just begun is not to be run twice
+        check_unlocked(run.checkpoint_folder)  # raises if it has just begun and has no checkpoint
     if load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: no run of job.name={config.job.name} under"
@@ -374,7 +398,7 @@ def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder 
 def _why_not_resumed(
     run: RunFolder, finished_step: int, config: JobConfig, topology: Topology | None
 ) -> str:
-    """Reason not to resume `run`, which has finished; "" if it is to be resumed."""
+    """Return the reason not to resume `run`, which has finished; "" if it is to be resumed."""
     own = preview(candidates_in(CheckpointFolder(run.checkpoint_folder)))
     over = f"not resumed: {run.path} finished at step {finished_step}"
     if own is None or own.step >= config.training.steps:
@@ -392,32 +416,36 @@ def _why_not_resumed(
 
 
 def _goes_on(config: JobConfig) -> bool:
+    """Return True if the configuration lets a run resume."""
     checkpoint = config.checkpoint
     asked = checkpoint.load_step is not None or checkpoint.folder is not None
     return checkpoint.auto_resume or asked
 
 
 def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:
-    """The plain values of the configuration in a checkpoint; None if it does not say."""
+    """Return the plain values of the configuration in a checkpoint; None if it has none."""
     found = info.manifest.shared.get(_CONFIG)
     return KeyTable.of(JobConfig).upgraded(found) if isinstance(found, dict) else None
 
 
 def saved_sequences(info: CheckpointInfo) -> int | None:
-    """Sequences of a step, over all ranks, of the run that saved a checkpoint."""
+    """Return the sequences of a step, over all ranks, of the run that saved a checkpoint.
+
+    None if the checkpoint has no such number.
+    """
     return info.manifest.shared.get(_SEQUENCES)
 
 
 def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
-    """The values a checkpoint keeps, plain, to be compared when a run is resumed."""
+    """Return the plain values that a checkpoint keeps for `check_changes` on resuming."""
     return {_CONFIG: to_plain(config, redact=True), _SEQUENCES: config.sequences(topology)}
 
 
 def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -> list[str]:
-    """The differences from the run that saved a checkpoint, a line each, in words.
+    """Return the differences from the run that saved a checkpoint, a line each.
 
-    Raises ValueError for what makes another model or another order of the data, unless
-    `checkpoint.allow_changes` says that it may.
+    Raises ValueError for differences that make another model or another order of the data, unless
+    `checkpoint.allow_changes` is set.
     """
     refused, lines = _compare(info, config, topology)
     if refused and not config.checkpoint.allow_changes:
@@ -432,9 +460,10 @@ def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -
 
 
 def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
-    """Return the place of a checkpoint in the stream of `config`; None without `data.streaming`.
+    """Return a checkpoint's place in the stream of data; None without `data.streaming`.
 
-    None, too, if it has none, which raises ValueError unless `data.streaming_restart` is set.
+    Raises ValueError if the checkpoint has no place that is valid for `config`, unless
+    `data.streaming_restart` is set: then returns None.
     """
     if not config.data.streaming or info.step == 0:
         return None
@@ -442,8 +471,8 @@ def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
     places = [place] if parts == 1 else place
     has_form = isinstance(places, list) and len(places) == parts and all(map(is_place, places))
     why = "" if has_form else "it was saved without one"
-    # A place is a count of files and documents in the order of the seed: elsewhere it is any place.
-    # A URL with another signature names the same data.
+    # A place counts files and documents in the order of the seed: in other data, or with another
+    # seed, it means nothing. A URL with another signature names the same data.
     saved = redacted_values(saved_config(info) or {})
     keys = KeyTable.of(JobConfig)
     for key, there, here in keys.differences(saved, to_plain(config, redact=True)):
@@ -461,9 +490,9 @@ def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
 def _compare(
     info: CheckpointInfo, config: JobConfig, topology: Topology | None
 ) -> tuple[list[str], list[str]]:
-    """The differences of `check_changes`: those that are refused, and the others.
+    """Return the differences of `check_changes`: those that are refused, and the others.
 
-    Without a topology, which is still to be chosen, ranks and sequences are not compared.
+    Without a topology, which has not been chosen yet, ranks and sequences are not compared.
     """
     saved = saved_config(info)
     if saved is None:
@@ -477,7 +506,7 @@ def _compare(
         if key == "data.add_bos" and not takes_bos(config.data):
             continue  # the same tokens either way
         line = f"{key}: {there} there, {here} now"
-        # Another value makes another model or other data; what is no key of ours may, too.
+        # Keys of model and data are refused, and unknown keys, which may be such keys too.
         role = keys.role(tuple(key.split(".")))
         makes_another = role in (KeyRole.MODEL, KeyRole.DATA, None)
         (refused if makes_another else lines).append(line)

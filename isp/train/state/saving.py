@@ -1,4 +1,4 @@
-"""Saves of a run: what it keeps, where it begins, and how hard it tries."""
+"""`RunCheckpoints`: saves a run, and loads the state that it begins from."""
 
 from __future__ import annotations
 
@@ -24,27 +24,32 @@ __all__ = ["Progress", "RunCheckpoints"]
 logger = logging.getLogger(__name__)
 
 _RECORD = "record"
+"""Key of a checkpoint's shared values: the record of its step."""
 
 RETRY_SECONDS = 10
-"""From one attempt at the last save to the next."""
+"""Seconds between attempts at the last save of a run."""
 
 
 class Progress(NamedTuple):
-    step: int
-    """Steps done."""
-    tokens: int
-    """Tokens that all ranks have trained on in them."""
-    record: StepRecord | None = None
-    """Record of the last of them, without its evaluation; None if it has none.
+    """The progress of a run at the end of a step, as checkpoints keep it."""
 
-    A checkpoint keeps it: a run that ends before it is in the metrics completes them on resuming.
+    step: int
+    """Number of steps done."""
+    tokens: int
+    """Number of tokens in these steps, over all ranks, without padding."""
+    record: StepRecord | None = None
+    """Record of the last step, without its evaluation; None if the step has no record.
+
+    With it, a run that ended after the save but before writing the record completes its metrics
+    when it resumes.
     """
     place: Plain = None
-    """Where the next step begins in a stream of data; None without one."""
+    """Place in the stream of data where the next step begins; None without a stream, and on ranks
+    that do not read it."""
 
 
 class RunCheckpoints:
-    """Saves and loads the run of `start`: its tensors, skipped steps, random states and keys.
+    """Saves and loads the run of `start`: tensors, skipped steps, random states, configuration.
 
     All methods are collectives over the world.
     """
@@ -60,14 +65,14 @@ class RunCheckpoints:
         )
 
     def begin(self) -> Progress:
-        """Load what the run begins from, and how far that has come.
+        """Load the state that the run begins from, and return its progress.
 
-        That are the run's own checkpoints if there are any, else those that
-        `checkpoint.initial_load_path` names, else the model's initial weights.
+        That is the run's own checkpoint if there is one, else one of
+        `checkpoint.initial_load_path`, else the model's initial weights.
         """
         start, checkpoint, own = self._start, self._config.checkpoint, None
         begun = not self._train_step.built.model.checkpoints_frozen
-        if begun:  # checkpoints are of the adapters alone
+        if begun:  # checkpoints have adapters only, so the base model is needed in any case
             self._init_weights()
         if start.resumes:
             own = self.checkpointer.choose(checkpoint.load_step, launch=start.launched_at)
@@ -78,7 +83,8 @@ class RunCheckpoints:
         if checkpoint.initial_load_path is not None:
             initial = self.checkpointer.choose_initial(Path(checkpoint.initial_load_path))
             if not checkpoint.initial_load_model_only:
-                return self._go_on_from(initial)._replace(record=None)  # in another's metrics
+                # The record belongs to the metrics of the run that saved the checkpoint.
+                return self._go_on_from(initial)._replace(record=None)
             self._saved.load(self.checkpointer, initial, weights_only=True)
             logger.info("begins at step 0 with the weights of %s", initial.describe())
         else:
@@ -90,12 +96,13 @@ class RunCheckpoints:
         return Progress(0, 0)
 
     def _init_weights(self) -> None:
+        """Give the model its initial weights; raises on all ranks if that fails on any."""
         seed, what = self._config.training.seed, "making the initial weights"
         attempt(self._mesh.host, what, lambda: self._train_step.init_weights(seed))
         self._train_step.weights_changed()
 
     def save(self, done: Progress, *, wait: bool = False) -> None:
-        """Save; see `Checkpointer.save`, also for what it raises."""
+        """Save a checkpoint; see `Checkpointer.save`, also for its errors."""
         self._saved.save(
             self.checkpointer,
             done.step,
@@ -110,9 +117,9 @@ class RunCheckpoints:
         )
 
     def save_at_last(self, done: Progress) -> None:
-        """Save at the end of a run, retrying for a while if that fails.
+        """Save at the end of a run, retrying for `checkpoint.last_save_retry_seconds`.
 
-        Raises CheckpointError if it still does then.
+        Raises CheckpointError if that fails.
         """
         given = left = self._config.checkpoint.last_save_retry_seconds
         while True:
@@ -125,14 +132,15 @@ class RunCheckpoints:
                         f" (checkpoint.last_save_retry_seconds): steps after them are lost."
                     ) from None
                 logger.error("%s Trying again for %.0f s: make room there.", error, left)
-            # Not by the clock: all ranks have to come to the same number of attempts.
+            # Counted instead of timed: all ranks have to make the same number of attempts.
             time.sleep(min(left, RETRY_SECONDS))
             left -= RETRY_SECONDS
 
     def _go_on_from(self, info: CheckpointInfo) -> Progress:
-        """Load all of a checkpoint.
+        """Load all of a checkpoint, log the differences to its run, and return its progress.
 
-        Raises ValueError if it is of another model or other data, or has no place in the stream.
+        Raises ValueError for a checkpoint of another model or other data, or without a place in the
+        stream of data.
         """
         changes = check_changes(info, self._config, self._mesh.topology)
         place = stream_place(info, self._config)
@@ -144,7 +152,7 @@ class RunCheckpoints:
 
 
 def _saved_record(resumed: Resumed) -> StepRecord | None:
-    """The record of the last step; None if there is none, or one of another version of ISP."""
+    """Return the record in a checkpoint; None if it has none that this version can read."""
     text = resumed.shared.get(_RECORD)
     try:
         return StepRecord.from_json(text) if isinstance(text, str) else None
