@@ -1,4 +1,4 @@
-"""Collectives as pending tensors, and the log of what they cost."""
+"""Channels with asynchronous collectives, process groups of a mesh, and the communication log."""
 
 from isp.core.comm import streams
 from isp.core.comm.channel import Channel

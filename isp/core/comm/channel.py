@@ -1,14 +1,15 @@
-"""`Channel`, the one door to what `torch.distributed` sends.
+"""`Channel`, through which all collectives, sends and receives of a run go.
 
 [Note: Straight to the group]
-What a layer does many times a step is asked of the process group itself: the functions of
-`torch.distributed` check, log and look for a coalescing context first, which takes as long as the
-launch. torch 2.13 has public names for these methods, 2.11 only the old ones.
+Layers launch all-gathers, reduce-scatters and all-to-alls many times a step, so these call the
+methods of the process group directly: the functions of `torch.distributed` first check, log and
+look for a coalescing context, which takes as long as the launch itself. torch 2.13 has public names
+for these methods, 2.11 only private ones (`torch_private`).
 
 [Note: Reduce-scatter by all-to-all]
-gloo's reduce-scatter is an all-reduce inside and moves twice the bytes. An all-to-all followed by a
-local sum in rank order moves the right amount, adds in float32 (float64 stays float64), and gives
-the same bits whatever the timing. It is what `reduce_scatter` does on gloo.
+gloo implements reduce-scatter as an all-reduce, which moves twice the bytes. An all-to-all followed
+by a local sum in rank order moves the right amount, adds in float32 (float64 stays float64), and
+gives the same bits whatever the timing. `reduce_scatter` does this on gloo.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ __all__ = ["Channel", "DryChannel", "Listener", "check_channel", "join_ranks"]
 
 
 class Channel:
-    """A process group, with collectives that return a `Pending`, and a log of its transfers.
+    """A process group with asynchronous collectives, each of which returns a `Pending`.
 
         Channel.from_group(group)               # a torch ProcessGroup
         Channel.from_mesh(device_mesh, "dim")   # a dimension of a torch DeviceMesh
         Channel.solo()                          # one rank
 
     A channel of one rank needs no process group: its collectives return the tensor itself, log
-    nothing and cost nothing. `sum_locally` is about [Note: Reduce-scatter by all-to-all]; None: on
-    gloo.
+    nothing and cost nothing. `sum_locally` selects [Note: Reduce-scatter by all-to-all]; None: on
+    gloo only. `log` records the transfers while it collects or is observed.
     """
 
     def __init__(
@@ -67,17 +68,19 @@ class Channel:
         self.rank = 0 if group is None else group.rank()
         self.log = CommLog() if log is None else log
         self.arrival: Callable[[int], float] | None = None
-        """Hook for tools that slow transfers: called at the launch of each with its bytes, returns
-        the earliest end of its wait (`time.perf_counter`). Not called for tensors on CUDA."""
+        """Hook of tools that simulate a slow network: called at each launch with the bytes sent, it
+        returns the earliest end of the wait (`time.perf_counter`). Not called on CUDA."""
         if sum_locally is None:
             sum_locally = group is not None and streams.backend_name(group, device) == "gloo"
         self._launched: Counter[tuple[int, ...]] = Counter()
-        """Transfers so far, by the sender and receiver of those between two; of all ranks: ()."""
+        """Transfers launched so far: by (sender, receiver) for sends and receives, by () for
+        collectives. The ranks of a pair count alike, so a number names one transfer on both."""
         self._on_streams = group is not None and streams.serve(group, device)
         self._ends: streams.Stream | None = None
-        """See `CommLog.timed_on_device`."""
+        """Stream that only waits for this channel's transfers, to time their ends; made when a log
+        first times them (`CommLog.timed_on_device`)."""
         self.sums_locally = sum_locally
-        """Whether reduce-scatters receive the ranks' parts and add them up here."""
+        """True if reduce-scatters receive all ranks' parts and add them on this rank."""
 
     @classmethod
     def from_group(
@@ -88,12 +91,12 @@ class Channel:
         log: CommLog | None = None,
         device: str | None = None,
     ) -> Channel:
-        """Return the channel of a process group that this rank is in, such as `dist.group.WORLD`.
+        """Return a channel over a process group that this rank is in, such as `dist.group.WORLD`.
 
         `name` appears in errors and logs; channels that share a `log` are measured together.
-        `device` ("cpu", "cuda") of the tensors, for groups that serve both; None: CUDA then.
-        Raises TypeError if `group` is no ProcessGroup, ValueError if this rank is not in it or it
-        has no backend for the device.
+        `device`: "cpu" or "cuda", that of the tensors; None: CUDA if the group serves it.
+        Raises TypeError if `group` is not a ProcessGroup, ValueError if this rank is not in it or
+        it has no backend for the device.
         """
         _check_group(group)  # also of None, with which the constructor makes a channel of one rank
         return cls(group, name=name, log=log, device=device)
@@ -102,11 +105,11 @@ class Channel:
     def from_mesh(
         cls, mesh: DeviceMesh, dim: str | int | None = None, *, log: CommLog | None = None
     ) -> Channel:
-        """Return the channel of this rank's group along `dim` of a torch DeviceMesh.
+        """Return a channel over this rank's group along `dim` of a torch DeviceMesh.
 
-        `dim` is the name or number of the dimension; None: the only one. The channel has its name.
-        Raises TypeError if `mesh` is no DeviceMesh, ValueError if it has no such dimension or `dim`
-        is needed.
+        `dim` is the name or index of a dimension; None: the only one of a 1-D mesh. The channel
+        takes the dimension's name. Raises TypeError if `mesh` is not a DeviceMesh, ValueError if
+        this rank is not in it, it has no such dimension, or has several and `dim` is None.
         """
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(
@@ -136,7 +139,7 @@ class Channel:
         return cls(None, name=name)
 
     def progress(self) -> dict[str, int]:
-        """The number of transfers launched so far, by the group's name (see `CollectiveCall`)."""
+        """Return the number of transfers launched so far, by `CollectiveCall.group`."""
         launched = [
             self._collective("send" if pair else "", "", pair, number)
             for pair, number in self._launched.items()
@@ -146,7 +149,7 @@ class Channel:
     # -- collectives along a dimension -------------------------------------------------------
 
     def all_gather(self, x: Tensor, dim: int = 0, *, tag: Tag = UNNAMED) -> Pending:
-        """Join the ranks' slices: x [.., N/p, ..] -> [.., N, ..], split along `dim`."""
+        """Launch the all-gather of slices along `dim`: x [.., N/p, ..] -> [.., N, ..]."""
         if self.size == 1:
             return Pending.ready(x)
         x = x.contiguous()
@@ -155,8 +158,9 @@ class Channel:
         return pending.then(lambda out: join_ranks(out, dim))
 
     def reduce_scatter(self, x: Tensor, dim: int = 0, *, tag: Tag = UNNAMED) -> Pending:
-        """Sum over the ranks and keep this rank's slice: x [.., N, ..] -> [.., N/p, ..].
+        """Launch the sum over the ranks and keep this rank's slice of `dim`.
 
+        x [.., N, ..] -> [.., N/p, ..].
         Raises ValueError if N is not a multiple of the channel's size.
         """
         if self.size == 1:
@@ -166,9 +170,9 @@ class Channel:
         return self.reduce_scatter_into(out, chunks, tag=tag)
 
     def all_to_all(self, x: Tensor, *, scatter: int, gather: int, tag: Tag = UNNAMED) -> Pending:
-        """Split dim `scatter` over the ranks and join dim `gather`, which was split before.
+        """Launch the exchange that shards dim `scatter` and gathers dim `gather`.
 
-        x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; its dual swaps the two dims.
+        x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; the inverse swaps the two dims.
         Raises ValueError if N is not a multiple of the channel's size.
         """
         if self.size == 1:
@@ -179,7 +183,7 @@ class Channel:
         return pending.then(lambda out: join_ranks(out, gather))
 
     def all_reduce(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
-        """The sum (or `op="max"`) over the ranks, in a new tensor of the shape of x."""
+        """Launch the sum (or `op="max"`) of x over the ranks, into a new tensor."""
         if self.size == 1:
             return Pending.ready(x)
         return self.all_reduce_(x.clone(memory_format=torch.contiguous_format), op=op, tag=tag)
@@ -187,7 +191,7 @@ class Channel:
     # -- collectives into given buffers ------------------------------------------------------
 
     def all_gather_into(self, out: Tensor, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
-        """Write the ranks' x [n, ..], joined in rank order, into `out` [p n, ..] or [p, n, ..]."""
+        """Launch the all-gather of x [n, ..], in rank order, into `out` [p n, ..] or [p, n, ..]."""
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)) if out is not x else out)
         joined = out if out.dim() == x.dim() else out.flatten(0, 1)
@@ -203,11 +207,11 @@ class Channel:
     def reduce_scatter_into(
         self, out: Tensor, x: Tensor, *, received: Tensor | None = None, tag: Tag = UNNAMED
     ) -> Pending:
-        """Write this rank's slice of the sum of x [p n, ..] or [p, n, ..] into `out` [n, ..].
+        """Launch the sum of x [p n, ..] or [p, n, ..]; write this rank's slice into `out` [n, ..].
 
-        `out` may have a wider dtype than x, and then sums in it. Sums on gloo as the note
-        [Reduce-scatter by all-to-all] says; `received`, like x, is a buffer for that, which is in
-        use until the wait, as `out` is.
+        If `out` has a wider dtype than x, the sum is computed in it. Where the channel sums locally
+        [Note: Reduce-scatter by all-to-all], the parts arrive in `received`, a buffer like x, or in
+        a new one. All buffers are in use until the wait.
         """
         if self.size == 1:
             return Pending.ready(out.copy_(x.view_as(out)))
@@ -222,7 +226,7 @@ class Channel:
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
         wide = x if x.dim() == out.dim() else x.flatten(0, 1)
-        if wide.dtype != out.dtype:  # to torch, `to` is an operator even then
+        if wide.dtype != out.dtype:  # a `to` that converts nothing still costs a dispatch
             wide = wide.to(out.dtype)
         return self._launch(
             "reduce_scatter",
@@ -242,13 +246,14 @@ class Channel:
         in_rows: Sequence[int] | None = None,
         tag: Tag = UNNAMED,
     ) -> Pending:
-        """Send slice i of dim 0 of x to rank i, and write what rank i sends into slice i of `out`.
+        """Launch the exchange of slices of dim 0: slice i of x goes to rank i.
 
-        Slices are equal, or `in_rows[i]` and `out_rows[i]` rows long.
+        What rank i sends becomes slice i of `out`. Slices have equal length, or `in_rows[i]` rows
+        in x and `out_rows[i]` rows in `out`.
         """
         if self.size == 1:
             return Pending.ready(out.copy_(x))
-        own = x.nbytes // self.size
+        own = x.nbytes // self.size  # the slice that stays here does not count as sent
         if in_rows is not None:
             own = x.nbytes // max(1, x.shape[0]) * in_rows[self.rank]
         return self._launch(
@@ -263,11 +268,11 @@ class Channel:
         )
 
     def all_reduce_(self, x: Tensor, *, op: str = "sum", tag: Tag = UNNAMED) -> Pending:
-        """Replace x by the sum (or `op="max"`) over the ranks."""
+        """Launch the sum (or `op="max"`) of x over the ranks, in place."""
         if self.size == 1:
             return Pending.ready(x)
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        sent = x.nbytes * 2 * (self.size - 1) // self.size
+        sent = x.nbytes * 2 * (self.size - 1) // self.size  # a reduce-scatter and an all-gather
         return self._launch(
             "all_reduce",
             tag,
@@ -278,7 +283,7 @@ class Channel:
         )
 
     def broadcast_(self, x: Tensor, *, source: int = 0, tag: Tag = UNNAMED) -> Pending:
-        """Replace x by that of the channel's rank `source`."""
+        """Launch the broadcast of x from rank `source` of the channel, in place."""
         if self.size == 1:
             return Pending.ready(x)
         sent = x.nbytes if self.rank == source else 0
@@ -294,7 +299,7 @@ class Channel:
     # -- between two ranks -------------------------------------------------------------------
 
     def send(self, x: Tensor, target: int, *, tag: Tag = UNNAMED) -> Pending:
-        """Send x to the channel's rank `target`, which receives as often as this one sends."""
+        """Launch the send of x to rank `target` of the channel, which must call `recv` for it."""
         x = x.contiguous()
         return self._launch(
             "send",
@@ -307,7 +312,7 @@ class Channel:
         )
 
     def recv(self, out: Tensor, source: int, *, tag: Tag = UNNAMED) -> Pending:
-        """Replace `out`, which is contiguous, by what the channel's rank `source` sends."""
+        """Launch the receive into `out` (contiguous) from rank `source` of the channel."""
         return self._launch(
             "recv",
             tag,
@@ -321,7 +326,11 @@ class Channel:
     # -- inside ------------------------------------------------------------------------------
 
     def _split(self, x: Tensor, dim: int) -> Tensor:
-        """x [.., N, ..] -> contiguous [p, .., N/p, ..]; copies only if it has to."""
+        """Split dim `dim` into the ranks' chunks: x [.., N, ..] -> contiguous [p, .., N/p, ..].
+
+        Copies only where the chunks are not contiguous already. Raises ValueError if N is not a
+        multiple of p.
+        """
         if x.shape[dim] % self.size:
             raise ValueError(
                 f"dim {dim} of shape {tuple(x.shape)} does not divide by the {self.size} ranks"
@@ -341,7 +350,11 @@ class Channel:
         keep: tuple[Tensor, ...],
         pair: tuple[int, ...] = (),
     ) -> Pending:
-        """`out` on its way; `keep` is all that travels, and `pair` as in `_launched`."""
+        """Count the transfer, start it, and return `out` as pending.
+
+        `keep`: tensors that the transfer reads and writes, kept alive until the wait
+        [Note: Lifetime of what travels]. `pair`: the key of `_launched`.
+        """
         self._launched[pair] += 1
         wait: Callable[[], object]
         if self._on_streams and not self.log.listens:
@@ -355,7 +368,7 @@ class Channel:
     def _start(
         self, of: Transfer, start: Callable[[], dist.Work | None], pair: tuple[int, ...]
     ) -> Callable[[], object]:
-        """Start a transfer; what is returned waits for it, and the log has its times."""
+        """Start a transfer, and return a function that waits for it and logs its times."""
         transfer = self.log.start(*of)
         if not self._on_streams:
             arrival = 0.0 if self.arrival is None else self.arrival(of.sent_bytes)
@@ -370,7 +383,9 @@ class Channel:
         self, work: dist.Work, transfer: Transfer, pair: tuple[int, ...], number: int
     ) -> None:
         try:
-            if pair:  # gloo counts their time from here, and has to be told how long
+            # gloo measures the time of a send or receive from its wait on, and takes the limit as
+            # an argument.
+            if pair:
                 work.wait(self._timeout())
             else:
                 work.wait()
@@ -387,23 +402,23 @@ class Channel:
         return CollectiveCall(kind, label, self.name, ranks, number)
 
     def _timeout(self) -> timedelta:
-        """The time a transfer of the group may take now."""
+        """Return the group's current timeout, which `Mesh.set_timeout` may have changed."""
         assert self.group is not None
         return group_timeout(self.group)
 
 
 class Listener(Protocol):
-    """A listener to what dry channels do."""
+    """Receiver of the events of `DryChannel`s."""
 
     def launched(self, transfer: Transfer) -> Callable[[], object]:
-        """A transfer sets off; what is returned is called when it is waited for."""
+        """Record the launch of a transfer, and return a function to call at its wait."""
 
 
 class DryChannel(Channel):
-    """Rank `rank` of `size`, without a process group: for tensors on the meta device.
+    """A channel without a process group, as rank `rank` of `size`, for tensors on the meta device.
 
-    Code that runs over it does all that it does over a real one, and what arrives has the right
-    shape and no contents.
+    Code runs over it unchanged; results have the right shape and no contents. A simulated step uses
+    it to record which transfers a real step launches.
     """
 
     def __init__(
@@ -416,6 +431,7 @@ class DryChannel(Channel):
         sum_locally: bool = False,
     ) -> None:
         super().__init__(None, name=name, sum_locally=sum_locally)
+        # Overwrites the size of 1: with it, collectives would return x and launch nothing.
         self.size = size
         self.rank = rank
         self.listener = listener
@@ -425,7 +441,7 @@ class DryChannel(Channel):
 
 
 def check_channel(name: str, given: object) -> None:
-    """Raise TypeError, naming the argument `name`, if what was given is no `Channel`."""
+    """Raise TypeError, naming the argument `name`, unless `given` is a `Channel`."""
     if isinstance(given, Channel):
         return
     if isinstance(given, dist.ProcessGroup):
@@ -441,7 +457,7 @@ def check_channel(name: str, given: object) -> None:
 
 
 def _check_group(group: object) -> None:
-    """Raise if `group` is no process group that this rank is in."""
+    """Raise TypeError unless `group` is a ProcessGroup, ValueError if this rank is not in it."""
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             "this rank is not in the group: make the channel on the ranks of the group only"
@@ -457,7 +473,7 @@ def _check_group(group: object) -> None:
 
 
 def _described(given: object) -> str:
-    """Return the type of `given` in words, and its value where that is short."""
+    """Return the type of `given` for an error text, with its value where that is short."""
     if given is None:
         return "None"
     if isinstance(given, type) or callable(given):
@@ -474,14 +490,17 @@ def _ours(work: dist.Work | None) -> dist.Work:
 
 
 def join_ranks(out: Tensor, dim: int) -> Tensor:
-    """[p, .., N/p, ..] -> [.., N, ..]; a view if all dims before `dim` are 1."""
+    """Join the ranks' slices of `dim`: out [p, .., N/p, ..] -> [.., N, ..].
+
+    A view if all dims before `dim` have size 1, else a copy.
+    """
     dim = dim % (out.dim() - 1)
     joined: Tensor = out.movedim(0, dim).flatten(dim, dim + 1)
     return joined
 
 
 def _sum_in_rank_order(received: Tensor, out: Tensor) -> Tensor:
-    """Sum received [p, ..] over p into `out`, in float32 at least."""
+    """Sum received [p, ..] over p into `out`, in rank order and at least in float32."""
     dtype = torch.promote_types(out.dtype, torch.float32)
     total = out if out.dtype == dtype else torch.empty_like(out, dtype=dtype)
     parts = list(received)

@@ -1,4 +1,4 @@
-"""Settings of a process for CUDA, which its environment may override, and buffers of NCCL's."""
+"""CUDA settings of a process, which the environment overrides, and buffers registered with NCCL."""
 
 from __future__ import annotations
 
@@ -23,48 +23,49 @@ __all__ = [
 ]
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""Makes a buffer of so many elements."""
+"""A function (num_elements, dtype) -> buffer."""
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables from which torch takes settings of its allocator."""
+"""Environment variables from which torch reads the settings of its CUDA allocator."""
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _USUAL_CONNECTIONS = 8
 _MOST_CONNECTIONS = 32
 
 
 def expand_segments() -> None:
-    """Let the allocator's segments grow, so that rows of other lengths leave fewer holes.
+    """Turn on torch's expandable segments, so that rows of varying length fragment less memory.
 
-    To be called before the first allocation. What the environment says of the allocator stays.
+    Call this before the first allocation. Does nothing if the environment sets the allocator.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         set_allocator("expandable_segments:True")
 
 
 def compute_deterministically() -> None:
-    """Use deterministic kernels alone. To be called before the first product.
+    """Make torch use deterministic kernels only. Call this before the first matrix product.
 
-    cuBLAS needs workspaces of a fixed size for that, or torch 2.11 may refuse the product.
+    cuBLAS reads its workspace size from the environment at its first use; without a fixed size
+    torch 2.11 may refuse matrix products in deterministic mode.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
 def use_more_connections() -> None:
-    """Set the number of hardware queues to a device to 32, the most there are.
+    """Set the number of hardware queues of a device to 32, the maximum.
 
-    A run has more streams than the default of 8. A value in the environment stays. Call this before
-    CUDA starts, which reads the value then.
+    A run has more streams than the default of 8 queues. A value in the environment stays. Call this
+    before CUDA starts, which reads the value once; later it does nothing.
     """
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_CONNECTIONS, str(_MOST_CONNECTIONS))
 
 
 def few_connections(ranks: int) -> str:
-    """Return what is lost where the host has too few queues to a device; empty if nothing.
+    """Return a warning if a device has too few hardware queues for a run; empty if it has enough.
 
-    Streams that share a queue wait for each other: what was queued first begins first. One rank
-    has no streams of collectives, and the usual queues are enough.
+    Streams that share a queue wait for each other: work starts in the order it was queued. A run of
+    one rank has no streams for collectives, so the default number is enough.
     """
     number, most = os.environ.get(_CONNECTIONS, ""), _MOST_CONNECTIONS
     if not number and ranks > 1:
@@ -82,7 +83,7 @@ def few_connections(ranks: int) -> str:
 
 
 def check_registers(key: str, device_type: str) -> None:
-    """Raise ValueError, in the name of `key`, where no buffers can be registered with NCCL."""
+    """Raise ValueError, naming the configuration `key`, if NCCL cannot register buffers here."""
     if device_type != "cuda":
         raise ValueError(
             f"{key}=true registers buffers with NCCL, but CPU ranks use gloo: use false"
@@ -96,10 +97,11 @@ def check_registers(key: str, device_type: str) -> None:
 
 
 def registered(group: dist.ProcessGroup, device: torch.device, *, key: str) -> Allocate:
-    """Makes buffers in memory that is registered with NCCL for `group`, as FSDP2 has them made.
+    """Return a function that allocates buffers registered with NCCL for `group`.
 
-    NCCL then reads and writes them where they are, without buffers of its own between.
-    Raises ValueError, in the name of `key`, where the device has no memory of that kind.
+    NCCL reads and writes such buffers directly, without copies through its own. Raises ValueError,
+    naming the configuration `key`, if the device has no memory of that kind.
+    Source: torch FSDP2, `set_allocate_memory_from_process_group_for_comm`.
     """
     backend = backend_of(group, device)
     if not backend.supports_tensor_alloc(device):

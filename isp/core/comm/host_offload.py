@@ -1,10 +1,10 @@
-"""Host memory for what a device has no use for meanwhile, and the way there and back.
+"""Offload of tensors to host memory: buffers, and copies in both directions.
 
-[Note: One stream] Copies of both directions follow each other on one stream of their own, behind
-what made a tensor and ahead of who needs it. So a buffer that is given back may be reused at
-once: what is written to it next is queued behind what was read from it.
+[Note: One stream] Copies of both directions are queued on one stream, after the work that made a
+tensor and before the work that needs it. So a released buffer may be reused at once: the next write
+to it is queued after the last read from it.
 
-Without streams, on CPU, a copy is done where it is asked for, and all of its time is exposed.
+On CPU there are no streams: a copy runs where it is launched, and all of its time is exposed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = [
 ]
 
 HOST = "offload"
-"""Name of the channel; `host` is that of all ranks, for values in CPU memory."""
+"""Name of the channel. (`host` is another one: all ranks, for values in CPU memory.)"""
 
 TO_HOST, FROM_HOST = "to_host", "from_host"
-"""Kinds of transfers."""
+"""Kinds of the transfers in the log (`Transfer.kind`)."""
 
 
 class HostMemoryError(ValueError):
-    """The host has not the memory that was asked for: how much, and which key asks for less."""
+    """The host has too little memory; the text says how much, and which keys need less."""
 
 
 class HostChannel(Channel):
-    """The way between a device and the memory of its host; of this rank alone."""
+    """A channel of one rank, for copies between a device and the memory of its host."""
 
     def __init__(self, device: torch.device, *, log: CommLog | None = None) -> None:
         super().__init__(None, name=HOST, log=log)
@@ -55,26 +55,26 @@ class HostChannel(Channel):
         self._stream: streams.Stream | None = None
 
     def copy(self, out: Tensor, x: Tensor, *, kind: str, tag: Tag) -> Pending:
-        """Write x, which is there when what is queued now is over, into `out`."""
+        """Launch the copy of x into `out`, after all work queued on the current stream so far."""
         if self._stream is None:
             self._stream = streams.new(self._device)
 
         def start() -> Any:
-            streams.follow(self._stream)
+            streams.follow(self._stream)  # x may still be in the making on the current stream
             with streams.on(self._stream):
                 out.copy_(x, non_blocking=True)
-                streams.in_use(out, x)
-                return streams.mark(self._device)  # waited for as work of a process group is
+                streams.in_use(out, x)  # else the allocator could reuse them before the copy ends
+                return streams.mark(self._device)  # an event has `wait`, like a dist.Work
 
         return self._launch(kind, tag, x.nbytes, start, out, keep=())
 
     def forget(self, pending: Pending) -> None:
-        """Nobody but this channel, on which all is in order, will wait for `pending`."""
+        """Wait for `pending` on the copy stream only, where all copies run in order anyway."""
         with streams.on(self._stream):
             pending.wait()
 
     def finish(self) -> None:
-        """Wait, on the host, until all copies are over: memory of theirs may then be freed."""
+        """Block the host until all copies are done, so that their host memory may be freed."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -84,7 +84,7 @@ class HostChannel(Channel):
         transfer = self.log.start(*of)
         if self._stream is not None:
             return self.log.timed_on_device(transfer, start, self._stream)
-        start()
+        start()  # without a stream the copy is done when this returns
         transfer.wait_began, transfer.waited = transfer.launched, True
         transfer.ended = time.perf_counter()
         transfer.exposed = transfer.ended - transfer.launched
@@ -92,10 +92,11 @@ class HostChannel(Channel):
 
 
 class HostMemory:
-    """Buffers in host memory, pinned where the device is not the host; a rank has one.
+    """Pool of host buffers, page-locked if the device is a GPU; one for each rank.
 
-    Buffers are kept for reuse: blocks and steps are alike. Where rows are not, the smallest buffer
-    that fits is taken, and a larger one is made in the place of one that is free.
+    Released buffers are kept: blocks and steps need the same sizes again. Where rows vary in
+    length, a tensor takes the smallest free buffer that fits; if none does, the largest free one is
+    dropped and a larger one is made.
     """
 
     def __init__(
@@ -107,31 +108,31 @@ class HostMemory:
     ) -> None:
         self.channel = HostChannel(device, log=log) if channel is None else channel
         self.reserved_bytes = 0
-        """Leased or free."""
+        """Bytes of all buffers, leased or free."""
         self.num_buffers = 0
         self.leased_bytes = 0
-        """Leased now."""
+        """Bytes of leased buffers."""
         self.is_apart = device.type == "cuda"
-        """Whether it is not the memory that the device computes in; pinned then."""
+        """True if the device computes in memory of its own; host buffers are then page-locked."""
         self._device = device
         self._free: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
 
     def describe(self) -> str:
-        """The buffers in words: `12.0 GiB of pinned host memory in 96 buffers`."""
+        """Return a text such as `12.0 GiB of pinned host memory in 96 buffers`."""
         size, pinned = self.reserved_bytes, "pinned " if self.is_apart else ""
         shown = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
         return f"{shown} of {pinned}host memory in {self.num_buffers} buffers"
 
     def store(self, x: Tensor, *, tag: Tag) -> Stored:
-        """Set a copy of x on its way to the host. Raises HostMemoryError if there is no room."""
+        """Launch the copy of x to the host.  Raises HostMemoryError if there is no room."""
         return Stored(self, x, tag)
 
     def _lend(self, x: Tensor) -> Tensor:
         free = self._free[x.dtype]
         free.sort(key=Tensor.numel)
         place = bisect_left(free, x.numel(), key=Tensor.numel)
-        if place == len(free) > 0:  # all are too small
-            self.channel.finish()
+        if place == len(free) > 0:  # all free buffers are too small: replace the largest
+            self.channel.finish()  # a copy from or to it may still run
             self.reserved_bytes -= free.pop().nbytes
             self.num_buffers -= 1
         buffer = free.pop(place) if place < len(free) else self._make(x)
@@ -159,32 +160,34 @@ class HostMemory:
 
 
 class Stored:
-    """A tensor in host memory, of which the device may have a copy.
+    """A tensor in host memory, with a copy on the device between `fetch` and `leave`.
 
-    The buffer is given back when nobody holds this any more.
+    Its buffer returns to the pool when this object is garbage collected.
     """
 
     def __init__(self, memory: HostMemory, x: Tensor, tag: Tag) -> None:
         self._channel, self._tag = memory.channel, tag
         self._here: Pending | None = Pending.ready(x)
         buffer = memory._lend(x)
+        # Not at interpreter exit: the pool need not be tidy then, and CUDA may be gone.
         weakref.finalize(self, memory._take_back, buffer).atexit = False
         self._buffer = buffer[: x.numel()].view(x.shape)
         self._device = x.device
+        # No compute stream reads the host copy: `fetch` reads it on the copy stream, in order.
         self._channel.forget(self._channel.copy(self._buffer, x, kind=TO_HOST, tag=tag))
 
     def leave(self) -> None:
-        """Drop what the device has of it."""
+        """Drop the copy on the device."""
         self._here = None
 
     def fetch(self) -> None:
-        """Set it on its way back, unless it is there, or under way."""
+        """Launch the copy back to the device, unless it is there or in flight."""
         if self._here is None:
             out = torch.empty_like(self._buffer, device=self._device)
             self._here = self._channel.copy(out, self._buffer, kind=FROM_HOST, tag=self._tag)
 
     def get(self) -> Tensor:
-        """The tensor on the device, which has it as long as somebody holds this."""
+        """Return the tensor on the device, fetching it if need be; kept until `leave`."""
         self.fetch()
         assert self._here is not None
         return self._here.wait()

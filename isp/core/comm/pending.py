@@ -1,4 +1,4 @@
-"""`Pending`, a tensor on its way: the only asynchronous currency."""
+"""`Pending`, the result of every asynchronous transfer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ __all__ = ["Pending"]
 
 
 class Pending:
-    """A tensor on its way; `wait()` gives it.
+    """A tensor that a transfer in flight will write; `wait()` returns it.
 
-    `wait` may be called again and gives the same tensor at no cost. Whoever holds the `Pending`
-    owns the transfer. The tensor is `result`, there when `finish` has returned, or, without it,
-    what that gives.
+    A second `wait` returns the same tensor at no cost. The holder of the `Pending` owns the
+    transfer and must wait for it. The tensor is `result`, valid once `finish` has returned, or the
+    value that `finish` returns if there is no `result`.
 
-    [Note: Lifetime of what travels] Until the wait all that the transfer reads and writes is kept
-    alive here. On CUDA the transfer may not be over then: the stream that waits is only told to.
-    So the allocator learns that this stream uses it all, and reuses nothing of it, on
-    whatever stream, before that one has come to the end of the transfer.
+    [Note: Lifetime of what travels] All tensors that the transfer reads and writes (`keep`) stay
+    alive here until the wait. On CUDA the transfer may still run after `wait` has returned: only
+    the waiting stream was made to wait. So `wait` records that stream as a user of these tensors
+    (`record_stream`), and the allocator reuses none of them, on any stream, before the waiting
+    stream has passed the end of the transfer.
     """
 
     __slots__ = ("_finish", "_keep", "_result")
@@ -40,20 +41,22 @@ class Pending:
 
     @classmethod
     def ready(cls, tensor: Tensor) -> Pending:
-        """A tensor that has already arrived."""
+        """Return a `Pending` whose tensor is there already."""
         return cls(result=tensor)
 
     @property
     def waited(self) -> bool:
-        """Whether the tensor has been handed out already."""
+        """Return whether `wait` has been called, or was never needed."""
         return self._finish is None
 
     def wait(self) -> Tensor:
-        """The tensor; on CPU blocks until it is there, on CUDA makes the current stream wait.
+        """Wait for the transfer and return the tensor.
 
-        Raises what the transfer raised; the transfer is over then, and waiting again raises too.
+        On CPU the host blocks until it is there; on CUDA the current stream waits, the host not.
+        Raises the error of a failed transfer, and RuntimeError at each further wait.
         """
         if self._finish is not None:
+            # Cleared first: if `finish` raises, a second wait must not return an unwritten tensor.
             finish, self._finish = self._finish, None
             result, self._result = self._result, None
             found = finish()
@@ -66,7 +69,7 @@ class Pending:
         return self._result
 
     def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
-        """The result of `fn` on the tensor once there; `fn` runs in `wait`."""
+        """Return a `Pending` of `fn(tensor)`; `fn` runs in its first `wait`, or now if waited."""
         if self._finish is None:
             return Pending(result=fn(self.wait()))
         return Pending(lambda: fn(self.wait()))

@@ -1,12 +1,12 @@
-"""Memory of the host that a device copies from and to by itself: page-locked, and checked for room.
+"""Page-locked host memory, copies that do not block the host, and the host's free memory.
 
-[Note: No host waits] In a step the host never waits for the device, so that it can run ahead. What
-the device needs of the host goes there by `send`, what the host needs of the device by `HostCopy`.
+[Note: No host waits] In a step the host never waits for the device, so that it can run ahead.
+`send` moves a tensor to the device, `HostCopy` a value to the host, both without a wait.
 
-[Note: Page-locked as it is] CUDA copies beside its kernels only from and to pages that stay where
-they are. torch's own allocator of such memory takes the next power of two for each piece; here
-ordinary memory is locked as it is, so that it takes what it was planned with. Each piece has pages
-of its own: pieces of one heap may share a page, and CUDA locks no page twice.
+[Note: Page-locked as it is] CUDA overlaps copies with kernels only from and to page-locked memory.
+torch's allocator for it rounds each piece up to a power of two; here ordinary memory is locked in
+place, so that a piece takes the size that was planned. Each piece has pages of its own: pieces of
+one heap may share a page, and CUDA cannot lock a page twice.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _PORTABLE = 1
-"""cudaHostRegisterPortable: for every device of the process."""
+"""cudaHostRegisterPortable: memory that is page-locked for all devices of the process."""
 
 
 def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`size` zeros in the memory of the host of `device`, page-locked for CUDA; none for meta.
+    """Return `size` zeros in host memory, page-locked if `device` is CUDA; on meta if it is meta.
 
-    Raises MemoryError, in words, where there is too little, or it cannot be locked.
+    Raises MemoryError, with sizes or the cause, if memory is short or cannot be locked.
     """
     if device.type == "meta":
         return torch.zeros(size, dtype=dtype, device=device)
@@ -56,22 +56,22 @@ def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cuda" and num_bytes:
             return _locked(size, dtype, device)
         return torch.zeros(size, dtype=dtype)
-    except (OSError, RuntimeError) as error:  # of mmap; CPU's allocator has no error of its own
+    except (OSError, RuntimeError) as error:  # OSError by mmap, RuntimeError by torch's allocator
         raise MemoryError(_first_line(error)) from None
 
 
 def pinned(x: Tensor, device: torch.device) -> Tensor:
-    """x, of host memory, in memory that `device` copies from by itself; x itself if it is there.
+    """Return x, a CPU tensor, in page-locked memory if `device` is CUDA, else x itself.
 
-    It may be dropped while a copy is under way: torch reuses it when that is over.
+    The result may be dropped while a copy is in flight: torch reuses its memory only afterwards.
     """
     return x.pin_memory() if device.type == "cuda" else x
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """x on `device`; the host waits for nothing, and the current stream for the copy.
+    """Return x on `device` by a copy on the current stream; the host does not wait.
 
-    From memory that is not page-locked, CUDA may wait for the stream before it copies.
+    CPU tensors are page-locked first: from ordinary memory, CUDA may block the host.
     """
     if x.device.type == "cpu":
         x = pinned(x, device)
@@ -79,26 +79,26 @@ def send(x: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """The value of a tensor of a device, on its way to the host."""
+    """A copy of a tensor's value from its device to the host, in flight until `wait`."""
 
     def __init__(self, x: Tensor) -> None:
-        self._value = x.to("cpu", non_blocking=True, copy=True)  # page-locked, if from CUDA
+        self._value = x.to("cpu", non_blocking=True, copy=True)  # torch page-locks it for CUDA
         self._over = streams.mark(x.device)
 
     @property
     def is_there(self) -> bool:
-        """Whether the value was in host memory from the start, as on CPU."""
+        """Return whether the value was there at once, as on CPU, where nothing is in flight."""
         return self._over is None
 
     def wait(self) -> Tensor:
-        """The value; waits for what was queued on the current stream when it set off."""
+        """Return the value, once all work queued before the copy on its stream is done."""
         if self._over is not None:
             self._over.synchronize()
         return self._value
 
 
 def available_bytes() -> int | None:
-    """Memory that is free now, on this process's machine and in its cgroup; None: not known.
+    """Return the bytes free now on this machine and in this cgroup; None: unknown.
 
     A virtual machine whose memory grows on demand has more.
     """
@@ -106,12 +106,12 @@ def available_bytes() -> int | None:
 
 
 def attainable_bytes() -> int | None:
-    """All memory of this process's machine, or what is left in its cgroup; None: not known."""
+    """Return all bytes of this machine, or what its cgroup has left if less; None: unknown."""
     return _room("MemTotal")
 
 
 def _room(field: str) -> int | None:
-    """Return `field` of /proc/meminfo in bytes, or what the cgroup has left if that is less."""
+    """Return `field` of /proc/meminfo in bytes, or the rest of the cgroup's limit if less."""
     if not _MEMINFO.exists():
         return None
     size = 1024 * int(_MEMINFO.read_text().split(f"{field}:")[1].split()[0])
@@ -119,13 +119,14 @@ def _room(field: str) -> int | None:
     if not limit.exists() or (most := limit.read_text().strip()) == "max":
         return size
     fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    cached = int(fields["active_file"]) + int(fields["inactive_file"])  # is given back when asked
+    # memory.current counts the page cache, which the kernel gives back under pressure.
+    cached = int(fields["active_file"]) + int(fields["inactive_file"])
     taken = int((_CGROUP / "memory.current").read_text()) - cached
     return max(0, min(size, int(most) - taken))
 
 
 def total_bytes() -> int | None:
-    """Memory and swap space of this process's machine, or of its cgroup; None: it does not say."""
+    """Return memory plus swap of this machine in bytes, at most the cgroup's; None: unknown."""
     if not _MEMINFO.exists():
         return None
     sizes = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
@@ -137,12 +138,15 @@ def total_bytes() -> int | None:
 
 
 def _locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros in page-locked pages of their own, or in memory that torch locks."""
+    """Return `size` zeros in pages of their own, locked in place, else in torch's locked memory.
+
+    Raises MemoryError if neither can be locked.
+    """
     num_bytes = size * dtype.itemsize
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zeros
     with suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # far fewer pages to lock
-    # What the tensor owns, and what owns the pages: CUDA lets go of them before they are unmapped.
+    # The tensor owns `owner`, and `owner` the pages: its finalizer unlocks them before the unmap.
     owner = (ctypes.c_byte * num_bytes).from_buffer(pages)
     memory, address = torch.frombuffer(owner, dtype=dtype), ctypes.addressof(owner)
     cuda = torch.cuda.cudart()
@@ -151,7 +155,7 @@ def _locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         weakref.finalize(owner, cuda.cudaHostUnregister, address).atexit = False  # CUDA may be gone
         return memory
     why = cuda.cudaGetErrorString(code)
-    _clear_error(device)
+    _clear_error(device)  # else the next kernel launch would raise it
     del memory, owner, pages
     try:
         memory = torch.zeros(size, dtype=dtype, pin_memory=True)
@@ -165,7 +169,7 @@ def _locked(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Clear the error of CUDA's last call, which the next kernel would raise as its own."""
+    """Clear the error of CUDA's last call by launching a kernel that raises it."""
     with suppress(RuntimeError):
         torch.ones(1, device=device)
 

@@ -1,14 +1,14 @@
-"""`RollCall`: which ranks did not come to a collective, asked once it has failed.
+"""`RollCall`, which finds the ranks that are missing from a collective that timed out.
 
-[Note: Roll call] While all goes well, nothing is exchanged: a channel counts what it launches. A
-rank whose collective timed out writes into the store through which the ranks once met where it
-waited, and how far each of its channels had come; so do the others that wait, here or in other
-groups, for the same one in the end. A rank that has not written after `grace_seconds` hangs outside
-of communication, or is gone. The first verdict is the verdict of all ranks: who loses a connection
-because another rank has ended finds it there.
+[Note: Roll call] Without a failure nothing is exchanged: a channel only counts its launches. A rank
+whose collective times out writes an entry into the store of the rendezvous: the collective it
+waited in, and its launches by group. So do other ranks that wait, in this or another group, in the
+end for the same missing rank. A rank without an entry after `grace_seconds` hangs outside of
+communication, or is gone. The first verdict written holds for all ranks: a rank that only loses a
+connection, because another rank has ended, reads the verdict in the store.
 
-This is for gloo, where a wait raises. On NCCL the wait is the device's, and torch's watchdog ends
-the process.
+This works on gloo, where a wait raises. On NCCL the device waits, and torch's watchdog ends the
+process.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _POLL_SECONDS = 0.05
 
 
 class CollectiveTimeout(RuntimeError):
-    """A collective did not end in time; the text says which, and who did not come to it."""
+    """A collective that did not end in time; the text names it and the missing ranks."""
 
 
 class _Entry(NamedTuple):
-    """A rank's note: where it waited, and how much it had launched in each group."""
+    """A rank's entry in the store: where it waited, and its launches by group."""
 
     collective: CollectiveCall
     launched: dict[str, int]
@@ -50,22 +50,22 @@ class _Entry(NamedTuple):
         return cls(CollectiveCall(*collective), launched)
 
     def has_reached(self, collective: CollectiveCall) -> bool:
-        """Whether the rank had launched the collective that others waited in."""
+        """Return whether the rank had launched this collective, which others waited in."""
         return self.launched.get(collective.group, 0) >= collective.number
 
 
 class RollCall:
-    """While entered, turns the time-out of a collective into a `CollectiveTimeout`.
+    """A context that turns the timeout of a collective into a `CollectiveTimeout`.
 
-    Making one is a collective over `host`, all ranks on CPU. `channels` are those of this rank, in
-    a list that may grow. The names of ranks are those of the world.
+    Its constructor is a collective over `host`, the channel of all ranks on CPU. `channels` is the
+    list of this rank's channels, which may grow. Texts name ranks by their number in the world.
     """
 
     def __init__(self, host: Channel, channels: Sequence[Channel], *, grace_seconds: float) -> None:
         self._rank, self._channels, self._grace_seconds = host.rank, channels, grace_seconds
         self._store: Store | None = None
         if host.group is not None:
-            # Restarted ranks may find the store of those before them.
+            # Restarted ranks may get the store of an earlier start: a new prefix hides its entries.
             token = torch.tensor([secrets.randbits(62)])
             host.broadcast_(token, tag=Tag(tensor="roll call")).wait()
             name = f"roll_call/{token.item()}"
@@ -79,17 +79,18 @@ class RollCall:
             return
         try:
             verdict = self._verdict(self._store, found)
-        except (RuntimeError, ValueError):  # the store has gone with the rank that kept it
+        except (RuntimeError, ValueError):  # the store ended with its rank: keep the first error
             return
         if verdict:
             raise CollectiveTimeout(verdict).with_traceback(trace) from None
 
     def _verdict(self, store: Store, error: CollectiveError) -> str:
-        """The fate of the collective; empty if no rank has seen a time-out."""
+        """Return the text of the verdict on the failure; empty if no rank has seen a timeout."""
         collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()
         store.set(str(self._rank), _Entry(collective, launched).to_json())
+        # A lost connection is the consequence of another rank's end: only read a verdict, if any.
         if "timed out" not in str(error).lower():
             return store.get("verdict").decode() if store.check(["verdict"]) else ""
         entries: dict[int, _Entry] = {}
@@ -97,15 +98,16 @@ class RollCall:
         while self._silent(store, collective, entries) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
         text = self._describe(collective, entries, self._silent(store, collective, entries))
-        verdict: bytes = store.compare_set("verdict", "", text)
+        verdict: bytes = store.compare_set("verdict", "", text)  # the first one's wins
         return verdict.decode()
 
     def _silent(
         self, store: Store, collective: CollectiveCall, entries: dict[int, _Entry]
     ) -> list[int]:
-        """The ranks without a sign for which those in `collective` wait, or wait for one that does.
+        """Return the ranks without an entry that `collective` waits for, directly or indirectly.
 
-        Reads what they have written into `entries`.
+        A rank that waits in another collective passes the search on to the ranks of that one. Reads
+        new entries from the store into `entries`.
         """
         asked, silent = {self._rank}, []
         to_ask = [rank for rank in collective.ranks if rank != self._rank]
@@ -118,13 +120,14 @@ class RollCall:
                 entries[rank] = _Entry.from_json(store.get(str(rank)).decode())
             if rank not in entries:
                 silent.append(rank)
-            elif not entries[rank].has_reached(collective):
+            elif not entries[rank].has_reached(collective):  # it waits elsewhere: for whom?
                 to_ask += entries[rank].collective.ranks
         return sorted(silent)
 
     def _describe(
         self, collective: CollectiveCall, entries: dict[int, _Entry], silent: list[int]
     ) -> str:
+        """Return the error text: the collective, the missing ranks, and where they waited."""
         others = [rank for rank in collective.ranks if rank != self._rank]
         missing = [r for r in others if r not in entries or not entries[r].has_reached(collective)]
         head = f"rank {self._rank}: {collective} did not end in time"
@@ -150,7 +153,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _communication_error(error: BaseException | None) -> CollectiveError | None:
-    """The failed transfer behind `error`."""
+    """Return the `CollectiveError` in the chain of causes of `error`; None if there is none."""
     while error is not None and not isinstance(error, CollectiveError):
         error = error.__cause__
     return error

@@ -1,17 +1,17 @@
-"""Streams and events, with which a device does several things at once: the one door to CUDA's.
+"""CUDA streams and events, with None in their place on devices that run everything in order.
 
-Other devices do everything in order. There a stream and an event are None, `on(None)` changes
-nothing, and nothing has to wait.
+On such a device, as on CPU, `on(None)` changes nothing, and nothing has to wait.
 
-[Note: Priorities] Whenever a multiprocessor is free, it takes its next work from the stream of the
-highest priority. So a gather begins between two blocks of a long kernel, not behind it (unless that
-is persistent, its blocks staying to its end: then only a launch ahead of it helps). Compute is
-queued on the default stream, of priority 0. All others are higher: those made here (of gathers,
-copies to and from the host, and the ends of timed transfers) have -1, and NCCL's, one for each
-process group, the highest that torch has: -3 on CUDA, -1 on ROCm.
-torch has 32 streams of each priority for a device, and gives them out round robin: the 33rd is the
-first one again, and things queued on it wait for each other. So neither kind ever meets compute,
-on CUDA the two kinds never meet, and each has far fewer than 32. Source: c10/cuda/CUDAStream.cpp.
+[Note: Priorities] A multiprocessor that becomes free takes its next block from the stream of the
+highest priority. So a gather starts between two blocks of a long kernel, not after the kernel
+(unless that is persistent and its blocks stay until its end: then the gather must be launched
+before it). Compute runs on the default stream, of priority 0. All others are higher: streams made
+here (for gathers, copies to and from the host, and the ends of timed transfers) have -1; NCCL's,
+one for each process group, have the highest that torch offers: -3 on CUDA, -1 on ROCm.
+torch has 32 streams of each priority for a device and assigns them round robin: the 33rd is the
+first one again, and work on a shared stream is serialized. With priorities of their own, neither
+kind shares a stream with compute, on CUDA the two kinds share none with each other, and each has
+far fewer than 32. Source: c10/cuda/CUDAStream.cpp.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ _HERE = nullcontext()
 
 @cache
 def _has_streams(device: torch.device) -> bool:
-    has: bool = device.type == "cuda"  # torch writes this word anew each time
+    has: bool = device.type == "cuda"  # cached: torch builds this string at each access
     return has
 
 
 def new(device: torch.device) -> Stream | None:
-    """Another stream, ahead of compute [Note: Priorities]."""
+    """Return a new stream with priority over compute [Note: Priorities]; None without streams."""
     return Stream(device, priority=-1) if _has_streams(device) else None
 
 
 def current(device: torch.device) -> Stream | None:
-    """The stream on which things are queued now."""
+    """Return the stream that work is queued on now; None without streams."""
     return torch.cuda.current_stream(device) if _has_streams(device) else None
 
 
 def on(stream: Stream | None) -> AbstractContextManager[None]:
-    """Within it things are queued on `stream`."""
+    """Return a context in which work is queued on `stream`."""
     return _HERE if stream is None else torch.cuda.stream(stream)
 
 
 def follow(stream: Stream | None) -> None:
-    """Let `stream` wait for what is queued on the current stream now."""
+    """Make `stream` wait for all work queued on the current stream so far."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
 
 
 def mark(device: torch.device, *, timed: bool = False) -> Event | None:
-    """An event that is over when all that is queued on the current stream now is."""
+    """Record an event after all work queued on the current stream so far; None without streams."""
     if not _has_streams(device):
         return None
     event = Event(enable_timing=timed)
@@ -80,10 +80,11 @@ def mark(device: torch.device, *, timed: bool = False) -> Event | None:
 
 
 def in_use(*tensors: Tensor) -> None:
-    """Tell the allocator that the current stream uses `tensors`, of one device and the host.
+    """Record the current stream as a user of `tensors`, all on one device or the host.
 
-    Memory that is freed is reused on the stream it was made on, without a wait for any other.
-    Told of another one, the allocator waits for what is queued there when the memory is freed.
+    The allocator reuses freed memory on the stream that allocated it, without waiting for other
+    streams. After this call it also waits for the work that is queued on the recorded stream when
+    the memory is freed.
     """
     stream = None
     for tensor in tensors:
@@ -117,5 +118,8 @@ def backend_name(group: dist.ProcessGroup, device: str | None = None) -> str:
 
 
 def nccl_options() -> Any:
-    """The options of one NCCL process group: its stream is ahead of compute [Note: Priorities]."""
+    """Return new options for an NCCL process group whose stream has a high priority.
+
+    See [Note: Priorities].
+    """
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

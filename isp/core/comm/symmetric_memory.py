@@ -1,16 +1,16 @@
-"""Symmetric memory: rows that the ranks of a machine read and write in each other's GPUs.
+"""Symmetric memory: rows in GPU memory that all ranks of a machine read and write directly.
 
-N rows, D columns; p ranks. torch's kernels for it run on the current stream, allocate nothing and
-bring the ranks together by themselves, so a CUDA graph can capture them. What they move is not in
-the log of the channel. Unmeasured: nothing here has run on a GPU yet.
+N rows, n of them in use, D columns; p ranks. torch's kernels for it run on the current stream,
+allocate nothing and synchronize the ranks on the device, so a CUDA graph can capture them. The
+channel's log does not record these transfers. Unmeasured: nothing here has run on a GPU yet.
 
-[Note: Which kernels] Of those of torch (2.11 to 2.13, CUDASymmetricMemoryOps.cu):
+[Note: Which kernels] These of torch's (2.11 to 2.13, CUDASymmetricMemoryOps.cu) are used:
     reduce_scatter_out        reads the peers' rows, adds them up and writes to local memory
-    multimem_all_gather_out   one store reaches all ranks by the switch's multicast
-    multimem_all_reduce_      the switch adds and spreads, in place
-`fused_matmul_reduce_scatter` is not taken: it allocates, and hides transfers behind pieces of a
-product, of which one of a few tokens has none. The one-shot kernels are not either: every rank
-reads everything, in an order of its own.
+    multimem_all_gather_out   one store reaches all ranks through the switch's multicast
+    multimem_all_reduce_      the switch adds and broadcasts, in place
+`fused_matmul_reduce_scatter` is not used: it allocates, and overlaps transfers with pieces of a
+matrix product, which is too small to split for a few tokens. Nor are the one-shot kernels: each
+rank reads the data of all ranks, and adds it in an order of its own.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from isp.core.torch_private import allocate_symmetric, has_multicast, share_symm
 __all__ = ["SymmetricRows", "why_no_symmetric_rows"]
 
 _ALIGNMENT = 16
-"""Bytes that a thread moves at a time."""
+"""Bytes that a thread of the kernels moves at a time."""
 
 
 def why_no_symmetric_rows(
     channel: Channel, columns: int, *, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """The reason why `SymmetricRows` cannot serve these ranks, empty if it can."""
+    """Return the reason why `SymmetricRows` cannot serve these ranks; empty if it can."""
     if device.type != "cuda":
         return f"it is memory of CUDA devices, and this one is {device}"
     if channel.size not in (2, 4, 8):
@@ -54,14 +54,14 @@ def why_no_symmetric_rows(
 def _on_one_machine(channel: Channel) -> bool:
     assert channel.group is not None
     ranks = dist.get_process_group_ranks(channel.group)
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # as torchrun says
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun
     return len({rank // per_machine for rank in ranks}) == 1
 
 
 class SymmetricRows:
-    """A tensor `rows` [N, D] of each rank, of which the others read and write.
+    """A tensor `rows` [N, D] on each rank that the others can read and write.
 
-    Made by all ranks of the channel together.
+    The constructor is a collective over the channel.
     """
 
     def __init__(
@@ -74,13 +74,19 @@ class SymmetricRows:
         self._ops = torch.ops.symm_mem
 
     def reduce_scatter(self, x: Tensor, out: Tensor, _: Tag) -> None:
-        """Sum the ranks' x [n, D], the first of `rows`; write this rank's part: out [n/p, D]."""
+        """Sum x [n, D] over the ranks and write this rank's slice into out [n/p, D].
+
+        x is the first n of `rows`, on each rank.
+        """
         self._ops.reduce_scatter_out(x.view(-1), self._group_name, False, out.view(-1))
 
     def all_gather(self, x: Tensor, out: Tensor, _: Tag) -> None:
-        """Join the ranks' x [n/p, D], each its part already, in the first of `rows`: out [n, D]."""
+        """Gather the ranks' x [n/p, D] into out [n, D].
+
+        `out` is the first n of `rows`, on each rank, and x this rank's slice of it.
+        """
         self._ops.multimem_all_gather_out(x, self._group_name, out)
 
     def all_reduce(self, x: Tensor, _: Tag) -> None:
-        """Replace x [n, D], the first of `rows`, by the sum over the ranks."""
+        """Sum x [n, D], the first n of `rows`, over the ranks, in place."""
         self._ops.multimem_all_reduce_(x, "sum", self._group_name)

@@ -1,4 +1,4 @@
-"""Transfers in words: what they carry (`Tag`), how much (`Transfer`), and which one failed."""
+"""Descriptions of transfers: contents (`Tag`), size (`Transfer`), and failures."""
 
 from __future__ import annotations
 
@@ -16,99 +16,100 @@ __all__ = [
 ]
 
 BETWEEN_TWO = ("send", "recv")
-"""Kinds of transfers between two ranks, not all that the channel has."""
+"""Kinds of transfers between two ranks; all other kinds involve the whole group."""
 
 
 class Purpose(StrEnum):
-    """The kind of tag, hence what could be computed meanwhile; said by its launcher."""
+    """The reason for a transfer, set at its launch; it decides which compute can overlap it."""
 
     WEIGHT = "weights"
     """A full weight or bias, gathered to be read."""
     WEIGHT_GRADIENT = "weight gradients"
-    """The same of a gradient, summed over the ranks that share the weights."""
+    """The gradient of a full weight or bias, reduced over the ranks that share the weight."""
     REPLICA_GRADIENT = "gradients of replicas"
+    """The gradient of a rank's parameters, reduced over the ranks that hold replicas of them."""
     PUBLISHED_WEIGHT = "updated weights"
-    """The rows that other ranks have updated."""
+    """Parameter rows, sent by the ranks that have updated them."""
     MATRIX = "matrices to update"
-    """Rows of momentum on their way to whole matrices, and of what came of these."""
+    """Rows of momentum, gathered to whole matrices, and the rows of their updates."""
     ACTIVATION = "activations"
-    """The input or output of a layer, or both ways what a mapping makes of it."""
+    """The input or output of a layer, or a tensor and its gradient around a mapping."""
     REGATHERED_ACTIVATION = "activations, gathered again"
-    """The input of a layer in backward, beside the gradient of the input."""
+    """A layer's input, gathered in backward while the gradient of the input is computed."""
     OUTPUT_GRADIENT = "gradients of outputs"
     INPUT_GRADIENT = "gradients of inputs"
-    """Beside which the gradient of the weight is computed."""
+    """The gradient of a layer's input, in flight while that of its weight is computed."""
     HEADS = "heads"
-    """Sequence exchanged for heads, around attention, and their gradients."""
+    """The exchange of sequence for heads around attention, and the gradients."""
     SCAN_HEADS = "heads of scans"
-    """The same around a scan."""
+    """The exchange of sequence for heads around a scan, and the gradients."""
     EXPERTS = "tokens of experts"
-    """Sent to the experts that they are routed to, and back, and their gradients."""
+    """Tokens sent to their experts, the results sent back, and the gradients of both."""
     KEYS = "keys and values"
-    """Those that a context rank attends to and others have, and their gradients."""
+    """Keys and values that a context rank attends to and others hold, and their gradients."""
     HALO = "halos"
     """Tokens before a rank's slices, for a convolution, and their gradients."""
     STATES = "states"
-    """Those of a scan before a rank's slices, and their gradients."""
+    """States of a scan before a rank's slices, and their gradients."""
     LOGITS = "logits"
-    """And their gradients."""
+    """Logits and their gradients."""
     LOSS = "loss"
-    """The parts of a loss over a vocabulary that is split."""
+    """Partial results of a loss over a sharded vocabulary."""
     STAGE_ACTIVATION = "activations between stages"
-    """And their gradients."""
+    """Activations between pipeline stages, and their gradients."""
     BLOCK_INPUT = "inputs of blocks"
-    """Gathered from the ranks' parts for a recompute; or copied to the host, and back for it."""
+    """A block's input, gathered for its recompute, or copied to the host and back for it."""
     DATA = "data"
     CONTROL = "numbers"
-    """Metrics, norms, and what ranks agree upon."""
+    """Metrics, norms and decisions that the ranks agree on."""
 
 
 class Tag(NamedTuple):
-    """A transfer's load; its text is for people."""
+    """The contents of a transfer; its text is `layer.tensor`."""
 
     purpose: Purpose = Purpose.CONTROL
     layer: str = ""
-    """The layer or parameter, by its path in the model; empty where it is none's alone."""
+    """Path of the layer or parameter in the model; empty for a transfer of several or of none."""
     tensor: str = ""
-    """The tensor, such as `weight.grad`, or what it is."""
+    """Name of the tensor, such as `weight.grad`, or a description of it."""
 
     def __str__(self) -> str:
         return ".".join(part for part in (self.layer, self.tensor) if part)
 
 
 UNNAMED = Tag()
-"""Numbers without a name."""
+"""The default tag: control data without a name."""
 
 
 class Transfer(NamedTuple):
-    """One transfer of a rank, as is known when it is launched."""
+    """The properties of a rank's transfer that are known at its launch."""
 
     kind: str
-    """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send, recv; or to_host and
-    from_host, which no other rank sees."""
+    """all_gather, reduce_scatter, all_to_all, all_reduce, broadcast, send or recv; to_host or
+    from_host for copies of one rank."""
     channel: str
-    """Name of the channel, which is the name of its mesh axis; `offload` to and from the host."""
+    """Name of the channel, usually that of its mesh axis; `offload` for copies of one rank."""
     tag: Tag
     sent_bytes: int
-    """Bytes that this rank has to send to others, by the collective's definition."""
+    """Bytes that this rank must send to others by the definition of the collective."""
 
 
 class CollectiveCall(NamedTuple):
-    """One collective of a group, or transfer between two of its ranks, for people."""
+    """One collective, send or receive, in a form that errors show and all its ranks agree on."""
 
     kind: str
-    """As in `Transfer`."""
+    """Kind as in `Transfer.kind`."""
     label: str
-    """The tag."""
+    """Text of the tag."""
     channel: str
     ranks: list[int]
-    """The group's, in the world; of a send or recv the sender and the receiver."""
+    """World ranks of the group; sender and receiver for a send or recv."""
     number: int
-    """Of those that its channel has launched in the group; the same on all its ranks."""
+    """Sequence number in `group`, from 1; the same on all its ranks."""
 
     @property
     def group(self) -> str:
-        """The group's name."""
+        """Return the name of the group, or of the line from sender to receiver."""
         if self.kind in BETWEEN_TWO:
             return f"{self.channel} line from rank {self.ranks[0]} to rank {self.ranks[1]}"
         return f"{self.channel} group {self.ranks}"
@@ -119,7 +120,7 @@ class CollectiveCall(NamedTuple):
 
 
 class CollectiveError(RuntimeError):
-    """A transfer failed: the backend's words, and which it was."""
+    """A failed transfer: the text names it and repeats the backend's error."""
 
     def __init__(self, collective: CollectiveCall, reason: str) -> None:
         super().__init__(f"{collective}: {reason}")

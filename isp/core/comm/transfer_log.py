@@ -1,4 +1,4 @@
-"""Log of the channels: one record per transfer, bytes, duration, exposed time."""
+"""`CommLog`, the log of the channels: one record per transfer with bytes and times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from isp.core.mesh.phase import Phase
 __all__ = ["CommLog", "CommTotals", "DeviceClock", "Observer", "TimedTransfer", "covered"]
 
 _RENEWED_AFTER_MS = 1000.0
-"""CUDA gives times between events in float32: their resolution falls with their length."""
+"""Age at which `DeviceClock` renews its zero point, in milliseconds. CUDA returns the time between
+two events in float32, so a longer time has a coarser resolution."""
 
 
 @dataclass(slots=True)
@@ -35,44 +36,45 @@ class TimedTransfer:
     sent_bytes: int
     launched: float
     ended: float = 0.0
-    """End of the transfer; 0 while it is under way."""
+    """End of the transfer; 0 while it is in flight."""
     exposed: float = 0.0
-    """Seconds for which a `wait` really blocked."""
+    """Seconds for which its `wait` blocked compute."""
     waited: bool = False
-    """Whether it has been waited for: until then, `exposed` is not known."""
+    """True once it has been waited for; until then `exposed` is unknown."""
     wait_began: float = 0.0
-    """Start of that wait."""
+    """Start of the wait."""
     phase: Phase = Phase.OTHER
-    """The phase of the step in which it was launched."""
+    """Phase of the step at the launch."""
     block: str = ""
-    """The part of the model that was computed then, while somebody observes."""
+    """Part of the model that was computed at the launch; set while the log has an observer."""
 
     @property
     def label(self) -> str:
-        """The tag, for people, e.g. `layers.3.attention.wo.weight`."""
+        """Return the text of the tag, e.g. `layers.3.attention.wo.weight`."""
         return str(self.tag)
 
     @property
     def is_between_two(self) -> bool:
-        """Whether it is a send or recv."""
+        """Return whether this is a send or recv."""
         return self.kind in BETWEEN_TWO
 
     @property
     def began(self) -> float:
-        """From when it counts as under way: a send or recv only while it is waited for.
+        """Return the time from which it counts as in flight.
 
-        Receives are posted long before somebody sends, and gloo tells the end of neither.
+        That is its launch, but the begin of its wait for a send or recv.
+        Receives are posted long before the sender is ready, and gloo reports the end of neither.
         """
         return self.wait_began if self.is_between_two else self.launched
 
     @property
     def duration(self) -> float:
-        """Seconds for which it was under way."""
+        """Return the seconds for which it was in flight."""
         return max(0.0, self.ended - self.began)
 
     @property
     def arrived(self) -> float:
-        """The time of arrival: for who waited for it, as the wait returned and not before."""
+        """Return the time of arrival for the waiter: the end of the wait if it had to wait."""
         if self.wait_began < self.ended:
             return max(self.ended, self.wait_began + self.exposed)
         return self.ended
@@ -80,16 +82,17 @@ class TimedTransfer:
     def timed_on_host(
         self, work: dist.Work, wait: Callable[[], None], arrival: float, *, listens: bool
     ) -> Callable[[], None]:
-        """`wait`, which blocks until `work` is over, with its times; not before `arrival`.
+        """Return a function that calls `wait`, which blocks until `work` is done, and notes times.
 
-        Without a listener it ends with the wait: a thread of gloo that calls Python at the end of
-        what is still under way when the interpreter ends would abort the process.
+        It does not return before `arrival`. Unless the log `listens`, the transfer counts as
+        ended when the wait returns, without a callback: one that is pending when the interpreter
+        exits would be called from a thread of gloo, and abort the process.
         """
 
         def note_end(_: object) -> None:
             self.ended = max(time.perf_counter(), arrival)
 
-        # gloo's own reduce-scatter, send and recv have no future: the wait ends them
+        # gloo's reduce-scatter, send and recv have no future: they count as ended with the wait.
         if listens:
             with suppress(RuntimeError):
                 work.get_future().add_done_callback(note_end)
@@ -100,77 +103,78 @@ class TimedTransfer:
             if (left := arrival - time.perf_counter()) > 0:
                 time.sleep(left)
             self.exposed = time.perf_counter() - begin
-            self.ended = self.ended or begin + self.exposed
+            self.ended = self.ended or begin + self.exposed  # unless `note_end` has set it
             self.waited = True
 
         return timed
 
 
 class CommTotals(NamedTuple):
-    """The totals of a step's transfers."""
+    """Totals over the transfers of a step."""
 
     num_transfers: int
     sent_bytes: int
     comm_seconds: float
-    """For which at least one transfer was under way."""
+    """Seconds in which at least one transfer was in flight."""
     exposed_seconds: float
 
 
 class DeviceClock:
-    """Events of `device` as times of `time.perf_counter`; making one waits for the device."""
+    """A conversion of events of `device` to `time.perf_counter`; its constructor synchronizes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.compute = streams.current(device)
-        """The stream that was current then: a wait on another one holds up no compute."""
+        """Stream that was current when the clock was made. A wait on any other delays no compute,
+        and counts as not exposed."""
         self._zero = self.mark()
         self._zero.synchronize()
         self._seconds = time.perf_counter()
 
     def mark(self) -> streams.Event:
-        """A moment of the current stream."""
+        """Record a timed event on the current stream."""
         event = streams.mark(self.device, timed=True)
         assert event is not None, "this device has no streams"
         return event
 
     def __call__(self, event: streams.Event) -> float:
-        """The time `event`, which is over, came."""
+        """Return the time at which `event`, which must have completed, was reached."""
         milliseconds: float = self._zero.elapsed_time(event)
         seconds = self._seconds + milliseconds / 1e3
-        if milliseconds > _RENEWED_AFTER_MS:
+        if milliseconds > _RENEWED_AFTER_MS:  # keep differences short, and so precise
             self._zero, self._seconds = event, seconds
         return seconds
 
 
 class Observer(Protocol):
-    """Follows what happens to a log, as it happens."""
+    """Receiver of the events of a log, such as a profile of a step."""
 
     def launched(self, transfer: TimedTransfer) -> None:
-        """A transfer set off; its later times are filled in as they come about."""
+        """Record the launch of `transfer`, whose later times are filled in as they are known."""
 
     def entered(self, phase: Phase, block: str) -> None:
-        """This is computed from here on."""
+        """Record that `block` is computed from now on, in `phase`."""
 
 
 class _Timed(NamedTuple):
-    """The device's events of a transfer that has been waited for."""
+    """The device events of a transfer that has been waited for."""
 
     transfer: TimedTransfer
     clock: DeviceClock
     launch: streams.Event
     end: streams.Event
     begin: streams.Event
-    """Of the wait."""
+    """Begin of the wait."""
     finish: streams.Event
-    """Of the wait; `begin` itself if compute did not wait."""
+    """End of the wait; `begin` itself if compute did not wait."""
 
     def is_over(self) -> bool:
-        """Whether the device has come to the end of the transfer and of the wait for it."""
+        """Return whether the device has passed the ends of the transfer and of its wait."""
         return bool(self.end.query() and self.finish.query())
 
     def settle(self) -> None:
-        """Fill in the times of the transfer (synchronises)."""
-        self.end.synchronize()  # on a stream of its own: `finish` does not say that it is over
+        """Fill in the times of the transfer; blocks the host until its events are complete."""
+        self.end.synchronize()  # on another stream than `finish`, which does not imply it
         self.finish.synchronize()
         transfer = self.transfer
         transfer.launched = self.clock(self.launch)
@@ -181,48 +185,48 @@ class _Timed(NamedTuple):
 
 @dataclass
 class CommLog:
-    """The log of this rank's channels, for those who ask beforehand.
+    """The log of this rank's channels, idle until `collect` or `watch` is called.
 
-    Until `collect` or `watch` is called nothing is kept, and nothing is timed on a device.
+    Until then it keeps no records, and times nothing on a device.
     """
 
     transfers: list[TimedTransfer] = field(default_factory=list)
-    """Those kept since the last `take`."""
+    """Records kept since the last `take`."""
     phase: Phase = Phase.OTHER
-    """The phase of the step."""
+    """Current phase of the step."""
     block: str = ""
-    """The part of the model that is computed, while somebody observes."""
+    """Part of the model that is computed now; set while there is an observer."""
     observer: Observer | None = None
     clock: DeviceClock | None = None
-    """Clock of transfers on streams; None: they are not timed."""
+    """Clock for transfers on streams; None: they are not timed."""
     listens: bool = field(default=False, init=False)
-    """Whether somebody wants to know of transfers."""
+    """True if transfers are collected or observed; if not, channels skip the log where they can."""
     _collects: bool = False
     _timed: list[_Timed] = field(default_factory=list)
 
     def collect(self, device: torch.device | None = None) -> None:
-        """Keep what is launched from here on, until `take` hands it out.
+        """Start to keep records of all transfers launched from now on, until `take` returns them.
 
-        Times of transfers on streams are those of `device`; without one they are not known.
+        Transfers on streams are timed by events on `device`; without it they have no times.
         """
         self._collects = self.listens = True
         self.transfers = []
         self._start_clock(device)
 
     def watch(self, observer: Observer, device: torch.device) -> None:
-        """Tell `observer` of everything from here on, timed on `device`."""
+        """Report all later launches and phases to `observer`, timed on `device`."""
         assert self.observer is None, "this log is observed already"
         self.observer, self.listens = observer, True
         self._start_clock(device)
 
     def unwatch(self) -> None:
-        """The observer has seen enough."""
+        """Stop reporting to the observer; drop device timing too, unless records are collected."""
         self.observer, self.block, self.listens = None, "", self._collects
         if not self._collects:
             self.clock, self._timed = None, []
 
     def start(self, kind: str, channel: str, tag: Tag, sent_bytes: int) -> TimedTransfer:
-        """A new record, launched now."""
+        """Return a new record of a transfer launched now, and report it."""
         transfer = TimedTransfer(kind, channel, tag, sent_bytes, time.perf_counter())
         transfer.phase, transfer.block = self.phase, self.block
         if self._collects:
@@ -232,7 +236,7 @@ class CommLog:
         return transfer
 
     def enter(self, phase: Phase, block: str = "") -> None:
-        """Say what is computed from here on."""
+        """Set what is computed from now on."""
         self.phase, self.block = phase, block
         if self.observer is not None:
             self.observer.entered(phase, block)
@@ -240,11 +244,11 @@ class CommLog:
     def timed_on_device(
         self, transfer: TimedTransfer, start: Callable[[], dist.Work], ends: streams.Stream | None
     ) -> Callable[[], None]:
-        """Start the transfer; the result makes the stream that is current then wait, not the host.
+        """Start the transfer; return a function that makes the current stream wait, not the host.
 
-        It is timed, if at all, by events around it and around the wait. A transfer ends where
-        `ends`, a stream that does nothing but wait for those of one channel, ends: they follow each
-        other there as they do on the wire, and hold up nothing else.
+        With a clock, events before and after the transfer and its wait give the times. The end is
+        an event on `ends`, a stream that only waits for the transfers of one channel: they end
+        there in the order of their launches, as in the backend, and delay no other work.
         """
         clock = self.clock
         if clock is None:
@@ -258,7 +262,7 @@ class CommLog:
 
         launch, work = clock.mark(), start()
         with streams.on(ends):
-            work.wait()
+            work.wait()  # makes `ends` wait, so that the event below marks the transfer's end
             end = clock.mark()
 
         def timed() -> None:
@@ -273,15 +277,15 @@ class CommLog:
         return timed
 
     def settle(self) -> None:
-        """Fill in the device times of all transfers waited for so far (synchronises on CUDA)."""
+        """Fill in the device times of all transfers waited for so far; synchronizes on CUDA."""
         for timed in self._timed:
             timed.settle()
         self._timed = []
 
     def take(self) -> list[TimedTransfer]:
-        """All transfers since the last call, with device times (synchronises on CUDA).
+        """Return all transfers since the last call, with device times; synchronizes on CUDA.
 
-        Raises RuntimeError if nobody has called `collect`.
+        Raises RuntimeError without an earlier `collect`.
         """
         self._check_collects()
         self.settle()
@@ -289,10 +293,11 @@ class CommLog:
         return taken
 
     def take_waited(self) -> list[TimedTransfer]:
-        """As `take`, of those that have been waited for; the others are left for a later call.
+        """Return the transfers that have been waited for; leave the others for a later call.
 
-        What travels between two steps so belongs to the step that waits for it. On CUDA nothing
-        is synchronised: a wait that the device has not come to yet is left, too.
+        So a transfer in flight between two steps counts for the step that waits for it. On CUDA
+        this does not synchronize: transfers whose wait the device has not passed are left, too.
+        Raises RuntimeError without an earlier `collect`.
         """
         self._check_collects()
         under_way = []
@@ -321,7 +326,7 @@ class CommLog:
 
     @staticmethod
     def totals(transfers: list[TimedTransfer]) -> CommTotals:
-        """Count, bytes and exposed time summed over `transfers`, and the time they cover."""
+        """Return number, bytes and exposed time of `transfers`, and the time that they cover."""
         return CommTotals(
             num_transfers=len(transfers),
             sent_bytes=sum(t.sent_bytes for t in transfers),
@@ -331,7 +336,7 @@ class CommLog:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of the intervals, each from its begin to its end."""
+    """Return the length of the union of `intervals`, pairs of begin and end."""
     total, reached = 0.0, -math.inf
     for begin, end in sorted(intervals, key=lambda interval: interval[0]):
         begin = max(begin, reached)

@@ -1,4 +1,4 @@
-"""Process groups for a topology, made in one place, and the start and end of a run's world."""
+"""Start and end of a run's world (`World`), and the process groups of a topology (`Mesh`)."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ __all__ = ["RENDEZVOUS_FILE", "Channels", "Mesh", "World", "decided_by_rank_0", 
 logger = logging.getLogger(__name__)
 
 RENDEZVOUS_FILE = "ISP_RENDEZVOUS_FILE"
-"""Variable naming a private file through which the ranks of one machine meet, without a port."""
+"""Environment variable with a private file for the rendezvous of one machine, without a port."""
 
 _CONNECT = timedelta(seconds=5)
-"""Time to find out that nobody answers at the address of an earlier rank 0."""
+"""Timeout of a connection to an address that may be that of an earlier, dead rank 0."""
 
 _FAULT_READ_SECONDS = 60.0
-"""Time that ranks wait, before they end, until all have read a fault of rank 0."""
+"""Longest wait of ranks, before they end, until all have read an error of rank 0."""
 
 _TOLD_OF_SENDS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-"""Whether torch tells that sends of a group pass one after the other: pipelines allow for it."""
+"""Variable that turns on a warning of torch's: sends of one group are serialized. Our pipelines
+expect that, so it is set to false."""
 
 
 def use_loopback() -> None:
-    """Bind the sockets of ranks that start from here to the loopback interface.
+    """Bind the sockets of this process and of ranks it starts to the loopback interface.
 
-    For ranks of one machine: backends otherwise bind to the address of the machine's name, where
-    any other machine can connect. Interfaces that the user chose stay.
+    Call this if all ranks are on one machine: backends otherwise bind to the address of the host
+    name, which other machines can reach. Interfaces that the user has chosen stay.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
@@ -62,10 +63,10 @@ def use_loopback() -> None:
 
 @dataclass
 class World:
-    """This process among all processes of the run; a context in which collectives work.
+    """The processes of a run and this one's rank; a context in which collectives work.
 
-    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK). A world of one process that was
-    not launched by torchrun starts nothing. `expands_segments`: see `cuda.expand_segments`.
+    Reads torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK). A world of one process starts no
+    process group. `expands_segments`: see `cuda.expand_segments`.
     """
 
     device: torch.device
@@ -74,17 +75,18 @@ class World:
     rank: int = field(default_factory=lambda: rank_and_size()[0])
     size: int = field(default_factory=lambda: rank_and_size()[1])
     store: Store | None = None
-    """Where the ranks have met before, as in `decided_by_rank_0`; None: they meet on entering."""
+    """Store of an earlier rendezvous, as by `decided_by_rank_0`; None: a rendezvous on entering."""
 
     def __post_init__(self) -> None:
-        if self.device.type == "cuda":  # here: before it is entered, sizes of devices are read
+        # Not in __enter__: reading a device's size before that starts CUDA, which reads the value.
+        if self.device.type == "cuda":
             cuda.use_more_connections()
             if self.rank == 0 and (warning := cuda.few_connections(self.size)):
                 logger.warning("%s", warning)
 
     @property
     def backend(self) -> str:
-        """The backend of process groups for tensors of the device."""
+        """Return the backend of process groups for tensors on the device."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def __enter__(self) -> World:
@@ -110,7 +112,7 @@ class World:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error the others may be gone: leaving politely could hang, exiting does not.
+        # After an error other ranks may be gone, and destroying the group could hang: just exit.
         if kind is None and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -118,11 +120,11 @@ class World:
 def decided_by_rank_0(
     decide: Callable[[], list[str]], timeout_seconds: float
 ) -> tuple[list[str], Store | None]:
-    """Call `decide` on rank 0; return its result on all ranks, and the store to meet in later.
+    """Call `decide` on rank 0; return its result on all ranks, and the store for `World`.
 
-    Needed before the world starts, where the files of machines may differ. A ValueError or OSError
-    of rank 0 is raised on all ranks, on the others as ValueError; they also raise ValueError after
-    `timeout_seconds`, which is comm.init_timeout_seconds.
+    For decisions before the world starts that depend on files, which may differ between machines.
+    A ValueError or OSError of rank 0 is raised on all ranks, on the others as ValueError. The
+    others also raise ValueError after `timeout_seconds` (comm.init_timeout_seconds).
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -146,7 +148,7 @@ def decided_by_rank_0(
         ) from error
     decided, fault = json.loads(found)
     if fault:
-        # Acknowledge it: rank 0 must not end, and its store with it, before all ranks have read it.
+        # Acknowledge the fault: rank 0 may end, and its store with it, only after all have read it.
         store.set(f"{key}/{rank}", "")
         _wait_for_readers(store, key, size, timeout_seconds)
         raise ValueError(fault)
@@ -156,8 +158,8 @@ def decided_by_rank_0(
 def _wait_for_readers(store: Store, key: str, size: int, timeout_seconds: float) -> None:
     """Wait until all ranks but rank 0 have read its fault, for a minute at most.
 
-    The store may end with rank 0, and torchrun ends rank 0 when a neighbor fails: ranks of other
-    machines, which may start later, read the fault before any rank raises it.
+    The store may end with rank 0, and torchrun ends rank 0 when another rank of its machine fails.
+    So all ranks wait here before they raise: ranks of other machines may start later.
     """
     patience = timedelta(seconds=min(timeout_seconds, _FAULT_READ_SECONDS))
     with suppress(dist.DistError):
@@ -165,12 +167,13 @@ def _wait_for_readers(store: Store, key: str, size: int, timeout_seconds: float)
 
 
 def _meeting_place(timeout: timedelta) -> Store:
-    """The store through which the ranks find each other: torchrun's.  ValueError: its port is used.
+    """Return the store for the rendezvous.
 
-    torch 2.13 keeps it when it starts ranks again, which then may read the addresses of dead ones.
-    So on one machine each start has keys of its own; on several, where torchrun counts starts
-    differently on each, rank 0 opens another store, which ends with it (`_store_of_this_start`).
-    Ranks that `isp .. --nproc` starts meet through its private file.
+    Ranks started by `isp .. --nproc` use its private file, all others the store of torchrun, or of
+    MASTER_ADDR and MASTER_PORT. torchrun of torch 2.13 keeps its store when it restarts ranks,
+    which then may read the addresses of dead ones. So on one machine each start has keys of its
+    own. On several machines, which count restarts differently, rank 0 opens another store, which
+    ends with it (`_store_of_this_start`). Raises ValueError if the port is in use.
     """
     if file := os.environ.get(RENDEZVOUS_FILE):
         private = FileStore(file, int(os.environ["WORLD_SIZE"]))
@@ -194,13 +197,15 @@ def _meeting_place(timeout: timedelta) -> Store:
 
 
 def _store_of_this_start(kept: Store, rank: int, timeout: timedelta) -> Store:
-    """A store of rank 0's, whose address the others read from the one that torchrun has `kept`.
+    """Return a new store of rank 0, whose address the others read from `kept`, torchrun's store.
 
-    They may read that of an earlier rank 0, where nobody answers any more: then they read again.
-    Raises DistNetworkError or DistStoreError if there is none in time.
+    A rank that reads the address of an earlier rank 0 gets no connection, and reads it again.
+    Raises DistNetworkError or DistStoreError if there is no connection before `timeout`.
     """
     place, end = "isp/store_of_rank_0", time.monotonic() + timeout.total_seconds()
     if rank == 0:
+        # MASTER_ADDR is torchrun's machine, maybe not this one: take the local address of a
+        # connection to it, which other machines can reach. On its own machine that is loopback.
         main = os.environ["MASTER_ADDR"]
         with socket.create_connection((main, int(os.environ["MASTER_PORT"]))) as connection:
             own = connection.getsockname()[0]
@@ -221,7 +226,7 @@ def _store_of_this_start(kept: Store, rank: int, timeout: timedelta) -> Store:
 
 
 class Channels(Protocol):
-    """Lookup of a channel for every axis asked for: a `Mesh`, or a dict."""
+    """A lookup of channels by axis: a `Mesh`, or a dict."""
 
     def __getitem__(self, axis: Axis, /) -> Channel: ...
 
@@ -229,9 +234,10 @@ class Channels(Protocol):
 class Mesh:
     """This rank's channels, one for each axis of a topology.
 
-    Needs the default process group, unless the world is one rank. It serves `Axis.WORLD`, unless
-    it is somebody else's: then all groups are made beside it, of `backend`. Every rank must make
-    the same meshes and `open` the same channels in the same order.
+    Needs the default process group, unless the world is one rank. Without `backend` that group
+    serves `Axis.WORLD`; with `backend`, as where user code has made the default group, all groups
+    are new and use it. All ranks must make the same meshes and `open` the same channels in the same
+    order.
     """
 
     def __init__(
@@ -247,9 +253,9 @@ class Mesh:
         self.log = CommLog() if log is None else log
         self._backend = backend
         self.members: dict[str, tuple[int, ...]] = {}
-        """The ranks of each channel of more than one, by its name."""
+        """World ranks of each channel of more than one rank, by the channel's name."""
         self.opened: list[Channel] = []
-        """Every channel of this mesh."""
+        """All channels of this mesh."""
         self._groups: dict[Axis, dist.ProcessGroup | None] = {}
         own = {
             axis: self._add(axis, axis.value, self._shared_group(axis))
@@ -258,16 +264,16 @@ class Mesh:
         }
         self._channels = {axis: own[topology.channel_axis(axis)] for axis in Axis}
         self.host = self.open_host(Axis.WORLD, "host")
-        """All ranks, for values in CPU memory whatever the device."""
+        """Channel of all ranks for values in CPU memory, whatever the device."""
 
     def __getitem__(self, axis: Axis) -> Channel:
-        """The channel of this rank's group along `axis`."""
+        """Return the channel of this rank's group along `axis`."""
         return self._channels[axis]
 
     def open_host(self, axis: Axis, name: str) -> Channel:
-        """The ranks of `axis`, for values in CPU memory: the axis' own channel if it takes those.
+        """Return a channel along `axis` for values in CPU memory: the axis' own one on gloo.
 
-        Every axis whose groups are all of one size will do.
+        All groups of the axis must have the same size.
         """
         own = self[axis]
         if own.group is None or dist.get_backend(own.group) == "gloo":
@@ -281,7 +287,7 @@ class Mesh:
         return self.opened[-1]
 
     def open(self, axis: Axis, name: str, *, sum_locally: bool | None = None) -> Channel:
-        """A further channel along `axis`, whose transfers do not queue behind the first one's."""
+        """Open a further channel along `axis`; its transfers do not queue after the first one's."""
         return self._add(axis, name, self._make_group(axis, name), sum_locally=sum_locally)
 
     def _add(
@@ -299,7 +305,7 @@ class Mesh:
         return channel
 
     def _shared_group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """The process group of `axis`, made for the first of those that share it."""
+        """Return the process group of `axis`; axes with the same group share one."""
         home = self.topology.group_axis(axis)
         if home not in self._groups:
             names = "+".join(self.topology.process_groups.get(home, ()))
@@ -307,7 +313,10 @@ class Mesh:
         return self._groups[home]
 
     def _make_group(self, axis: Axis, name: str) -> dist.ProcessGroup | None:
-        """This rank's process group along `axis`, `name` in torch's messages; None if alone."""
+        """Make this rank's process group along `axis`, called `name` in torch's messages.
+
+        Returns None for a rank that is alone in it.
+        """
         groups = self.topology.groups(axis)
         if all(len(ranks) == 1 for ranks in groups):
             return None
@@ -315,8 +324,9 @@ class Mesh:
             assert dist.get_world_size() == self.topology.world_size
             return dist.group.WORLD
         # [Note: Local groups] Only the members make a group: a world of 1,024 ranks has over 500
-        # groups along some axes, and each rank is in one of them. torch names a group by how many
-        # there are before it, so a rank on its own has to make one as well.
+        # groups along some axes, and each rank is in one of them. torch derives a group's name from
+        # the number of groups made before it, which must agree on all members of later groups: so a
+        # rank that is alone makes one as well, if other ranks along the axis are not.
         own = next(ranks for ranks in groups if self.rank in ranks)
         backend = self._backend or dist.get_backend()
         made = dist.new_group(
@@ -329,6 +339,6 @@ class Mesh:
         return made if len(own) > 1 else None
 
     def set_timeout(self, seconds: float) -> None:
-        """Limit how long collectives launched from now on may take."""
+        """Set the timeout of all collectives that are launched from now on."""
         for group in {channel.group for channel in self.opened if channel.group is not None}:
             set_group_timeout(timedelta(seconds=seconds), group)
