@@ -1,4 +1,4 @@
-"""The section `model.adapter`, and what of it a folder says that PEFT has saved; needs no torch."""
+"""The section `model.adapter`, and its keys in a folder saved by PEFT; loads no torch."""
 
 from __future__ import annotations
 
@@ -72,15 +72,18 @@ _OF_NO_EFFECT = {
     *("alora_invocation_tokens", "auto_mapping", "base_model_name_or_path", "inference_mode"),
     *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "task_type"),
 }
-"""What else stands in a file of PEFT, and does not change LoRA."""
+"""Keys of PEFT's adapter_config.json that do not change what LoRA computes."""
 
 
 def with_adapter(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A `model` section with the base model and the keys of the adapter that it names, if any.
+    """Return a `model` section with the base model and keys of the adapter folder that it names.
 
-    Raises ValueError for a folder that is none, or whose adapter is not supported.
+    Without an adapter folder it is returned unchanged. If `hf` is an adapter's folder, the base
+    model that its file names takes its place. Raises ValueError for a folder without an adapter or
+    a base model, for an adapter that is not supported, and for keys that contradict the folder.
     """
     hf, adapter = section["hf"], section.get("adapter") or {}
+    # PEFT also saves adapters into the folder of a model, which then is the model.
     if (Path(hf) / ADAPTER_FILE).is_file() and not (Path(hf) / "config.json").is_file():
         base = read_json(Path(hf) / ADAPTER_FILE).get("base_model_name_or_path")
         if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
@@ -103,16 +106,20 @@ def with_adapter(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(folder: str) -> dict[str, Any]:
-    """The keys of an adapter's folder."""
+    """Return the keys of `model.adapter` in an adapter's folder.
+
+    Raises ValueError for a folder without them, and for features of PEFT that are not supported.
+    """
     try:
         file = read_json(Path(folder) / ADAPTER_FILE)
     except ValueError as error:
         raise ValueError(f"model.adapter.folder={folder}: {error}") from None
     odd = {name: value for name, value in file.items() if name not in {*_NAMES, *_OF_NO_EFFECT}}
+    # Other initializations, such as pissa, may change the base model's weights.
     drawn = odd.pop("init_lora_weights", True)
     if drawn not in (True, False, "gaussian"):
         odd["init_lora_weights"] = drawn
-    odd = {name: value for name, value in odd.items() if value}
+    odd = {name: value for name, value in odd.items() if value}  # null, false, {}: feature is off
     if file.get("peft_type") != "LORA":
         odd["peft_type"] = file.get("peft_type")
     if odd:
@@ -124,7 +131,8 @@ def _read(folder: str) -> dict[str, Any]:
     found = {name: file[name] for name in _NAMES if name in file}
     if isinstance(alpha := found.get("lora_alpha"), float) and alpha.is_integer():
         found["lora_alpha"] = int(alpha)
-    for name in ("target_modules", "exclude_modules"):  # PEFT writes sets in any order
+    # PEFT writes these sets in an order that varies: sort them, so that configurations compare.
+    for name in ("target_modules", "exclude_modules"):
         if isinstance(found.get(name), list):
             found[name] = sorted(found[name])
     return found

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a folder's model: its frozen weights, and small ones that are trained."""
+"""PEFT adapters on the model of a folder, whose own weights are frozen."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ __all__ = ["AdapterWeights", "adapted", "with_trained_adapters"]
 
 _WEIGHTS = "adapter_model.safetensors"
 _MOST_SECONDS = 120.0
-"""Limit of matching the adapter's patterns, and of making its modules."""
+"""Longest time for matching the adapter's patterns and making its modules: a regular expression
+may take forever."""
 _MOST_BYTES = 2**33
+"""Most memory for matching the adapter's patterns and making its modules."""
 
 
 def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
-    """Return a copy of a model without memory, with adapters; `base` is the model's folder.
+    """Return a copy of `model` with adapters, both on the meta device.
 
-    Raises ValueError for keys that do not fit the model.
+    `base` is the model's folder, which the adapter's configuration names. Raises ValueError for
+    keys that do not fit the model.
     """
     with parameters_on_meta():
         found = _with_adapters(copy.deepcopy(model), adapter)
@@ -44,7 +47,7 @@ def adapted(model: Any, adapter: AdapterConfig, base: str) -> Any:
 
 
 def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
-    """Put adapters of PEFT into a model, in place, and return what PEFT makes of it.
+    """Put adapters into a model, in place, and return PEFT's wrapper around it.
 
     Raises ValueError for keys that do not fit the model.
     """
@@ -59,11 +62,11 @@ def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
     limits = limited(pattern, seconds=_MOST_SECONDS, most_bytes=_MOST_BYTES)
     try:
         with limits, warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of what PEFT asks transformers
-            # Of another dtype than the base model's they would be converted at every call.
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses deprecated transformers API
+            # Adapters of another dtype than the base model's would be converted at every call.
             return get_peft_model(model, keys, autocast_adapter_dtype=False)
     except ValueError as error:
-        if str(error).startswith(pattern):  # beyond the limits
+        if str(error).startswith(pattern):  # raised by `limits`, with a text of its own
             raise
         raise ValueError(
             f"{pattern}:"
@@ -76,10 +79,10 @@ def _with_adapters(model: Any, adapter: AdapterConfig) -> Any:
 def with_trained_adapters(
     model: Any, adapter: AdapterConfig, state: Mapping[str, Tensor] | None = None
 ) -> Any:
-    """Put trained adapters into a model with weights, in place, and return what PEFT makes of it.
+    """Put trained adapters into a model with weights, in place, and return PEFT's wrapper.
 
-    `state`: their weights by name; None: those in the adapter's folder. Raises ValueError for the
-    weights of another adapter.
+    `state`: the adapters' weights by name; None: read them from the adapter's folder. Raises
+    ValueError if the weights belong to another adapter.
     """
     found = _with_adapters(model, adapter)
     trained = {_saved_name(n): p for n, p in found.named_parameters() if p.requires_grad}
@@ -99,7 +102,7 @@ def with_trained_adapters(
 def _check_same_adapter(
     where: str, there: Mapping[str, tuple[int, ...]], trained: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError if saved weights do not fit the `trained` ones, by their saved names."""
+    """Raise ValueError unless saved weights (`there`) have the names and shapes of `trained`."""
     own = {name: tuple(parameter.shape) for name, parameter in trained.items()}
     odd = sorted(n for n in {*own, *there} if own.get(n) != there.get(n))
     if odd:
@@ -110,7 +113,10 @@ def _check_same_adapter(
 
 
 def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
-    """How names of linear layers are written that were not in a list, or a word that was in one."""
+    """Return a hint for a mistyped `target_modules`; empty without one.
+
+    Names of linear layers must be a list, not a text; all-linear must be a text, not a list.
+    """
     if isinstance(targets, str) and (names := re.split(r"[\s,]+", targets)) and {*names} <= linears:
         return (
             f" A text is a regular expression for whole names, or all-linear: use a list,"
@@ -122,10 +128,10 @@ def _as_meant(targets: str | Sequence[str] | None, linears: Set[str]) -> str:
 
 
 class AdapterWeights:
-    """The weights of a model with adapters: those of the base model, and the adapters' own.
+    """Initial weights of a model with adapters: the base model's, and the adapters'.
 
-    The latter are those of the adapter's folder, else as PEFT begins them: a function of the seed
-    and of names. Raises ValueError for a folder with the weights of another adapter.
+    The adapters' weights are read from `folder`, or drawn as PEFT initializes them, as a function
+    of the seed and of names. Raises ValueError if the folder has weights of another adapter.
     """
 
     def __init__(self, model: Any, base: InitialWeights, folder: str | None) -> None:
@@ -141,7 +147,7 @@ class AdapterWeights:
 
     @torch.no_grad()
     def fill(self, model: Any, shards: Sequence[ShardedParameter], seed: int) -> None:
-        """As `InitialWeights`."""
+        """Fill the shards, those of the base model by its own `InitialWeights`."""
         own = [s for s in shards if self._is_own(s)]
         rest = [replace(s, name=_base_name(s.name)) for s in shards if not self._is_own(s)]
         self._base.fill(model.get_base_model(), rest, seed)
@@ -157,13 +163,13 @@ class AdapterWeights:
             item.parameter.copy_(begun[item.name].shard(item.layout, stream))
 
     def _is_own(self, item: ShardedParameter) -> bool:
-        """Whether it is of the adapter, also where that is frozen, as of a reference."""
+        """Return whether a parameter belongs to the adapter, even if frozen as in a reference."""
         of_file = self._file is not None and item.name in self._trained
         return of_file or ".lora_" in item.name
 
 
 def _begun(model: nn.Module) -> dict[str, Drawing]:
-    """What PEFT does to begin each parameter of the adapters, by name."""
+    """Return how PEFT initializes each parameter of the adapters, by name."""
     from peft.tuners.lora import LoraLayer
 
     found: dict[str, Drawing] = {}
@@ -177,12 +183,12 @@ def _begun(model: nn.Module) -> dict[str, Drawing]:
 
 
 def _base_name(name: str) -> str:
-    """The name of a parameter in the base model."""
+    """Return the name that a parameter has in the base model without adapters."""
     return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix("base_model.model."))
 
 
 def _saved_name(name: str) -> str:
-    """The name of a parameter in an adapter's folder."""
+    """Return the name of a parameter in an adapter's folder, without the adapter name `default`."""
     return name.replace(".default.", ".").removesuffix(".default")
 
 

@@ -1,4 +1,4 @@
-"""A model's `config.json`, as Hugging Face has it, and what of it isp can run; needs no torch."""
+"""A Hugging Face `config.json`: reading it, and checks that isp can run it; needs no torch."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _NAMES = {
     "head_dim": ("head_dim",),
     "intermediate_size": ("intermediate_size", "n_inner"),
 }
-"""Keys of the `model` section, and the names that transformers has for them."""
+"""Keys of the `model` section with the names of transformers for them, most common first."""
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
-    """A `model` section with the sizes of the folder that its key `hf` names, and its adapter.
+    """Return a `model` section with the sizes in the folder `hf`, and with its adapter's keys.
 
-    `decided`: the keys that the folder decides, each with its default, which holds where neither
-    config.json nor its type has the size. Raises ValueError for a folder without config.json, and
-    for such keys that say other than the folder.
+    `decided`: the keys that the folder decides, with their defaults, which apply if neither
+    config.json nor its model type has the size. Raises ValueError for a folder without config.json,
+    and for a section in which such a key differs from the folder.
     """
     section = with_adapter(section)
     folder, overrides = section["hf"], section.get("hf_overrides")
@@ -60,12 +60,12 @@ def with_sizes(section: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[s
 
 
 def folder_sizes(folder: str, overrides: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return the keys of a `model` section that the config.json in a folder has.
+    """Return the sizes in a folder's config.json, by their keys in a `model` section.
 
     Raises ValueError for a folder without one, and for `model.hf_overrides` that do not fit it.
     """
     config = read_text_config(folder, overrides)
-    if "vocab_size" not in config:  # as of Gemma 3 on the hub: the default of its type
+    if "vocab_size" not in config:  # e.g. Gemma 3 on the hub relies on the default of its type
         config = {**_defaults_of_type(folder), **config}
     return {
         key: config[name]
@@ -78,9 +78,10 @@ def folder_sizes(folder: str, overrides: Mapping[str, Any] | None = None) -> dic
 def check_model_folder(
     folder: str, parallel: ParallelConfig, overrides: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise ValueError, naming key, value and way out, for what isp cannot run so.
+    """Check that isp can run a folder's model under `parallel`.
 
-    `overrides`: the `model.hf_overrides` of the folder.
+    `overrides`: the `model.hf_overrides` of the folder. Raises ValueError with key, value and what
+    to use instead.
     """
     config = read_text_config(folder, overrides)
     for name in _DROPOUT:
@@ -96,11 +97,11 @@ def check_model_folder(
 
 
 def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> None:
-    """Raise ValueError for what a model of this `config.json` would compute wrongly in silence."""
+    """Raise ValueError for keys of a `config.json` that would silently give wrong results."""
     kinds = config.get("layer_types") or ()
     chunk = config.get("attention_chunk_size")
     named = config.get("layer_types") is not None or config.get("model_type") == "llama4_text"
-    if chunk and not named:  # of Llama 4, transformers names them
+    if chunk and not named:  # for Llama 4, transformers derives layer_types itself
         raise ValueError(
             f"attention_chunk_size={chunk} in config.json needs layer_types, which says which"
             f" layers use chunked attention: add layer_types, or remove the key"
@@ -111,6 +112,8 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
             f"chunked_attention in config.json cannot be combined with"
             f" parallel.sequence_2D.context_size={context}: use 1"
         )
+    # These types compute angles from the largest position of a row: on a part of the sequence
+    # a rank would see another maximum, and compute other angles.
     size = parallel.tensor.size
     for name, kind, by_layer in _rope_kinds(config):
         if (kind == "dynamic" or (kind == "longrope" and by_layer)) and size > 1:
@@ -122,7 +125,7 @@ def check_model_config(config: Mapping[str, Any], parallel: ParallelConfig) -> N
 
 
 def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, seq_len: int) -> str:
-    """Return a warning of rows longer than a folder's model is for; "" without."""
+    """Return a warning if rows are longer than a folder's model was trained on; "" if not."""
     if folder is None:
         return ""
     trained = _trained_positions(read_text_config(folder, overrides))
@@ -136,7 +139,10 @@ def beyond_positions(folder: str | None, overrides: Mapping[str, Any] | None, se
 
 
 def _trained_positions(found: Mapping[str, Any]) -> int | None:
-    """The tokens of a row that a config.json says the model is for; None: it does not say."""
+    """Return the longest row that config.json says the model supports, in tokens; None: unknown.
+
+    Scaled rotary positions extend it by their factor.
+    """
     context: int | None = found.get("max_position_embeddings", found.get("n_positions"))
     if context is None:
         return None
@@ -153,9 +159,9 @@ def _trained_positions(found: Mapping[str, Any]) -> int | None:
 
 
 def check_layout(parallel: ParallelConfig, seq_len: int) -> None:
-    """Raise ValueError, naming key, value and way out, if a traced model cannot be split as asked.
+    """Check that the rows of a traced model can be split over the tensor ranks.
 
-    `seq_len` is the number of tokens in one row of a batch.
+    `seq_len` is the number of tokens in one row of a batch. Raises ValueError with key and value.
     """
     tensor = parallel.tensor
     if seq_len % tensor.size:
@@ -183,14 +189,14 @@ def read_config(folder: str, overrides: Mapping[str, Any] | None = None) -> dict
 
 
 def read_text_config(folder: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return `read_config`, with the keys of a vision-language model's text model at the top."""
+    """Return `read_config`, with the keys of a vision-language model's `text_config` at the top."""
     config = read_config(folder, overrides)
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
 
 def _defaults_of_type(folder: str) -> dict[str, Any]:
-    """What transformers' class takes for keys that config.json leaves out; empty if unknown."""
+    """Return the configuration with transformers' defaults for absent keys; empty if unreadable."""
     try:
         from isp.models.huggingface.make import folder_config  # loads torch
 
@@ -202,7 +208,7 @@ def _defaults_of_type(folder: str) -> dict[str, Any]:
 
 
 def _rope_kinds(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """The kinds of rotary positions, by the key that names them, and whether it is by layer."""
+    """Yield each type of rotary positions: its key, the type, and whether it is for some layers."""
     for name in ("rope_scaling", "rope_parameters"):
         found = config.get(name)
         if isinstance(found, dict):

@@ -1,7 +1,7 @@
-"""Folders whose weights are quantised, read as whole ones: a block of a tensor at a time.
+"""Reading of quantized weights as dequantized tensors, a block of a tensor at a time.
 
-fp8    `weight` of 8 bits, and `weight_scale_inv` [rows / a, columns / b], a factor of each block
-mxfp4  `_blocks` [E, N, K / 32, 16], bytes of two numbers of 4 bits, and `_scales` [E, N, K / 32],
+fp8    `weight` of 8 bits, and `weight_scale_inv` [rows / a, columns / b], a factor for each block
+mxfp4  `_blocks` [E, N, K / 32, 16], bytes of two 4-bit numbers, and `_scales` [E, N, K / 32],
        exponents; the weight is [E, K, N]
 
 Source: DeepSeek-V3, inference/fp8_cast_bf16.py; OCP Microscaling Formats 1.0; gpt-oss, weights.py.
@@ -23,11 +23,11 @@ __all__ = ["DequantisedFiles", "check_readable"]
 _SCALE, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
 
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of 3 bits; the fourth is the sign."""
+"""Magnitudes by the lower 3 bits of an fp4 number (e2m1); the fourth bit is the sign."""
 
 
 def check_readable(quantisation: Mapping[str, Any] | None) -> None:
-    """Raise ValueError for a `quantization_config` whose weights are not read."""
+    """Raise ValueError for a `quantization_config` of a method that isp does not read."""
     if quantisation and quantisation.get("quant_method") not in ("fp8", "mxfp4"):
         raise ValueError(
             f"the weights are quantised"
@@ -39,7 +39,10 @@ def check_readable(quantisation: Mapping[str, Any] | None) -> None:
 
 
 class DequantisedFiles(WeightFiles):
-    """As `WeightFiles`, of weights that may be quantised; products are of `dtype`, or float32."""
+    """`WeightFiles` that dequantizes fp8 and mxfp4 weights to `dtype`.
+
+    fp8 weights are multiplied by their factors in float32 at least.
+    """
 
     def __init__(
         self, folder: Path, quantisation: Mapping[str, Any] | None, dtype: torch.dtype
@@ -56,6 +59,7 @@ class DequantisedFiles(WeightFiles):
 
     @property
     def names(self) -> frozenset[str]:
+        # A quantized weight has one name; those of its blocks and scales are hidden.
         return self._whole | self._fp4
 
     def read_block(self, name: str, block: tuple[slice, ...]) -> Tensor:
@@ -75,18 +79,22 @@ class DequantisedFiles(WeightFiles):
         return {"F32"} if name in self._fp4 | self._fp8 else super()._dtypes(name)
 
     def _of_fp8(self, name: str, block: tuple[slice, ...]) -> Tensor:
+        """Return a block of an fp8 weight times the factors of its elements."""
         found = super().read_block(name, block).to(self._computed)
         scales = _factors(super().read_block(f"{name}{_SCALE}", ()), self._computed)
         for dim, size in enumerate(self._block_size or ()):
+            # The block may start inside a quantization block: index factors by whole positions.
             start = (block[dim].start or 0) if dim < len(block) else 0
             places = torch.arange(start, start + found.shape[dim]) // size
             scales = scales.index_select(dim, places)
         return found.mul_(scales).to(self._dtype)
 
     def _of_fp4(self, name: str, block: tuple[slice, ...]) -> Tensor:
+        """Return the experts in `block` of an mxfp4 weight: [E, K, N]."""
         bits = super().read_block(f"{name}{_BLOCKS}", block)  # [E, N, K / 32, 16]
         scales = super().read_block(f"{name}{_SCALES}", block)  # [E, N, K / 32]
         values = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=self._dtype)
+        # The low half of a byte is the first number of the two.
         found = torch.stack((values[(bits & 15).int()], values[(bits >> 4).int()]), -1)
         found = found.flatten(-2) * _factors(scales, self._dtype).unsqueeze(-1)
         return found.flatten(-2).transpose(1, 2)  # [E, K, N]
@@ -97,7 +105,7 @@ class DequantisedFiles(WeightFiles):
 
 
 def _factors(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of numbers, or of exponents in a byte."""
+    """Return scales as factors in `dtype`; bytes are exponents of two (e8m0) with bias 127."""
     if scales.dtype is torch.uint8:
         return torch.ldexp(torch.ones((), dtype=dtype), scales.int() - 127)
     return scales.to(dtype)

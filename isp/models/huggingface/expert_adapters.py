@@ -1,10 +1,11 @@
-"""Adapters of PEFT on stacks of experts (`target_parameters`): W + B A of each, as PEFT has it.
+"""PEFT adapters on stacks of experts (`target_parameters`): each expert computes with W + B A.
 
-PEFT puts W + B A in the place of W around a call, which a rank does not have. Here the factors go
-with the call, and are added where the experts read their whole weights. Every rank has the factors
-of all experts; where these are spread it reads those of its own, and gradients are summed.
+PEFT replaces W by W + B A around a call, for which a rank would need the whole W. Here the call
+passes the factors on, and their product is added where the experts read their gathered weights.
+All ranks hold the factors of all experts; with expert parallelism a rank reads those of its own
+experts, and the gradients are summed.
 
-E experts
+E experts, r rank of an adapter
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["hand_on_factors"]
 
 
 def hand_on_factors(model: nn.Module) -> None:
-    """Let the adapters in `model`, of PEFT, hand their factors to the experts, in place.
+    """Make PEFT's adapters in `model` pass their factors to the experts, in place.
 
-    Raises ValueError for one on a parameter that is no stack of experts.
+    Raises ValueError for an adapter on a parameter that is not a stack of experts.
     """
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -44,13 +45,14 @@ def hand_on_factors(model: nn.Module) -> None:
 
 @cache
 def _handing_on(kind: Any) -> Any:
-    """A class that is `kind`, PEFT's, and gives its factors to the module below."""
+    """Return a subclass of PEFT's `kind` whose forward passes its factors to the wrapped module."""
 
     def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
         own = dict[str, tuple[Tensor, Tensor]](factors or {})
         names = () if self.disable_adapters or self.merged else self.active_adapters
         here = [name for name in names if name in self.lora_A]
-        if here:  # [E, .., r] and [E, r, ..], of several as of one with all their ranks
+        # [E, .., r] and [E, r, ..]; several adapters act as one whose rank is the sum of theirs.
+        if here:
             left, right, scales = zip(*map(self.get_delta_factors, here), strict=True)
             left = tuple(x * scale for x, scale in zip(left, scales, strict=True))
             own[self.parameter_name] = torch.cat(left, -1), torch.cat(right, 1)
@@ -61,7 +63,7 @@ def _handing_on(kind: Any) -> Any:
 
 @cache
 def _taking(kind: Any) -> Any:
-    """A class that is `kind`, and adds the product of factors to its weights where it is called."""
+    """Return a subclass of `kind` whose forward adds the products of factors to its weights."""
 
     def forward(self: Any, *args: Any, factors: Any = None, **kwargs: Any) -> Any:
         changed = {

@@ -1,6 +1,6 @@
-"""The ways in which a model is called and in which it calls attention.
+"""`Host`, the interface to a model: how to call it, and how its attention calls isp.
 
-B batch, S' the tokens of this rank, H heads, K KV heads, d and e sizes of heads
+B batch, S' tokens of this rank, H heads, K KV heads, d head size, V logits of a token
 """
 
 from __future__ import annotations
@@ -28,97 +28,103 @@ _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 class RouterCoefficients(NamedTuple):
-    """The weights of the router losses, and the rate of updates of biases; 0: without."""
+    """The coefficients of the router losses, and the rate of bias updates; 0 turns each off."""
 
     aux: float = 0.0
-    """Of load balancing, num_experts * sum(f * p)."""
+    """Coefficient of the load-balancing loss, num_experts * sum(f * p)."""
     z: float = 0.0
-    """Of the mean square of the logits' log-sum-exp over layers and tokens."""
+    """Coefficient of the z-loss: the mean square of the logits' log-sum-exp over layers, tokens."""
     bias_rate: float = 0.0
-    """How much a step moves the biases by which routers choose: see `load_balance`."""
+    """Change per step of the biases by which routers choose experts: see `load_balance`."""
 
     @property
     def of_losses(self) -> bool:
-        """Whether there are losses."""
+        """Return whether there are router losses."""
         return bool(self.aux or self.z)
 
 
 class LogitsOf(Enum):
-    """What a model's logits are of."""
+    """The meaning of a model's logits."""
 
     VOCABULARY = auto()
-    """The next token of each token."""
+    """Logits of the next token."""
     TOKEN_LABELS = auto()
-    """The labels of each token: a head for the classification of tokens."""
+    """Logits of each token's labels, by a head for token classification."""
     ROW_LABELS = auto()
-    """The labels of each row, by its last token: a head for the classification of sequences."""
+    """Logits of a row's labels, by a head for sequence classification that reads the last token."""
 
 
 class Host:
-    """How a module of any kind is called with tokens and positions, and what is known of it.
+    """The interface to a module called as `model(ids, positions)`; without state.
 
-    The module may have a tensor-parallel plan, `tp_plan`, in the form of those of transformers. A
-    host has no state: attention goes where `mix_by` says.
+    The module may have a tensor-parallel plan `tp_plan` in the format of transformers, and a
+    `config_json`. Attention is computed by the mixers that `mix_by` has set.
     """
 
     def connect(self, model: nn.Module) -> None:
-        """Let the model's calls of attention go where `isp.attention` goes, in place."""
+        """Replace the model's own attention and mixers by calls of isp, in place."""
         use_registered_mixers(model)
 
     def forward(self, model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
-        """The logits [B, S', V] of tokens at positions [B, S']."""
+        """Return the logits [B, S', V] of tokens [B, S'] at positions [B, S']."""
         with at_positions(positions):
             logits: Tensor = model(ids, positions)
         return logits
 
     def logits_of(self, model: nn.Module) -> LogitsOf:
-        """What they are of, as `forward` gives them: of all tokens, whatever the model picks."""
+        """Return the meaning of the logits; `forward` returns those of all tokens in any case."""
         return LogitsOf.VOCABULARY
 
     def first_position(self, model: nn.Module) -> int:
-        """The number of the first token of a document, in the model's own count."""
+        """Return the position that the model expects for the first token of a document."""
         return 0
 
     def without_values(self, model: nn.Module) -> nn.Module:
-        """`model`, on the meta device, changed in place so that its code reads no values."""
+        """Change `model`, on the meta device, so that its code reads no values, and return it."""
         return model
 
     def config(self, model: nn.Module) -> dict[str, Any]:
-        """The model's `config.json`, or what it says of it; empty if it has none."""
+        """Return the model's `config.json` as a dict; empty if it has none."""
         found: dict[str, Any] = getattr(model, "config_json", None) or {}
         return found
 
     def tensor_styles(self, model: nn.Module) -> dict[str, str]:
-        """The model's tensor-parallel plan, by module with `*` for a number; empty if none."""
+        """Return the tensor-parallel plan, by module name with `*` for a number; empty if none."""
         plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
         return plan
 
     def length_limits(self, model: nn.Module) -> dict[nn.Module, int]:
-        """Modules, called with x and positions, that treat rows of more tokens differently."""
+        """Return modules that compute differently on longer rows, each with its longest usual row.
+
+        They are called with x and positions.
+        """
         return {}
 
     def most_tokens(self, model: nn.Module) -> int | None:
-        """The length from which a row is wrong, as the model counts tokens itself; None: none."""
+        """Return the row length from which results are wrong, for `check_row`; None: no limit.
+
+        For models that count the tokens of their input themselves, which are a rank's only.
+        """
         return None
 
     def router_coefficients(self, model: nn.Module) -> RouterCoefficients:
-        """Those of the losses that the model's own configuration asks for."""
+        """Return the coefficients of the losses that the model's own configuration turns on."""
         return RouterCoefficients()
 
     def published(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights of a block under the names and in the pieces in which they are saved."""
+        """Return a block's full weights as its files have them: their names, and their pieces."""
         return weights
 
 
 class _Scored(Exception):
-    """The logits of all tokens are there."""
+    """Ends a forward once the logits of all tokens are computed."""
 
 
 class HuggingFace(Host):
-    """A causal language model of transformers, by its attention interface.
+    """The interface to a model of transformers, by the registry of attention functions there.
 
-    All have one name in its registry, of which the masks' registry does not know, so that no mask
-    of S x S is ever made.
+    All models use the name "isp" in that registry. The registry of masks has no such name, so that
+    transformers never makes a mask of S x S.
     """
 
     def connect(self, model: Any) -> None:
@@ -137,7 +143,7 @@ class HuggingFace(Host):
         text = model.config.get_text_config(decoder=True)
         registered = use_registered_mixers(model)
         if registered and not model._can_set_attn_implementation():
-            text._attn_implementation = "isp"  # for what makes masks: its modules do not ask
+            text._attn_implementation = "isp"  # read where masks are made, not by its modules
         else:
             parts = (n for n in model.config.sub_configs if getattr(model.config, n) is text)
             model.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
@@ -148,7 +154,9 @@ class HuggingFace(Host):
             )
         wrap_free_functions(model)
         give_positions(model)
-        for part in model.modules():  # would read the tokens to warn of padding: there is none
+        # transformers reads the tokens to warn of padding, which would make the host wait; there is
+        # no padding.
+        for part in model.modules():
             if hasattr(part, _WARNING):
                 setattr(part, _WARNING, lambda *_: None)
 
@@ -158,23 +166,24 @@ class HuggingFace(Host):
             own = positions + first if first else positions
             with self._ended_by_score(model) as logits:
                 more = {}
-                if _adds_router_losses(model):  # of a rank's tokens alone
+                if _adds_router_losses(model):  # they would be of this rank's tokens only
                     more = {"output_router_logits": False}
                 output = model(input_ids=ids, position_ids=own, use_cache=False, **more)
                 logits.append(output.logits)
         return logits[0]
 
     def logits_of(self, model: Any) -> LogitsOf:
-        # transformers goes by the names of classes, too
+        # transformers derives loss_type from the name of the model's class.
         kinds = {"ForSequenceClassification": LogitsOf.ROW_LABELS}
         kinds["ForTokenClassification"] = LogitsOf.TOKEN_LABELS
         return kinds.get(model.loss_type, LogitsOf.VOCABULARY)
 
     @contextmanager
     def _ended_by_score(self, model: Any) -> Iterator[list[Tensor]]:
-        """A forward that ends with the logits of all tokens, where the model takes one of each row.
+        """End the forward in this context at `score`, and put the logits of all tokens in the list.
 
-        Raises ValueError for a model that classifies sequences in another way.
+        Only for sequence classification, whose forward goes on to pick one token of each row; other
+        models run unchanged. Raises ValueError for one without a linear layer `score`.
         """
         logits: list[Tensor] = []
         if self.logits_of(model) is not LogitsOf.ROW_LABELS:
@@ -205,18 +214,20 @@ class HuggingFace(Host):
         return RouterCoefficients(float(getattr(config, "router_aux_loss_coef", 0.0)))
 
     def first_position(self, model: Any) -> int:
-        for module in model.modules():  # RoBERTa and its kind count from behind that of padding
+        for module in model.modules():  # RoBERTa and its relatives count from padding_idx + 1
             if hasattr(module, _COUNTS) and hasattr(module, "position_embeddings"):
                 return int(module.padding_idx) + 1
         return 0
 
     def without_values(self, model: Any) -> Any:
-        for part in model.modules():  # some kinds of rotary positions look at the largest one
+        for part in model.modules():  # some types of rotary positions read the largest position
             if isinstance(getattr(part, "rope_type", None), str):
                 part.rope_type = "default"
                 rope = getattr(model.config, "rope_parameters", None) or {}
                 rope |= {"rope_type": "default"} if "rope_type" in rope else {}
-        with suppress(ValueError, RuntimeError):  # of models without experts, or with one way alone
+        # The eager implementation reads which tokens an expert has. Models without experts, or with
+        # a single implementation, raise.
+        with suppress(ValueError, RuntimeError):
             model.set_experts_implementation("grouped_mm")
         return model
 
@@ -248,14 +259,14 @@ class HuggingFace(Host):
 
 
 def host_of(model: nn.Module) -> Host:
-    """How this model is called."""
+    """Return the interface to this model."""
     return HuggingFace() if hasattr(model, "set_attn_implementation") else Host()
 
 
 _PLANLESS = frozenset(
     ["afmoe", "flint", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "phimoe"]
 )
-"""Types whose plan in transformers leaves out their attention, which is as that of others."""
+"""Model types whose plan in transformers leaves out attention, though its layout is the usual."""
 
 _ATTENTION_PLAN = {
     "model.layers.*.self_attn.q_proj": "colwise",
@@ -268,7 +279,7 @@ _ATTENTION_PLAN = {
 
 
 def check_row(most: int | None, tokens: int) -> None:
-    """Raise ValueError for rows of as many `tokens` as `Host.most_tokens` or more."""
+    """Raise ValueError if rows have `most` tokens or more, the value of `Host.most_tokens`."""
     if most is not None and tokens >= most:
         raise ValueError(
             f"attn_temperature_tuning in the model's configuration counts only the tokens of one"
@@ -283,7 +294,7 @@ def _adds_router_losses(model: Any) -> bool:
 
 
 _BIASES = ("position_bias", "indices", "block_indices")
-"""Further arguments by which a few models say what is attended."""
+"""Arguments with which a few models restrict or bias attention."""
 
 
 def _attention_function(
@@ -301,7 +312,12 @@ def _attention_function(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: q [B, H, S', d], k and v [B, K, S', ..]."""
+    """Compute attention as transformers calls it, by the current mixers.
+
+    query [B, H, S', d], key [B, K, S', d], value [B, K, S', ..] -> ([B, S', H, ..], None).
+    Raises ValueError for arguments that isp does not support, RuntimeError outside of a forward
+    that isp runs.
+    """
     chosen = chosen_by(module, others)
     foreign = [name for name in _BIASES if others.get(name) is not None]
     foreign += ["a mask of its own"] * (attention_mask is not None)
@@ -317,7 +333,7 @@ def _attention_function(
             f" parallelised model through the run's `loss` only"
         )
     causal = is_causal
-    if causal is None:  # BigBird-Pegasus' is a decoder's, and says that it is not causal
+    if causal is None:  # BigBird-Pegasus' decoder says is_causal=False, though it is causal
         causal = getattr(module, "is_causal", True) or getattr(module, "is_decoder", False)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     chunk, window = _chunk(module), sliding_window or _window(module)
@@ -326,7 +342,10 @@ def _attention_function(
 
 
 def _chunk(module: Any) -> int | None:
-    """Tokens of the chunks in which a layer attends: only transformers' masks know them."""
+    """Return the chunk size of a layer with chunked attention, in tokens; None for others.
+
+    transformers passes it to its masks only.
+    """
     return module.config.attention_chunk_size if _is_of(module, "chunked_attention") else None
 
 
@@ -339,7 +358,7 @@ def _window(module: Any) -> int | None:
 
 
 def _is_of(module: Any, kind: str) -> bool:
-    """Return whether a configuration that has the kind of each layer has `kind` for a module's."""
+    """Return whether `layer_types` in the configuration has `kind` for the module's layer."""
     kinds = getattr(module.config, "layer_types", None) or ()
     index = getattr(module, "layer_idx", None)  # attention outside of the layers has none
     return index is not None and list(kinds[index : index + 1]) == [kind]

@@ -1,7 +1,7 @@
-"""Models of transformers made of their configuration; of those that see, the part that reads text.
+"""Construction of transformers models from their configuration, without weights.
 
-A vision-language model is made whole, as its files name and convert all of it, and what a forward
-of tokens alone does not call (its tower and projector) is then taken out.
+A vision-language model is made whole, since the names and conversions of its files are for all of
+it. The modules that a forward of tokens alone does not call, tower and projector, are then removed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ __all__ = [
 ]
 
 _CONFIG_SECONDS, _CONFIG_BYTES = 60.0, 2**30
-"""Limits of reading a config.json: some kinds make a list with an entry for each layer."""
+"""Limits for reading a config.json: some types make a list with an entry for each layer."""
 _GPU_ADDRESSES = 2**46
-"""Addresses that a driver of GPUs may reserve, if a library starts it meanwhile."""
+"""Bytes of address space that a GPU driver may reserve, should a library start it meanwhile."""
 _MODEL_SECONDS, _MODEL_BYTES = 1200.0, 2**35
-"""Limits of making and tracing a model: its modules, buffers such as tables of angles, and what the
-probe's backward keeps (4 GB for 70B parameters). At most half of the machine's memory."""
+"""Limits for making and tracing a model: its modules, buffers such as tables of angles, and the
+activations of the probe's backward (4 GB for 70B parameters). The memory limit is also at most half
+of the machine's memory."""
 
 
 def sees(config: Any) -> bool:
-    """Whether a configuration is of a vision-language model."""
+    """Return whether a configuration is that of a vision-language model."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     composite = config.get_text_config(decoder=True) is not config
@@ -45,9 +46,10 @@ def sees(config: Any) -> bool:
 
 
 def folder_config(folder: str | Path) -> Any:
-    """Read the configuration of a local folder for transformers; runs no code that it brings.
+    """Read the configuration of a local folder as transformers' class; run no code of the folder.
 
-    What transformers raises, passes; raises OSError or ValueError for a pipe or a file without end.
+    Errors of transformers pass through. Raises OSError or ValueError for files that are not
+    regular, such as pipes and devices.
     """
     from transformers import AutoConfig
 
@@ -62,8 +64,12 @@ def folder_config(folder: str | Path) -> Any:
 
 @contextmanager
 def limited_model(folder: str) -> Iterator[None]:
-    """Limit what the sizes in a folder's config.json make a model without weights take."""
-    # A parameter is allocated, and never touched, before it goes to the meta device.
+    """Limit time and memory in this context, which makes the model of a folder without weights.
+
+    The sizes in its config.json may ask for any amount.
+    """
+    # A parameter is allocated, though not written, before it moves to the meta device: limit
+    # address space by all memory, and memory by half.
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     addresses = max(physical, 2**36)
     if torch.cuda.is_available():
@@ -78,10 +84,11 @@ def limited_model(folder: str) -> Iterator[None]:
 
 
 def without_implementations(config: Any) -> Any:
-    """Let transformers choose attention and experts for `config` and its parts, in place.
+    """Reset the implementations of attention and experts in `config` and its parts, in place.
 
-    A folder may name a kernel of the hub (`_attn_implementation: OWNER/NAME@COMMIT`), which
-    transformers would download and run as it makes the model.
+    transformers then chooses them. A folder may name a kernel of the hub
+    (`_attn_implementation: OWNER/NAME@COMMIT`), which transformers would download and run when it
+    makes the model.
     """
     from transformers import PretrainedConfig
 
@@ -94,7 +101,7 @@ def without_implementations(config: Any) -> Any:
 
 
 def made(config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The model of a configuration, a vision-language one whole; without code of a folder's."""
+    """Return a new model of a configuration, with all parts; run no code of a folder."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
@@ -109,9 +116,9 @@ def made(config: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def take_out_tower(model: Any) -> tuple[str, ...]:
-    """Take out of a vision-language model, in place, all but what reads text.
+    """Remove all modules of a vision-language model that text does not use, in place.
 
-    Gives the names of the modules that were taken out; none of another model.
+    Returns the names of the removed modules; none for another model.
     """
     config = getattr(model, "config", None)
     if config is None or not sees(config):
@@ -121,10 +128,11 @@ def take_out_tower(model: Any) -> tuple[str, ...]:
 
 
 def _take_out(module: nn.Module, prefix: str, read: set[Any]) -> Iterator[str]:
+    """Remove submodules with parameters outside of the modules in `read`, and yield their names."""
     for local, child in list(module.named_children()):
         if child in read:
             continue
-        if read & set(child.modules()):
+        if read & set(child.modules()):  # it contains one: keep it, and look inside
             yield from _take_out(child, f"{prefix}{local}.", read)
         elif any(True for _ in child.parameters()):
             setattr(module, local, None)

@@ -1,6 +1,6 @@
-"""`model.hf_overrides`: keys of a folder's config.json with other values.
+"""`model.hf_overrides`: other values for keys of a folder's config.json.
 
-The folder stays as it is: its config.json is read with the overrides merged in, here alone.
+The folder is not changed. Only this module merges the overrides into what is read from it.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _ROPE, _EARLIER_ROPE = "rope_parameters", "rope_scaling"
 _ORIGINAL = "original_max_position_embeddings"
 _FIXED = {"architectures", "auto_map", "dtype", "model_type", "quantization_config"}
 _FIXED |= {"torch_dtype", "transformers_version"}
-"""Keys of config.json that describe the files."""
+"""Keys of config.json that describe the folder's files and so cannot be overridden."""
 _OF_ALL_TYPES = {"rope_theta", "partial_rotary_factor", "mrope_section", _ORIGINAL}
-"""Keys of rotary positions that stay where their type changes."""
+"""Keys of rotary positions that remain valid when the type is changed."""
 _WINDOWS = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
 """Keys that decide which layers have a window."""
 
 
 class OverrideError(ValueError):
-    """`model.hf_overrides` does not fit the folder; says key, value and way out."""
+    """An override that does not fit the folder; the text has key, value and what to do."""
 
 
 def overridden_config(folder: str | Path, overrides: Mapping[str, Any] | None) -> Any:
-    """Return the configuration of a folder for transformers, with `model.hf_overrides` if any.
+    """Return a folder's configuration as transformers' class, with `overrides` if any.
 
-    Raises OverrideError for overrides that do not fit it, and else as `folder_config` does.
+    Raises OverrideError for overrides that do not fit it, and the errors of `folder_config`.
     """
     return _overridden(folder, overrides)[0] if overrides else folder_config(folder)
 
@@ -82,14 +82,17 @@ def check_overrides(folder: str | Path, overrides: Mapping[str, Any]) -> None:
 
 
 def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters; those of tied ones by the first name."""
+    """Return the shapes of a model's parameters by name; tied ones under their first name."""
     with parameters_on_meta():
         model = made(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a folder's configuration and its config.json, both with `overrides`."""
+    """Return a folder's configuration object and its config.json, both with `overrides`.
+
+    Raises OverrideError if they do not fit or have no effect.
+    """
     config, found = folder_config(folder), read_json(Path(folder) / "config.json")
     shown = f"model.hf_overrides={json.dumps(overrides)}"
     text, section = config.get_text_config(decoder=True), found
@@ -102,7 +105,7 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
         # A file may have the keys of its text model at the top: they are in no section there.
         section = found[named[0]] = found.get(named[0]) or text.to_dict()
     names = {key: _known_name(text, key, value) for key, value in overrides.items()}
-    # The head is tied where the outer configuration says so: the text model's key has no effect.
+    # Only the outer configuration decides whether the head is tied: this key would do nothing.
     if text is not config and "tie_word_embeddings" in names:
         raise OverrideError(
             f"{shown}: tie_word_embeddings is of the whole model, not of its text model: change"
@@ -110,22 +113,22 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
         )
     for key, value in overrides.items():
         if (name := names[key]) != _ROPE:
-            # The file may name the key by an alias: one of the two values would be lost.
+            # If the file uses an alias of the key, drop it: of two values, one would be ignored.
             for alias, of_class in text.attribute_map.items():
                 if of_class == name:
                     section.pop(alias, None)
             section[name] = _merged(section.get(name), value)
-    # A longer context alone would change positions, too: some are scaled from it.
+    # A longer context alone would change positions, too: some types derive the scale from it.
     if _ROPE in names.values() or "max_position_embeddings" in names.values():
         section[_ROPE] = _with_rope(text, overrides)
-        section.pop(_EARLIER_ROPE, None)  # which transformers prefers
+        section.pop(_EARLIER_ROPE, None)  # transformers would prefer it
         section.pop("rope_theta", None)  # is in rope_parameters
     values = copy.deepcopy(found)
-    # transformers reads some folders as a type of another name.
+    # transformers may have read the folder as a type of another name than its model_type.
     values |= {"model_type": config.model_type, "name_or_path": str(folder)}
     try:
         changed: Any = type(config).from_dict(values)  # validates values and types
-    except Exception as error:  # from the validation of any class
+    except Exception as error:  # validation is the class's own code and may raise anything
         raise OverrideError(
             f"{shown}: {type(text).__name__} of transformers {version('transformers')} refuses it:"
             f" {' '.join(str(error).split())}"
@@ -138,7 +141,10 @@ def _overridden(folder: str | Path, overrides: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _check_effect(path: str, given: Any, found: Any, folder: str | Path) -> None:
-    """Raise OverrideError if a value of `given`, by the key `path`, is not in `found`."""
+    """Raise OverrideError if a value `given` for the key `path` has not become the value `found`.
+
+    Mappings are compared key by key.
+    """
     if isinstance(given, dict) and isinstance(found, dict):
         for name, value in given.items():
             own = "rope_type" if name == "type" else name
@@ -151,7 +157,7 @@ def _check_effect(path: str, given: Any, found: Any, folder: str | Path) -> None
 
 
 def _check_windows(text: Any, overridden: Set[str], shown: str, folder: str | Path) -> None:
-    """Raise OverrideError if windows that are overridden contradict the kinds of the layers."""
+    """Raise OverrideError if an overridden window contradicts `layer_types`."""
     kinds = getattr(text, "layer_types", None)
     if not kinds or overridden.isdisjoint(_WINDOWS):
         return
@@ -165,9 +171,9 @@ def _check_windows(text: Any, overridden: Set[str], shown: str, folder: str | Pa
 
 
 def _known_name(text: Any, key: str, value: Any) -> str:
-    """Return the name that the class of the configuration `text` has for `key`.
+    """Return the field of the configuration `text` that `key` sets, by its name or an alias.
 
-    Raises OverrideError if it has none.
+    Raises OverrideError if there is none, or it may not be overridden.
     """
     from transformers.modeling_rope_utils import RopeParameters
 
@@ -190,10 +196,11 @@ def _known_name(text: Any, key: str, value: Any) -> str:
 
 
 def _with_rope(text: Any, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the rotary positions of the configuration `text` with those of `overrides`.
+    """Return rope_parameters of the configuration `text` with the overrides merged in.
 
-    `text` has the newest form of rope_parameters whatever the file has: one mapping with the base,
-    or one for each kind of layers. Raises OverrideError for a key that would have no effect.
+    `text` has their newest form, whatever the file has: one mapping that includes the base, or one
+    for each kind of layer. Returns None for a model without rotary positions. Raises OverrideError
+    for a key that would have no effect.
     """
     key, *others = [name for name in (_ROPE, _EARLIER_ROPE) if name in overrides] or [_ROPE]
     path, value = f"model.hf_overrides.{key}", overrides.get(key, {})
@@ -226,7 +233,11 @@ def _with_rope_of_one(
     path: str,
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the rotary positions `found` with those that are `given` by the key `path`."""
+    """Return one mapping of rotary parameters, `found`, with those `given` under the key `path`.
+
+    Raises OverrideError for unknown keys, for values that are null or not finite, and for a longer
+    context that would change positions of type dynamic.
+    """
     from transformers.modeling_rope_utils import RopeParameters
 
     known = sorted({*RopeParameters.__annotations__, *found, "type"})
@@ -252,7 +263,7 @@ def _with_rope_of_one(
             f" scaled from the {text.max_position_embeddings} on that the folder has: leave it out,"
             f" or change {path}.rope_type"
         )
-    # Else transformers would take the longer context for that of the training.
+    # Else transformers would take the longer context for the original one.
     scales = kind in ("llama3", "longrope", "yarn")
     if scales and changed.get(_ORIGINAL) is None and not hasattr(text, _ORIGINAL):
         changed[_ORIGINAL] = text.max_position_embeddings
@@ -260,7 +271,7 @@ def _with_rope_of_one(
 
 
 def _merged(below: Any, value: Any) -> Any:
-    """Return `value` merged into `below`, key by key where both are mappings."""
+    """Return `value` merged over `below`, key by key where both are mappings."""
     if not (isinstance(below, dict) and isinstance(value, dict)):
         return copy.deepcopy(value)
     return below | {key: _merged(below.get(key), of_key) for key, of_key in value.items()}

@@ -1,8 +1,8 @@
-"""A Hugging Face folder under the names of its model, whatever names and pieces its files have.
+"""Reading of a Hugging Face folder by the parameter names of its model.
 
-Files on the hub are as those who trained the model had them: experts one by one, say, where the
-model has one tensor for all. transformers knows what becomes of them; here that is done for one
-parameter at a time.
+Files on the hub keep the names and pieces of the original training code: for example, one tensor
+for each expert where the model has one parameter for all. transformers has converters for them,
+which are applied here to one parameter at a time.
 
 Source: transformers, core_model_loading.py, `convert_and_load_state_dict_in_model`.
 """
@@ -25,25 +25,25 @@ __all__ = ["ConvertedFiles"]
 
 
 class _Source(NamedTuple):
-    """The tensors in the files of which a parameter, or several at once, are made."""
+    """The tensors in the files that one parameter, or several at once, are made from."""
 
     target: str
-    """The first of these parameters."""
+    """Name of the first of these parameters."""
     tensors: dict[str, list[str]]
     """Names in the files, in order, by the converter's pattern that they match."""
     converter: Any = None
-    """transformers' `WeightConverter`; None: the only tensor is the parameter."""
+    """transformers' `WeightConverter`; None: the parameter is the only tensor, renamed."""
 
     @property
     def names(self) -> list[str]:
-        """All names in the files."""
+        """Return all names in the files."""
         return [name for names in self.tensors.values() for name in names]
 
 
 class ConvertedFiles(DequantisedFiles):
-    """The tensors of a folder under the names of `model`, of transformers, on the meta device.
+    """The tensors of a folder by the names of `model`, a transformers model on the meta device.
 
-    What no parameter is made of has the name that it would have, too.
+    Tensors that no parameter is made from are renamed by the same rules.
     """
 
     def __init__(self, folder: Path, model: Any) -> None:
@@ -60,6 +60,7 @@ class ConvertedFiles(DequantisedFiles):
         source = self._sources[name]
         if source.converter is None:
             return super().read(source.names[0], layout)
+        # Experts cut between experts: read only the files' tensors of this rank's experts.
         if layout is not None and _has_tensor_of_each_row(source, layout):
             found = [
                 self._made(name, super(ConvertedFiles, self).read, slice(start, stop))
@@ -67,13 +68,13 @@ class ConvertedFiles(DequantisedFiles):
                 if start < stop
             ]
             part = torch.cat(found) if found else torch.empty(layout.local_shape)
-            if tuple(part.shape) == layout.local_shape:
+            if tuple(part.shape) == layout.local_shape:  # else the converter does not stack rows
                 return part
         made = self._made(name, super().read)
         return made if layout is None else layout.shard(made)
 
     def made_of(self, name: str) -> list[str]:
-        """The names in the files of the tensors that `name` is made of."""
+        """Return the names in the files of the tensors that `name` is made from."""
         return self._sources[name].names
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -87,12 +88,12 @@ class ConvertedFiles(DequantisedFiles):
         return set().union(*found)
 
     def _made(self, name: str, read: Callable[[str], Tensor], of: slice = slice(None)) -> Tensor:
-        """A parameter of the tensors that `read` gives, by transformers' converter.
+        """Return a parameter made by transformers' converter from tensors that `read` returns.
 
-        `of`: those of each pattern that it is made of.
+        `of`: the slice of each pattern's tensors to use. Raises ValueError if they do not fit.
         """
         target, tensors, converter = self._sources[name]
-        converter = copy.deepcopy(converter)  # it keeps what it is given
+        converter = copy.deepcopy(converter)  # it collects the tensors that are added to it
         for pattern, names in tensors.items():
             for found in names[of]:
                 converter.add_tensor(target, found, pattern, partial(read, found))
@@ -112,13 +113,19 @@ class ConvertedFiles(DequantisedFiles):
 
 
 def _has_tensor_of_each_row(source: _Source, layout: ParameterLayout) -> bool:
-    """Whether there is one tensor of each pattern for each row: experts, cut between experts."""
+    """Return whether `layout` shards dim 0, and each pattern has one tensor for each of its rows.
+
+    So it is for experts that are sharded between experts.
+    """
     rows = layout.global_shape[0]
     return layout.dim == 0 and rows > 1 and {len(n) for n in source.tensors.values()} == {rows}
 
 
 def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
-    """What becomes of the tensors of these names, by the names that this then has in `model`."""
+    """Return the sources of tensors among the files' `names`, by the tensors' names in `model`.
+
+    Also sets the model's conversions, by which `save_pretrained` restores the files' names.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -135,7 +142,7 @@ def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
     sources: dict[str, _Source] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
+        if target not in known and name in known:  # renamed by mistake: the file has our name
             target, pattern = name, None
         if pattern is None:
             sources[target] = _Source(target, {name: [name]})
@@ -145,6 +152,6 @@ def _sources(model: Any, names: Iterable[str]) -> dict[str, _Source]:
         source.tensors.setdefault(pattern, []).append(name)
         first, *others = converter.target_patterns
         sources.update((target.replace(first, other), source) for other in others)
-    # As after `from_pretrained`: by these `save_pretrained` gives back the names of the files.
+    # As `from_pretrained` does, so that `save_pretrained` writes the names of the files again.
     model._weight_conversions = [transform for transform in mapping if transform.was_used()]
     return sources

@@ -1,4 +1,4 @@
-"""A small model of the same structure as a large one of transformers, for checks on a CPU."""
+"""Small models with the structure of large ones of transformers, for checks on a CPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from isp.models.meta import parameters_on_meta
 __all__ = ["as_wide", "fewer_heads", "kept_in_float64", "tiny_config", "tiny_model"]
 
 _HEAD = 8
+"""Head size of small models."""
 
 _LONG = 20
-"""Tokens beyond which rotary positions that know of long rows take a document for one."""
+"""Row length beyond which longrope positions use their long factors, in tokens."""
 
 _SIZES = {
     1024: "max_position_embeddings",
@@ -49,23 +50,23 @@ _SIZES = {
     0: "pad_token_id",
 }
 _AT_MOST = {name: most for most, names in _SIZES.items() for name in names.split()}
-"""Sizes that no structure depends on, by transformers' names."""
+"""Upper limits of sizes that the structure does not depend on, by transformers' names."""
 
 
 _RANDOM = "dropout", "pdrop", "dropout_prob", "jitter_noise"
-"""Ends of the names of what draws random numbers, which no comparison could follow."""
+"""Endings of the names of options that draw random numbers, which comparisons cannot allow."""
 
 
 def tiny_model(config: Any, layers: int = 2) -> nn.Module:
-    """The causal language model of `tiny_config(config, layers)`, for comparisons to 1e-9.
+    """Return the causal language model of `tiny_config(config, layers)`, for comparisons to 1e-9.
 
-    In float64, its own casts included; with random weights of which none is so small, and no
-    vector so uniform, that a gradient would be zero for that. Raises ValueError where transformers
-    cannot build it.
+    It computes in float64, its own casts included. Its random weights are large enough, and its
+    vectors uneven enough, that no gradient vanishes. Raises ValueError if transformers cannot build
+    it.
     """
     try:
         model = _with_weights(tiny_config(config, layers))
-    except Exception as error:  # somebody else's code: anything may come
+    except Exception as error:  # a model's own code may raise anything
         raise ValueError(
             f"transformers cannot build a small model of type {config.model_type}:"
             f" {' '.join(str(error).split())[:300]}"
@@ -75,7 +76,7 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
             module.p = 0.0
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() < 2:
+            if parameter.dim() < 2:  # norms begin with all ones: make them uneven
                 parameter += 0.1 * torch.randn_like(parameter)
             else:
                 parameter *= 3
@@ -83,9 +84,9 @@ def tiny_model(config: Any, layers: int = 2) -> nn.Module:
 
 
 def _with_weights(config: Any) -> Any:
-    """The model of a configuration with random weights; of one that sees, the text part alone."""
+    """Return the model of a configuration with random weights, without vision towers."""
     if not sees(config):
-        return made(config, torch.float64)  # its buffers, too, are computed in it
+        return made(config, torch.float64)  # so that its buffers are computed in float64, too
     with parameters_on_meta():
         model = made(config)
     take_out_tower(model)
@@ -95,9 +96,9 @@ def _with_weights(config: Any) -> Any:
 
 
 def _fill(module: nn.Module, model: Any) -> None:
-    """Give the parameters of a module, and of those in it, random numbers by transformers' rule.
+    """Give a module's parameters, and those of its submodules, random values by transformers' rule.
 
-    `model`: the innermost model of transformers around it, whose configuration has the scale.
+    `model`: the innermost transformers model around the module, whose configuration has the scale.
     """
     model = module if hasattr(module, "_init_weights") else model
     for name, parameter in module.named_parameters(recurse=False):
@@ -108,13 +109,12 @@ def _fill(module: nn.Module, model: Any) -> None:
 
 
 def tiny_config(config: Any, layers: int = 2) -> Any:
-    """A copy of a model's configuration with few and narrow layers, one of each kind at least.
+    """Return a copy of a model's configuration with few and narrow layers.
 
-    So many `layers` at least, if the model has them.
-
-    Query heads still share KV heads as they did, if up to 8 of them share one, and up to 4 KV heads
-    are left, which divide by 2 and by 4 if those of the model do. Without dropout and noise. Of
-    a model with other parts than text, the text part is made small.
+    At least one layer of each kind remains, and at least `layers` if the model has as many. Up to 4
+    KV heads remain, divisible by 2 and 4 if the model's are; as many query heads as before share
+    one, but at most 8. Dropout and noise are off. In a model of several parts, only the text part
+    is made small.
     """
     text = config.get_text_config(decoder=True)
     for name in config.sub_configs:
@@ -139,7 +139,7 @@ def tiny_config(config: Any, layers: int = 2) -> Any:
 
 
 def _shrink(tiny: Any) -> None:
-    """Set the sizes of `_AT_MOST`, and nothing random, in place."""
+    """Limit sizes to `_AT_MOST` and turn off random options, in place."""
     usual = {own: name for name, own in tiny.attribute_map.items()}
     for name, value in list(vars(tiny).items()):
         if name.endswith(_RANDOM) and value:
@@ -149,22 +149,22 @@ def _shrink(tiny: Any) -> None:
 
 
 def _at_most(value: Any, *names: str) -> Any:
-    """`value`, or the size that one of its names has in `_AT_MOST` if it is larger."""
+    """Return `value`, limited to the size that the first of its names in `_AT_MOST` has there."""
     most = next((_AT_MOST[name] for name in names if name in _AT_MOST), None)
     if most is None or type(value) not in (int, list) or not value:
         return value
-    if isinstance(value, list):  # several ends of a text, or a size of each kind of experts
+    if isinstance(value, list):  # several end-of-text tokens, or a size for each kind of expert
         return [min(size, most) if type(size) is int else size for size in value]
     return min(value, most)
 
 
 def _value(config: Any, name: str) -> Any:
-    """What a configuration says, by transformers' usual name; None if it says nothing."""
+    """Return the value of a key by transformers' usual name; None if the configuration has none."""
     return vars(config).get(config.attribute_map.get(name, name))
 
 
 def _set(tiny: Any, name: str, value: Any) -> None:
-    """Set what a configuration says, by transformers' usual name, if it says anything."""
+    """Set a key by transformers' usual name, if the configuration has a value for it."""
     if _value(tiny, name) is not None:
         setattr(tiny, name, value)
 
@@ -179,12 +179,12 @@ _QUERY_HEADS = (
 
 
 def fewer_heads(heads: int) -> int:
-    """Return the most heads, up to 4, that divide by 2 and by 4 exactly if `heads` do."""
+    """Return the most heads, up to 4, that are divisible by 2 and by 4 exactly if `heads` are."""
     return next(n for n in range(min(heads, 4), 0, -1) if math.gcd(n, 4) == math.gcd(heads, 4))
 
 
 def _narrow(tiny: Any, config: Any) -> None:
-    """Set the heads, and what follows from them."""
+    """Set the numbers of heads and the sizes that follow from them, in place."""
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
     shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)
@@ -204,7 +204,7 @@ def _narrow(tiny: Any, config: Any) -> None:
 
 
 def _narrow_states(tiny: Any) -> None:
-    """Set the heads of a state space, which is `expand` times as wide as the model."""
+    """Set the heads of state-space layers, `expand` times as wide as the model, in place."""
     expand = _value(tiny, "mamba_expand") or _value(tiny, "expand")
     if not expand:
         return
@@ -219,7 +219,10 @@ def _narrow_states(tiny: Any) -> None:
 
 
 def _shorten_rope(tiny: Any, config: Any) -> None:
-    """Keep as many angles as a small head has, and let small rows be long ones."""
+    """Cut rotary parameters to the angles of a small head, and shorten longrope's original context.
+
+    Rows of more than `_LONG` tokens then use the long factors.
+    """
     rope = getattr(tiny, "rope_parameters", None) or {}
     if sections := rope.get("mrope_section"):  # angles by time, height and width
         angles = int(_HEAD * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -240,15 +243,16 @@ _LAYERS = (
     "decoder_layers",
     "encoder_layers",
     "num_decoder_layers",
-    "num_layers",  # of LongCat, which counts two hidden layers in each
+    "num_layers",  # LongCat, which counts two hidden layers in each
 )
 
 
 def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
-    """Keep the first layer of each kind, and further ones until there are `least`.
+    """Keep the first layer of each kind, and further ones until there are `least`, in place.
 
-    A layer's kind is what lists with an entry a layer say of it, whether lists of layers have it,
-    what is its own, whether its MLP is dense, and whether it has the keys of one before.
+    Two layers are of one kind if they have the same entries in lists with one entry per layer, are
+    in the same lists of layer numbers, have equal configurations of their own, and agree in whether
+    the MLP is dense and whether keys come from an earlier layer.
     """
     _shorten_periods(tiny)
     number = config.num_hidden_layers
@@ -257,7 +261,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
         for name, value in vars(config).items()
         if isinstance(value, list | tuple)
         and len(value) == number
-        and list(value) != list(range(number))  # numbers of layers: of all of them
+        and list(value) != list(range(number))  # that is a list of layer numbers, with all of them
         and name != "kv_source_layers"
     }
     numbers = {
@@ -279,7 +283,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
     kinds = [kind_of(layer) for layer in range(number)]
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     hybrid = [index for index, kind in enumerate(kinds) if "'hybrid'" in kind]
-    first += [index for index in hybrid[:2] if index not in first]  # two share one transformer
+    first += [index for index in hybrid[:2] if index not in first]  # two, as they share a block
     rest = [index for index in range(number) if index not in first]
     chosen = first + rest[: max(0, least - len(first))]
     layers = sorted({*chosen, *(sources[index] for index in chosen)})
@@ -301,7 +305,7 @@ def _keep_one_of_each_kind(tiny: Any, config: Any, least: int) -> None:
 
 
 def _shorten_periods(tiny: Any) -> None:
-    """Let every second layer be what every so many are."""
+    """Shorten periods of layers, such as every eighth one with attention, to 2, in place."""
     for name, value in list(vars(tiny).items()):
         if name.endswith("_layer_period") and value > 2:
             setattr(tiny, name, 2)
@@ -309,13 +313,13 @@ def _shorten_periods(tiny: Any) -> None:
 
 
 def _are_layers(value: Any, number: int) -> bool:
-    """Whether a value is a list of numbers of layers."""
+    """Return whether a value is a list of layer numbers, but not of all layers."""
     many = isinstance(value, list | tuple) and 0 < len(value) < number
     return many and all(type(index) is int and 0 <= index < number for index in value)
 
 
 def _of_layer(config: Any, index: int) -> dict[str, Any]:
-    """What a layer has of its own, small; empty where all layers have the same."""
+    """Return a layer's own configuration values, made small; empty if all layers share theirs."""
     if not config.is_heterogeneous:
         return {}
     layer = config.per_layer_config[index]
@@ -325,11 +329,11 @@ def _of_layer(config: Any, index: int) -> dict[str, Any]:
 
 
 _FIRST_DENSE = "first_k_dense_replace", "num_dense_layers"
-"""Names of the number of layers that come first and have no experts."""
+"""Keys for the number of first layers that have no experts."""
 
 
 def _is_dense(config: Any, index: int) -> bool:
-    """Whether a layer of a model with experts has none, by the rules that are in use."""
+    """Return whether a layer has no experts by the rules of transformers' configurations."""
     before = max(_value(config, name) or 0 for name in _FIRST_DENSE)
     step = _value(config, "decoder_sparse_step") or 1
     named = _value(config, "mlp_only_layers") or ()
@@ -337,11 +341,11 @@ def _is_dense(config: Any, index: int) -> bool:
 
 
 _widening: ContextVar[bool] = ContextVar("widening", default=False)
-"""Whether a forward runs in `_Widened`: one inside of another would repeat its work."""
+"""True while a forward runs in `_Widened`; a nested mode would repeat the same work."""
 
 
 class _Widened(TorchFunctionMode):
-    """Makes float64 of what is cast to float32."""
+    """A mode in which casts and constants of float32 become float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -349,18 +353,20 @@ class _Widened(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
-        if func is torch.full and type(args[1]) is float:  # of XGLM, the least of all numbers
+        # XGLM fills with the least number of a dtype, which overflows the default float32.
+        if func is torch.full and type(args[1]) is float:
             wide.setdefault("dtype", torch.float64)
+        # torch's kernel takes no float64; its shape function, for meta tensors, does.
         if func is grouped_mm and args[0].dtype is torch.float64 and not args[0].is_meta:
             return _grouped_product(args[0], args[1], wide["offs"])
         return func(*map(_wide, args), **wide)
 
 
 def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply runs of rows by a matrix each, as `torch._grouped_mm`, which lacks float64.
+    """Multiply each run of rows by its own matrix, as `torch._grouped_mm`, which lacks float64.
 
-    x [N, I], weights [E, I, O], ends [E], the row after each run -> [N, O]; rows after the last run
-    are zeros.
+    x [N, I], weights [E, I, O], ends [E] (the end row of each run) -> [N, O]. Rows after the last
+    run are zeros.
     """
     *runs, rest = x.tensor_split(ends.tolist())
     products = [run @ weight for run, weight in zip(runs, weights, strict=True)]
@@ -372,10 +378,12 @@ def _wide(value: Any) -> Any:
 
 
 def kept_in_float64(model: nn.Module) -> nn.Module:
-    """`model`, whose own casts to float32 (of norms, angles, softmax) give float64, in place.
+    """Convert `model` to float64 in place, and its own casts to float32 (norms, angles, softmax).
 
-    Otherwise no comparison of its gradients goes below 1e-7, in any layout.
+    With those casts, comparisons of its gradients could not go below 1e-7, in any layout.
     """
+    # The whole model, its blocks, and parts of blocks may each be called alone, as in a recompute:
+    # all of them enter the mode.
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     entries = [entry for entries in lists for entry in entries]
     tiled = [child for entry in entries for child in entry.children() if any(child.children())]
@@ -385,28 +393,28 @@ def kept_in_float64(model: nn.Module) -> nn.Module:
 
 
 def _widened(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class that is `kind`, whose forward runs in `_Widened`."""
+    """Return a subclass of `kind` whose forward runs in `_Widened`."""
 
     @wraps(kind.forward)  # `generate` of transformers reads its signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _in_float64(partial(kind.forward, self), *args, **kwargs)
 
-    # With its module, too, by which transformers knows its own.
+    # transformers looks up its own classes by `__module__`.
     members = {"forward": forward, "__module__": kind.__module__}
     return type(kind.__name__, (kind, _Wide), members)
 
 
 class _Wide:
-    """What `kept_in_float64` has made of a class."""
+    """A marker of the classes made by `kept_in_float64`."""
 
 
 def as_wide(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, to be set on `module`; in float64 where `kept_in_float64` keeps its own there."""
+    """Return `forward` to set on `module`, in float64 if `kept_in_float64` has converted it."""
     return partial(_in_float64, forward) if isinstance(module, _Wide) else forward
 
 
 def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _widening.get():  # a block, or a part of one; where it is recomputed, it comes alone
+    if _widening.get():  # called inside of a converted module, not alone as in a recompute
         return forward(*args, **kwargs)
     token = _widening.set(True)
     try:

@@ -1,4 +1,4 @@
-"""The versions of transformers with which ISP was run; setup.py and the documentation read them."""
+"""The tested versions of transformers; setup.py and the documentation read them from here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEWEST_TRANSFORMERS = "5.24"
 
 @cache  # once per process, however many models are traced
 def warn_of_version(found: str) -> None:
-    """Warn on rank 0 if `found`, a version of transformers, is not one that was run."""
+    """Warn on rank 0 if `found`, a version of transformers, is outside of the tested range."""
     oldest, newest = _minor(OLDEST_TRANSFORMERS), _minor(NEWEST_TRANSFORMERS)
     if is_first_rank() and not oldest <= _minor(found) <= newest:
         logger.warning(
@@ -32,10 +32,10 @@ def warn_of_version(found: str) -> None:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0; before ranks meet, as its launcher says."""
+    """Return whether this process is rank 0; before the rendezvous, by the environment."""
     return (dist.get_rank() if dist.is_initialized() else rank_and_size()[0]) == 0
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """`5.25.0.dev0` -> (5, 25)."""
+    """Return major and minor of a version: `5.25.0.dev0` -> (5, 25)."""
     return tuple(int(number) for number in version.split(".")[:2])

@@ -1,4 +1,4 @@
-"""Folders of weights as Hugging Face keeps them: read by slices, written one tensor at a time."""
+"""Safetensors folders of Hugging Face: reading by slices, writing one tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 _FILE_BYTES = 5 << 30
-"""Size of a file, beyond which a further one begins, as in transformers."""
+"""Size in bytes beyond which a further file begins, as in transformers."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,13 +40,13 @@ TOKENIZER_FILES = (
     "video_preprocessor_config.json",
     "generation_config.json",
 )
-"""Files beside the weights that a copy of the model needs."""
+"""Files besides weights and config.json that a copy of the model needs."""
 
 
 class WeightFiles:
-    """The tensors in a folder's safetensors files; only what is asked for is read.
+    """The tensors in a folder's safetensors files, of which only the requested parts are read.
 
-    Raises ValueError, naming the file, for one that is missing or damaged.
+    All methods raise ValueError, naming the file, for one that is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,7 +70,7 @@ class WeightFiles:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
         return frozenset(self._files)
 
     def check(
@@ -80,9 +80,10 @@ class WeightFiles:
         aliases: Iterable[str] = (),
         integers: Iterable[str] = (),
     ) -> None:
-        """Raise ValueError unless the tensors are these; `aliases` may be there or not.
+        """Raise ValueError unless the tensors have exactly these names and shapes.
 
-        All but `integers` must be of a floating-point dtype of 16 bits or more.
+        Tensors named in `aliases` may be there or not. All but `integers` must have a
+        floating-point dtype of 16 bits or more.
         """
         missing = sorted(shapes.keys() - self.names)
         extra = sorted(self.names - shapes.keys() - set(aliases))
@@ -109,11 +110,11 @@ class WeightFiles:
                 )
 
     def close(self) -> None:
-        """Close the files; they are opened again where something is read."""
+        """Close the files; the next read opens them again."""
         self._open.clear()
 
     def read(self, name: str, layout: ParameterLayout | None = None) -> Tensor:
-        """This rank's part of a tensor, in CPU memory, and nothing else of it; None: all of it."""
+        """Read this rank's part of a tensor into CPU memory, or all of it without `layout`."""
         if layout is None:
             return self.read_block(name, ())
         before = (slice(None),) * layout.dim
@@ -121,7 +122,7 @@ class WeightFiles:
         return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
 
     def read_block(self, name: str, block: tuple[slice, ...]) -> Tensor:
-        """A block of a tensor, in CPU memory; nothing else of it is read."""
+        """Read a block of a tensor, and nothing else of it, into CPU memory."""
         try:
             found: Tensor = self._slice(name)[block]
         except SafetensorError as error:
@@ -132,7 +133,7 @@ class WeightFiles:
         return tuple(self._slice(name).get_shape())
 
     def _dtypes(self, name: str) -> set[str]:
-        """As safetensors calls them, such as BF16."""
+        """Return the dtypes in the files, by the names of safetensors such as BF16."""
         return {self._slice(name).get_dtype()}
 
     def _slice(self, name: str) -> Any:
@@ -163,10 +164,10 @@ class WeightFiles:
 
 
 class WeightWriter:
-    """Writes tensors into safetensors files, with an index if there are several; a context.
+    """A context that writes tensors into safetensors files, with an index if there are several.
 
-    Holds at most one file's tensors in memory. What is there before the end has no index and no
-    final name, so nobody takes it for a model.
+    Holds the tensors of at most one file in memory. Files get their final names, and the index,
+    only at the end, so that an unfinished folder is not taken for a model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -179,7 +180,7 @@ class WeightWriter:
         self._clear()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One tensor, whole, in CPU memory."""
+        """Add one full tensor in CPU memory; write a file if enough have been added."""
         size = tensor.numel() * tensor.element_size()
         if self._waiting and self._waiting_bytes + size > _FILE_BYTES:
             self._write()
@@ -200,7 +201,7 @@ class WeightWriter:
             self._clear()
 
     def _clear(self) -> None:
-        """Drop what this writer, or one that was killed, has left under no final name."""
+        """Delete unfinished files of this writer, or of an earlier one that was killed."""
         for left in self._folder.glob(".part-*.safetensors"):
             left.unlink()
 
@@ -217,6 +218,7 @@ class WeightWriter:
         return self._folder / f".part-{index:05d}.safetensors"
 
     def _finish(self) -> None:
+        """Write the last file, replace an older model in the folder, and rename the new files."""
         self._write()
         for stale in (*self._folder.glob("model*.safetensors"), self._folder / _INDEX):
             stale.unlink(missing_ok=True)
@@ -234,7 +236,7 @@ class WeightWriter:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what belongs to a model's tokenizer from one folder to another."""
+    """Copy the `TOKENIZER_FILES` that exist from one folder to another."""
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             copy_regular(source / name, target / name)

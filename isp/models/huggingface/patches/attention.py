@@ -1,8 +1,8 @@
-"""Modules of transformers that attend by code of their own, by `isp.attention`.
+"""Replacements, with `isp.attention`, for transformers modules that compute attention themselves.
 
-What takes the place of a forward, or of the method that is given queries, keys and values.
+Each replaces a module's forward, or its method that takes queries, keys and values.
 
-B batch, S' the tokens of this rank, D hidden size, H heads, K KV heads, d their size
+B batch, S' tokens of this rank, D hidden size, H heads, K KV heads, d head size
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["ALIBI_FEATURES", "OWN_FORWARDS", "OWN_METHODS", "check_dropout"]
 _Attended = tuple[Tensor, None]
 
 ALIBI_FEATURES = 8
-"""By which heads grow for ALiBi: fused kernels want multiples of eight."""
+"""Features that ALiBi adds to a head: two are used, but fused kernels need multiples of eight."""
 
 
 def check_dropout(module: nn.Module, dropout: float) -> None:
-    """Raise ValueError for attention with dropout."""
+    """Raise ValueError if the module is in training and applies attention dropout."""
     if dropout and module.training:
         raise ValueError(
             f"{type(module).__name__} uses attention dropout {dropout}, which isp does not"
@@ -39,7 +39,10 @@ def check_dropout(module: nn.Module, dropout: float) -> None:
 def _split_heads(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> _Attended:
-    """q, k and v [B, H, S', d] -> [B, H, S', d]; `options`: of `isp.attention`."""
+    """Compute attention of q, k and v [B, H, S', d] -> [B, H, S', d], and no weights.
+
+    `options`: further arguments of `isp.attention`.
+    """
     _check_own_dropout(module)
     q, k = query.to(value.dtype), key.to(value.dtype)  # GPT-J's angles are in float32
     out = attention(*(x.transpose(1, 2) for x in (q, k, value)), **options)
@@ -47,7 +50,7 @@ def _split_heads(
 
 
 def _check_own_dropout(module: Any) -> None:
-    """As `check_dropout`, by the names that such modules have for it."""
+    """Call `check_dropout` with the module's dropout, which has one of several names."""
     names = ("attn_dropout", "attention_dropout", "attn_dropout_p", "dropout")
     found = next(getattr(module, name) for name in names if hasattr(module, name))
     check_dropout(module, float(found.p if isinstance(found, nn.Dropout) else found))
@@ -59,7 +62,7 @@ def _gpt_neo(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) ->
 
 
 def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> list[Tensor]:
-    """Keys [B, H, d, S']."""
+    """Compute OpenAI GPT's attention, whose keys are [B, H, d, S']."""
     scale = None if module.scale else 1.0
     return [_split_heads(module, query, key.mT, value, scale=scale)[0]]
 
@@ -85,13 +88,17 @@ def _bert(
     *_: Any,
     **__: Any,
 ) -> _Attended:
-    """With RoFormer's angles [1, 1, B, S', d]: the third argument, which for others is a state."""
+    """Compute BERT's self-attention, [B, S', D] -> [B, S', D], and that of its relatives.
+
+    `sinusoidal_pos`: RoFormer's angles [1, 1, B, S', d]. Other models have a state as the third
+    argument, which is None here.
+    """
     _check_own_dropout(module)
     split = (-1, module.attention_head_size)
     linears = module.query, module.key, module.value
     heads = [x(hidden_states).unflatten(-1, split).transpose(1, 2) for x in linears]
     if sinusoidal_pos is not None:
-        count = 3 if module.rotary_value else 2
+        count = 3 if module.rotary_value else 2  # q and k, or v as well
         angles = sinusoidal_pos[0, 0].unsqueeze(1)
         heads[:count] = module.apply_rotary_position_embeddings(angles, *heads[:count])
     q, k, v = (x.transpose(1, 2) for x in heads)
@@ -99,17 +106,18 @@ def _bert(
 
 
 def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention with `bias` [B, S', H] of a head's keys added to its logits: [B, S', H, d].
+    """Compute attention with `bias` [B, S', H] by key and head added to its logits: [B, S', H, d].
 
-    A bias by distance is one by the key's position, but for what is the same for all keys of a
-    query. It is a product of two further features, and of two more, by which a bias of 16 bits is
-    exact to 16.
+    ALiBi's bias by distance equals a bias by the key's position up to a constant per query, which
+    softmax ignores. The bias is added as the product of further features: ones in q and the bias in
+    k, as a sum of two features in the dtype of k, so that it keeps 16 bits in bfloat16.
     """
-    group = q.shape[2] // k.shape[2]
+    group = q.shape[2] // k.shape[2]  # query heads that share a KV head have different slopes
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    # Divided by the scale, since attention multiplies the whole product by it.
     wide = bias.to(torch.promote_types(k.dtype, torch.float32)) / scale
     high = wide.to(k.dtype)
-    low = (wide - high).to(k.dtype)
+    low = (wide - high).to(k.dtype)  # the rounding error of `high`
     zeros = k.new_zeros(*bias.shape, ALIBI_FEATURES - 2)
     ones = q.new_ones(*bias.shape, ALIBI_FEATURES)
     k = torch.cat([k, high.unsqueeze(-1), low.unsqueeze(-1), zeros], -1)
@@ -117,7 +125,7 @@ def _with_alibi(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> 
 
 
 def _slopes(build: Callable[..., Tensor], heads: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The slope of ALiBi for each head, [H]: the bias at position 1, of transformers' `build`."""
+    """Return ALiBi's slope of each head, [H]: the bias at position 1 by transformers' `build`."""
     two = torch.ones(1, 2, dtype=torch.int64, device=like.device)
     return build(two, heads, dtype)[:, 0, 1]
 
@@ -137,18 +145,18 @@ def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: 
 def _mpt(
     module: Any, hidden_states: Tensor, position_bias: Tensor, *_: Any, **__: Any
 ) -> _Attended:
-    """`position_bias` [H, 1, N]: slope x (1 - N), .., 0."""
+    """Compute MPT's attention; `position_bias` [H, 1, N] is slope x (1 - N), .., 0."""
     _check_own_dropout(module)
     qkv = module.Wqkv(hidden_states)
     if module.clip_qkv:
         qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     q, k, v = qkv.unflatten(-1, (3, module.n_heads, module.head_dim)).unbind(2)
-    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]
+    bias = current_positions().unsqueeze(-1) * -position_bias[:, 0, -2]  # the entry of distance 1
     return module.out_proj(_with_alibi(q, k, v, bias, module.softmax_scale).flatten(2)), None
 
 
 def _mpt_model(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without a mask of S' x S', which its code reads before anybody attends."""
+    """Run MPT's own forward with a dummy mask: it would make and read one of S' x S'."""
     unread = torch.zeros(1, 1, 1, 1, device=current_positions().device)
     return type(module).forward(module, *args, **{**kwargs, "attention_mask": unread})
 
@@ -178,7 +186,7 @@ def _falcon(
 
 
 def _inkling(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> _Attended:
-    """Whose logits have a bias by distance."""
+    """Compute Inkling's attention, whose logits have a learned bias by distance."""
     linears = module.q_proj, module.k_proj, module.v_proj, module.r_proj
     q, k, v, states = (linear(hidden_states) for linear in linears)
     split = (-1, module.head_dim)
@@ -198,7 +206,10 @@ def _inkling2(
     value_hidden_states: Tensor | None = None,
     **_: Any,
 ) -> _Attended:
-    """The same with a sink of each query; a full layer's keys and values are of other states."""
+    """Compute Inkling 2's attention: `_inkling` with a sink for each query.
+
+    In a full layer, keys and values are computed from the given other hidden states.
+    """
     of_keys = hidden_states if key_hidden_states is None else key_hidden_states
     of_values = hidden_states if value_hidden_states is None else value_hidden_states
     if not hasattr(module, "relative_position_bias"):
@@ -215,7 +226,7 @@ def _inkling2(
 def _inkling2_before_5_24(
     module: Any, hidden_states: Tensor, of_keys: Tensor, of_values: Tensor
 ) -> _Attended:
-    """The same in older versions of transformers, whose projections are linears alone."""
+    """Compute Inkling 2's attention in transformers before 5.24, with plain linear projections."""
     linears = module.q_proj, module.r_proj, module.gate_proj, module.sink_proj
     q, states, gate, sinks = (linear(hidden_states) for linear in linears)
     k, v = module.k_proj(of_keys), module.v_proj(of_values)
@@ -237,9 +248,10 @@ def _inkling2_before_5_24(
 def _inkling2_residual(
     module: Any, block_states: Tensor, partial_block_states: Tensor
 ) -> tuple[Tensor, ...]:
-    """Attention of a token to its own states in earlier blocks.
+    """Attend from each token to its own states in earlier blocks; tokens are not mixed.
 
-    Since transformers 5.24 it goes through the attention interface, which here mixes tokens.
+    Since transformers 5.24 the module calls the attention interface, which isp replaces by
+    attention between tokens: so it is computed here.
     """
     states = torch.cat([block_states, partial_block_states.unsqueeze(-2)], -2).float()
     states = module.norm(states)  # [B, S', N, D], of N states
@@ -255,7 +267,7 @@ def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Rel
 
 
 def _scaled_by_place(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, [B, S', H, ..], times a factor that grows with a token's position."""
+    """Return q and states, both [B, S', H, ..], times a factor that grows with the position."""
     if config.log_scaling_n_floor is None:
         return q, states
     places = (current_positions() + 1).float() / config.log_scaling_n_floor
@@ -266,7 +278,10 @@ def _scaled_by_place(config: Any, q: Tensor, states: Tensor) -> tuple[Tensor, Te
 def _dynamic_convolution(
     module: Any, hidden_states: Tensor, dynamic_input: Tensor, *_: Any, **__: Any
 ) -> Tensor:
-    """Of Inkling 2, with taps of each token; tap i is of the token i before."""
+    """Compute Inkling 2's convolution, [B, S', D] -> [B, S', D], with taps for each token.
+
+    Tap i is multiplied by the token i before.
+    """
     num_taps, x = module.conv_kernel_size, hidden_states.float()
     heads = (module.num_heads, -1)
     taps = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, num_taps))
@@ -278,7 +293,7 @@ def _dynamic_convolution(
 
 
 class _InFloat32:
-    """A module whose weights are read in float32, in which transformers keeps them."""
+    """A view of a module whose parameters read as float32, the dtype transformers keeps them in."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -293,7 +308,7 @@ def _in_float32(module: Any, *args: Any) -> Any:
 
 
 def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
-    """Of text alone: its own forward reads a row of the table for what stands for pictures."""
+    """Run Gemma 4 on text only; its own forward reads a row of the embedding's sharded weight."""
     from transformers.models.gemma4.modeling_gemma4 import Gemma4ModelOutputWithPast
 
     text, config = module.language_model, module.config.get_text_config()
@@ -331,7 +346,7 @@ OWN_FORWARDS: dict[str, Callable[..., Any]] = {
     "trocr.modeling_trocr.TrOCRAttention": _bart,
     "xglm.modeling_xglm.XGLMAttention": _bart,
 }
-"""By the name of the class, in transformers.models."""
+"""Replacements of forwards, by the name of the class in transformers.models."""
 
 OWN_METHODS: dict[str, Callable[..., Any]] = {
     "codegen.modeling_codegen.CodeGenAttention": _split_heads,
@@ -340,4 +355,4 @@ OWN_METHODS: dict[str, Callable[..., Any]] = {
     "gptj.modeling_gptj.GPTJAttention": _split_heads,
     "openai.modeling_openai.Attention": _openai_gpt,
 }
-"""Likewise, in the place of the method `_attn`."""
+"""Replacements of the method `_attn`, by the name of the class in transformers.models."""

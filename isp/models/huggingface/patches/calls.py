@@ -1,13 +1,13 @@
-"""What takes the place of forwards and functions by which models mix tokens: calls of isp.
+"""Replacement of the forwards and functions with which models mix tokens by calls of isp.
 
-Modules whose own forward mixes tokens by code of its own get another, by their class.
+Modules whose forward mixes tokens itself get another forward, by their class.
 
-A modeling module calls functions of its own namespace: `causal_conv1d_fn`, a scan, and a fused form
-of both, which gives None where no kernel is installed. They are wrapped there once. In a
-parallelised model's forward a wrapper calls `isp.core.mixers`; outside of one, as in every other
-model of the process, the function that it wraps.
+transformers' modeling files also call functions in their own namespace: `causal_conv1d_fn`, scans,
+and fused forms of both, which return None if no kernel is installed. These are wrapped there once.
+In a forward that isp runs, a wrapper calls `isp.core.mixers`; in all other models of the process it
+calls the wrapped function.
 
-B batch, S' the tokens of this rank, T tokens, C channels, K taps, N numbers of a state
+B batch, S' tokens of this rank, T tokens, C channels, K taps, N numbers of a state
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ __all__ = [
 
 
 def _shared_behind(module: Any, hidden_states: Tensor) -> Tensor:
-    """The block of Qwen2-MoE, whose own forward calls the shared expert before the experts."""
+    """Compute Qwen2-MoE's block, with the shared expert after the experts instead of before.
+
+    In this order isp computes the shared expert while tokens are sent to the experts.
+    """
     x = hidden_states.flatten(0, -2)
     share = torch.sigmoid(module.shared_expert_gate(x))
     _, weights, numbers = module.gate(x)
@@ -64,34 +67,35 @@ SHARED_BEHIND: dict[str, Callable[..., Any]] = dict.fromkeys(
     ),
     _shared_behind,
 )
-"""Forwards of classes, so that their shared expert can be computed ahead."""
+"""Replacements of forwards, so that the shared expert can overlap the tokens' all-to-all."""
 
 
 REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_BEHIND
-"""Code of ISP that must compute what the class of transformers by this name computes."""
+"""ISP's own code for classes of transformers, by class name; both must compute the same."""
 
 _forwards: dict[str, Callable[..., Any]] = {
     PLACE + name: forward
     for name, forward in (REPLACED | COMPRESSORS).items()
     if name not in OWN_METHODS
 }
-"""By the name of the class: its modules need not be imported."""
+"""Replacements of forwards by full class name, so that no modeling file needs to be imported."""
 
 _methods = {PLACE + name: instead for name, instead in OWN_METHODS.items()}
+"""Replacements of the method `_attn`, by full class name."""
 
 
 def register_mixer(module_class: type[nn.Module], forward: Callable[..., Any]) -> None:
-    """Let `forward(module, ...)` take the place of a class's forward in parallelised models.
+    """Replace a class's forward by `forward(module, ...)` in models that isp parallelizes.
 
-    It takes what the class's own forward takes, of this rank's tokens [B, S', ..], and mixes them
-    by `isp.attention`, `isp.causal_conv1d`, `isp.gated_delta_rule` and `isp.state_space_scan`
-    alone. For subclasses, too. Other models of the process keep their own forward.
+    It takes the arguments of the class's own forward, with this rank's tokens [B, S', ..], and must
+    mix tokens only by `isp.attention`, `isp.causal_conv1d`, `isp.gated_delta_rule` and
+    `isp.state_space_scan`. Subclasses are included. Other models keep their forward.
     """
     _forwards[f"{module_class.__module__}.{module_class.__qualname__}"] = forward
 
 
 def use_registered_mixers(model: nn.Module) -> bool:
-    """Give modules of registered classes what was registered, in place; whether there are any."""
+    """Set the registered forwards and methods on modules, in place; return whether any is set."""
     found = False
     for module in model.modules():
         for method, name in _registered(module):
@@ -102,17 +106,17 @@ def use_registered_mixers(model: nn.Module) -> bool:
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield the methods of a module that are replaced, with the class they are registered for."""
+    """Yield the names of a module's replaced methods, each with the class it is registered for."""
     for method, registered in (("forward", _forwards), ("_attn", _methods)):
         names = [name for name in class_names(module) if name in registered]
         yield from ((method, name) for name in names[:1])
 
 
 def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield classes and functions of transformers that ISP's own code replaces in a model.
+    """Yield the classes and functions of transformers that ISP's own code replaces in a model.
 
-    Each as the module of Python and the name in it; of a subclass that overrides something, itself.
-    Forwards that the user registered are left out.
+    Each is a pair of Python module and name. A subclass that overrides methods of a registered
+    class is yielded itself. Forwards that the user has registered are left out.
     """
     for module in model.modules():
         bases = dict(zip(class_names(module), type(module).__mro__, strict=True))
@@ -126,14 +130,14 @@ def replaced_code(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _overrides(kind: type, base: type) -> bool:
-    """Return whether a class is `base`, or overrides methods of it other than its constructor."""
+    """Return whether `kind` is `base`, or overrides a method of it other than its constructor."""
     own = (b for b in base.__mro__ if b not in nn.Module.__mro__)
     names = (name for b in own for name in vars(b) if name != "__init__")
     return kind is base or any(inspect.isfunction(vars(kind).get(name)) for name in names)
 
 
 def _spaces(model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the modules of transformers that a model's classes are in, with what they contain."""
+    """Yield the modeling files of a model's classes: Python module name and namespace."""
     spaces = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     yield from (
         (space, vars(sys.modules[space])) for space in sorted(spaces) if space.startswith(PLACE)
@@ -150,11 +154,14 @@ _STATES = (
     "cu_seqlens",
     "seq_idx",
 )
-"""Arguments with which a scan begins or ends elsewhere than its documents do."""
+"""Arguments that set the begin or end of a scan, which isp takes from the documents."""
 
 
 def wrap_free_functions(model: nn.Module) -> None:
-    """Let the model's convolutions and scans go where `mix_by` says, while it says so."""
+    """Wrap the convolutions and scans that the model's files call, in their namespaces.
+
+    Where `mix_by` has set mixers, the wrappers call those.
+    """
     for space, names in _spaces(model):
         masks = {"create_causal_mask": causal_mask} if has_indexers(space) else {}
         for name, ours in (_OURS | masks).items():
@@ -164,7 +171,7 @@ def wrap_free_functions(model: nn.Module) -> None:
 
 
 class _Wrapped:
-    """A free function, and what takes its place in a parallelised model."""
+    """A wrapper of a free function that calls isp's code in forwards that isp runs."""
 
     def __init__(self, name: str, function: Callable[..., Any], ours: Callable[..., Any]) -> None:
         self._name = name
@@ -190,7 +197,7 @@ def _convolution(
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    """hidden_states [B, C, T], weight [C, K] -> [B, C, T]."""
+    """Compute `causal_conv1d_fn`: hidden_states [B, C, T], weight [C, K] -> [B, C, T]."""
     x = hidden_states.transpose(1, 2)
     return causal_conv1d(x, weight, bias, activation=activation).transpose(1, 2)
 
@@ -241,7 +248,10 @@ def _selective(
     delta_softplus: bool = False,
     **_: Any,
 ) -> Tensor:
-    """hidden_states, dt and z [B, C, T], B and C [B, N, T] -> [B, C, T]."""
+    """Compute `mamba_selective_scan`: hidden_states, dt, z [B, C, T]; B, C [B, N, T] -> [B, C, T].
+
+    z is a gate: the result is multiplied by silu(z).
+    """
     x, dt, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
     out = state_space_scan(x, dt, A, B, C, D=D, dt_bias=delta_bias, dt_softplus=delta_softplus)
     out = out.transpose(1, 2)
@@ -249,7 +259,7 @@ def _selective(
 
 
 def _fused(*_: Any, **__: Any) -> None:
-    """No kernel for all at once: the model takes its other way."""
+    """Return None, as without a fused kernel: the model then calls the separate functions."""
 
 
 _OURS: dict[str, Callable[..., Any]] = {
@@ -263,3 +273,4 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 
 FREE_FUNCTIONS = frozenset(_OURS)
+"""Names of the free functions that are wrapped."""

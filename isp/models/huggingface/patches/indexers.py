@@ -1,12 +1,12 @@
-"""The indexers of transformers: modules by which sparse attention chooses keys for each token.
+"""Indexers of transformers: modules with which sparse attention chooses keys for each token.
 
-They run as they are: once on all tokens of a rank, with a cache that hands them a single key, so
-that their linears are called once, and the index keys reach us; then, by
-`isp.core.mixers.key_choice`, on tiles of tokens, with what their linears gave, and a cache that has
-the keys of a document.
+Their own forward runs unchanged, several times. The first pass gets all tokens of a rank and a
+cache that returns a single key: it calls the linears once and passes the index keys to the cache.
+Later passes, by `isp.core.mixers.key_choice`, get tiles of tokens with the recorded results of the
+linears, and a cache with the keys of a document.
 
-B batch, S' and T = B S' the tokens of this rank, R queries and C keys of a tile, D size of a key,
-G choices of a query, n numbers of a choice
+B batch, S' and T = B S' tokens of this rank, R queries and C keys of a tile, D size of an index
+key, G choices of a query (one for all heads, or one for each KV head), n numbers in a choice
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ __all__ = [
 
 
 _CACHE = "past_key_values", "cache"
-"""Names of the argument for a cache: before transformers 5.24, and since."""
+"""Names of the argument for the cache: before transformers 5.24, and since."""
 
 
 class _Keys:
-    """A cache of index keys: returns those it was made with, and keeps those it is given."""
+    """A stand-in for a cache: keeps the index keys it gets, and returns those it was made with."""
 
     def __init__(self, keys: Tensor | None = None) -> None:
         self.keys = keys
-        """[1, C, D]; none: [B, S', D], once they have come."""
+        """Index keys [1, C, D] of a document; in the first pass None, then those of a rank
+        [B, S', D]."""
         self._given = keys
 
     def update_indexer(self, keys: Tensor, _: int) -> Tensor:
-        """Of DeepSeek's indexers: [B, R, D] -> [B, C, D]."""
+        """Keep keys [B, R, D] and return [B, C, D]; called by DeepSeek's indexers."""
         self.keys = keys
         return keys[:, :1] if self._given is None else self._given
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """Of MiniMax': [B, 1, R, D] -> [B, 1, C, D]."""
+        """Keep keys [B, 1, R, D] and return [B, 1, C, D]; called by MiniMax's indexers."""
         return self.update_indexer(keys.squeeze(1), 0).unsqueeze(1)
 
     @property
@@ -65,7 +66,7 @@ class _Keys:
 
 
 class _StandIn:
-    """A module whose submodules are called by `call`, given their names."""
+    """A stand-in for a module whose submodules, when called, call `call(name, ...)`."""
 
     def __init__(self, module: nn.Module, call: Callable[..., Any], name: str = "") -> None:
         self._module, self._call, self._name = module, call, name
@@ -79,16 +80,18 @@ class _StandIn:
 
 
 class _Sizes(NamedTuple):
+    """The sizes of an indexer's choices."""
+
     num_heads: int
     num_choices: int
     most: int
-    """Numbers that a query chooses."""
+    """Largest number of keys, or blocks of keys, that a query chooses."""
     run: int
-    """Keys for which a number stands."""
+    """Number of keys in a block; 1: single keys are chosen."""
 
 
 class _Indexer:
-    """A call of an indexer; an `isp.core.mixers.key_choice.Indexer`."""
+    """One call of an indexer, as an `isp.core.mixers.key_choice.Indexer`."""
 
     def __init__(self, module: Any, arguments: dict[str, Any], sizes: _Sizes) -> None:
         self.num_heads, self.num_choices, self._most, self._run_size = sizes
@@ -97,7 +100,8 @@ class _Indexer:
         self._shape = arguments["hidden_states"].shape[:2]
         self._given: dict[str, Tensor] = {}
         cache, positions = _Keys(), arguments["position_ids"]
-        if self._run_size > 1:  # blocks are counted by positions, and there is one key
+        # The indexer counts blocks by positions, and the stand-in cache has one key: one block.
+        if self._run_size > 1:
             positions = torch.zeros_like(positions)
         seen = torch.ones(1, 1, 1, dtype=torch.bool, device=arguments["hidden_states"].device)
         self._run(self._keep, cache, seen, arguments | {"position_ids": positions})
@@ -110,14 +114,17 @@ class _Indexer:
         self.keys = cache.keys
 
     def most(self, length: int) -> int:
-        """As `isp.core.mixers.key_choice.Indexer.most`."""
+        """Return the most numbers that a query chooses in a document of `length` keys."""
         return min(self._most, -(-length // self._run_size))
 
     def choose(self, tokens: slice, keys: Tensor, seen: Tensor) -> Tensor:
-        """As `isp.core.mixers.key_choice.Indexer.choose`."""
+        """Return the choices of `tokens` among `keys` [C, D], of those that `seen` allows.
+
+        See `isp.core.mixers.key_choice.Indexer.choose`.
+        """
 
         def part(x: Any) -> Any:
-            """[B or 1, S', ..] -> [1, R, ..]."""
+            """Return a tile of a tensor [B or 1, S', ..] -> [1, R, ..], or an x that is none."""
             if not isinstance(x, Tensor):
                 return x
             return x.expand(*self._shape, *x.shape[2:]).flatten(0, 1)[tokens].unsqueeze(0)
@@ -126,9 +133,10 @@ class _Indexer:
         given = {name: part(x) for name, x in self._given.items()}
         cache = _Keys(keys[None])
         found = self._run(lambda name, *_, **__: given[name], cache, seen[None], arguments)
-        return found.flatten(0, -3).transpose(0, 1)  # of [1, R, n] or [1, G, R, n]
+        return found.flatten(0, -3).transpose(0, 1)  # [1, R, n] or [1, G, R, n] -> [R, G, n]
 
     def _keep(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Call a submodule, and record its result for the later passes."""
         assert name not in self._given, f"{name} is called twice"
         self._given[name] = getattr(self._module, name)(*args, **kwargs)
         return self._given[name]
@@ -136,6 +144,7 @@ class _Indexer:
     def _run(
         self, call: Callable[..., Any], cache: _Keys, seen: Tensor, arguments: dict[str, Any]
     ) -> Tensor:
+        """Run the indexer's own forward with `call` for its submodules, and this cache and mask."""
         known = {**dict.fromkeys(_CACHE, cache), "attention_mask": seen}
         asked = {name: known.get(name, x) for name, x in arguments.items()}
         found: Tensor = type(self._module).forward(_StandIn(self._module, call), **asked)
@@ -143,16 +152,20 @@ class _Indexer:
 
 
 def _of_tokens(module: Any, arguments: dict[str, Any]) -> _Indexer:
-    """DeepSeek-V3.2's, and those made of it: keys one by one, the same for all heads."""
+    """Make an indexer of DeepSeek-V3.2 or a derivative: single keys, the same for all heads."""
     positions = arguments["position_ids"]
-    if positions is not None and positions.dim() == 3:  # time, height, width: the same in text
+    # Positions by time, height and width, which are equal for text.
+    if positions is not None and positions.dim() == 3:
         arguments = arguments | {"position_ids": positions[0]}
     sizes = _Sizes(module.n_heads, num_choices=1, most=module.index_topk, run=1)
     return _Indexer(module, arguments, sizes)
 
 
 def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
-    """MiniMax-M3's: blocks of keys, for each KV head."""
+    """Make an indexer of MiniMax-M3: blocks of keys, chosen for each KV head.
+
+    Raises ValueError if the numbers of heads do not match.
+    """
     heads, kv_heads = module.num_heads, module.config.num_key_value_heads
     if heads not in (1, kv_heads):
         raise ValueError(
@@ -164,7 +177,10 @@ def _of_blocks(module: Any, arguments: dict[str, Any]) -> _Indexer:
 
 
 def _forward_of(make: Callable[[Any, dict[str, Any]], _Indexer]) -> Callable[..., Any]:
-    """A forward of an indexer that asks `current_mixers` for its choice."""
+    """Return a forward for indexers that lets the current mixers choose, without gradients.
+
+    Outside of a forward that isp runs, it is the indexer's own.
+    """
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own, mixers = type(module).forward, current_mixers()
@@ -192,7 +208,10 @@ _KINDS = {
 
 
 def _refuse(module: nn.Module, *_: Any, **__: Any) -> None:
-    """Of DeepSeek-V4: a trace of fewer tokens than a window would not show its keys of windows."""
+    """Refuse DeepSeek-V4's compressors by ValueError.
+
+    They add a key for each window of tokens, which a trace of fewer tokens would not show.
+    """
     raise ValueError(
         f"{type(module).__name__} adds a key for each window of tokens: attention to compressed"
         f" windows is not supported"
@@ -207,33 +226,33 @@ COMPRESSORS = {
 INDEXERS = {
     f"{space}.modeling_{space}.{cls}": _forward_of(make) for (space, cls), make in _KINDS.items()
 }
-"""What takes the place of a forward, by the name of the class in `transformers.models`."""
+"""Replacements of forwards, by the name of the class in transformers.models."""
 
 PLACE = "transformers.models."
 _SPACES = {f"{PLACE}{name.rpartition('.')[0]}" for name in INDEXERS}
 
 
 def class_names(module: nn.Module) -> list[str]:
-    """The full names of a module's class and of those that it is made of."""
+    """Return the full names of a module's class and its base classes, in resolution order."""
     return [f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__]
 
 
 def has_indexers(space: str) -> bool:
-    """Whether a module of Python defines a class of `INDEXERS`."""
+    """Return whether the Python module `space` defines a class of `INDEXERS`."""
     return space in _SPACES
 
 
 def indexer_parameters(model: nn.Module) -> Iterator[str]:
-    """The parameters by which keys are chosen: no gradient reaches them."""
+    """Yield the names of all parameters of indexers, which get no gradient."""
     for name, module in model.named_modules():
         if any(own.removeprefix(PLACE) in INDEXERS for own in class_names(module)):
             yield from (f"{name}.{local}" for local, _ in module.named_parameters())
 
 
 def chosen_by(module: Any, others: dict[str, Any]) -> Chosen | None:
-    """The keys that an indexer has chosen, among an attention module's other arguments.
+    """Return the keys that an indexer has chosen, from an attention call's `others` arguments.
 
-    The indexer is its own, or that of an earlier layer. None: all keys are attended.
+    The indexer may belong to an earlier layer. Returns None if all keys are attended.
     """
     if type(module).__module__ not in _SPACES:
         return None
@@ -243,6 +262,6 @@ def chosen_by(module: Any, others: dict[str, Any]) -> Chosen | None:
 
 
 def causal_mask(inputs_embeds: Tensor, *, allow_is_causal_skip: bool = True, **_: Any) -> Any:
-    """In place of `create_causal_mask` beside indexers: a mask that nobody reads, or none."""
+    """Return a dummy mask that is never read, or None, in place of `create_causal_mask`."""
     shape = 1, 1, 1, 1
     return None if allow_is_causal_skip else inputs_embeds.new_ones(shape, dtype=torch.bool)

@@ -1,6 +1,6 @@
-"""Modules of transformers that mix tokens by code of their own, by `isp.core.mixers`.
+"""Replacements, with `isp.core.mixers`, for transformers modules that mix tokens themselves.
 
-B batch, S' the tokens of this rank, D hidden size, C channels, H heads, d their size, K taps
+B batch, S' tokens of this rank, D hidden size, C channels, H heads, d head size, K taps
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from isp.models.roles import is_linear
 __all__ = ["OWN_MIXERS", "windows_of"]
 
 _LEAST_TIME = 1e-12
-"""Least dt of a scan whose x is divided by it."""
+"""Least dt of a scan whose input is divided by dt."""
 
 
 def windows_of(x: Tensor, num_taps: int) -> Tensor:
-    """Each token with those before it in its document, or zeros: [B, S', C] -> [B, S', C, K]."""
+    """Return each token with the K - 1 tokens before it: [B, S', C] -> [B, S', C, K].
+
+    Entry i is the token i before in the same document, or zeros. Computed as a convolution with
+    one-hot taps, which also gets tokens of other ranks.
+    """
     taps = torch.eye(num_taps, device=x.device, dtype=x.dtype).flip(1)[1:]  # [K - 1, K]
     before = causal_conv1d(x.repeat(1, 1, num_taps - 1), taps.repeat_interleave(x.shape[-1], 0))
     return torch.stack([x, *before.chunk(num_taps - 1, -1)], -1)
 
 
 def _minimax(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """Linear attention, there a loop over blocks of tokens: [B, S', D].
+    """Compute MiniMax's linear attention, [B, S', D] -> [B, S', D], as a state-space scan.
 
+    transformers loops over blocks of tokens.
     S_t = exp(-slope) S_(t-1) + k_t v_t^T, o_t = S_t^T q_t: Mamba2's scan with dt = 1.
     """
     heads = module.num_attention_heads
@@ -45,9 +50,10 @@ def _minimax(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Te
 def _recurrent_gemma(
     module: Any, input_states: Tensor, position_ids: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """A convolution and the RG-LRU, there a loop over tokens: [B, S', D].
+    """Compute RecurrentGemma's convolution and RG-LRU, [B, S', D] -> [B, S', D].
 
-    h_t = a_t h_(t-1) + x_t of each channel: a selective scan of one number, a_t = exp(-dt_t).
+    transformers loops over tokens. In each channel h_t = a_t h_(t-1) + x_t: a selective scan with a
+    state of one number and a_t = exp(-dt_t).
     """
     from transformers.models.recurrent_gemma.modeling_recurrent_gemma import SqrtBoundDerivative
 
@@ -67,6 +73,7 @@ def _recurrent_gemma(
     kept = SqrtBoundDerivative.apply(1 - torch.exp(-2 * dt))
     kept = kept.where(position_ids.unsqueeze(-1) != 0, 1)  # a document's first token is not scaled
     dt = dt.float().clamp(min=_LEAST_TIME)
+    # The scan multiplies its input by dt, and the RG-LRU does not: divide by it before.
     written = (x * input_gate * kept.to(x.dtype)).float() / dt
     one = torch.ones_like(dt[..., :1])
     scanned = state_space_scan(written, dt, -torch.ones_like(dt[0, :1].T), one, one)
@@ -74,12 +81,16 @@ def _recurrent_gemma(
 
 
 def _zaya(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [B, S', H, d] of two convolutions and of the token before."""
+    """Compute Zaya's q, k and v [B, S', H, d] by two convolutions and the token before.
+
+    G groups of channels of the second convolution, o and i its outputs and inputs in a group.
+    """
     split = (-1, module.head_dim)
     q, k = module.q_proj(hidden_states), module.k_proj(hidden_states)
     first, second = module.conv_qk_depthwise, module.conv_qk_grouped
     x = causal_conv1d(torch.cat([q, k], -1), first.weight.squeeze(1))
-    # before a document there are tokens of zeros, to the second as the first's bias
+    # The tokens before a document are zeros to the first convolution, so the second one sees the
+    # first one's bias there: add it after the windows, whose padding is zero.
     windows = windows_of(x, module.grouped_kernel_size) + first.bias.unsqueeze(-1)
     heads = (second.groups, -1)
     taps = second.weight.unflatten(0, heads).flip(-1)  # [G, o, i, K]
@@ -97,13 +108,13 @@ def _zaya(module: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tenso
 
 
 class _Factor:
-    """In place of a linear of which code reads `weight @ x`: a call of it, without its bias."""
+    """A stand-in for a linear whose `weight @ x` calls the linear, without its bias."""
 
     def __init__(self, linear: nn.Linear) -> None:
         self._linear, self.weight, self.bias = linear, self, linear.bias
 
     def __matmul__(self, x: Tensor) -> Tensor:
-        """x [B, I, S'] -> W x [B, O, S']."""
+        """Return W x: x [B, I, S'] -> [B, O, S']."""
         linear: Any = self._linear
         linear.bias = None
         try:
@@ -114,10 +125,10 @@ class _Factor:
 
 
 def _selective(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Its own forward, where the weight of dt_proj is gathered where it is read."""
-    if not is_linear(module.dt_proj):  # an adapter's
+    """Run Mamba's own forward with `dt_proj` called, not read: its weight is sharded."""
+    if not is_linear(module.dt_proj):  # wrapped by an adapter, whose code calls it
         return type(module).forward(module, *args, **kwargs)
-    vars(module)["dt_proj"] = _Factor(module.dt_proj)
+    vars(module)["dt_proj"] = _Factor(module.dt_proj)  # found before the registered submodule
     try:
         return type(module).forward(module, *args, **kwargs)
     finally:
@@ -132,4 +143,4 @@ OWN_MIXERS: dict[str, Callable[..., Any]] = {
     "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": _recurrent_gemma,
     "zaya.modeling_zaya.ZayaCCAProjection": _zaya,
 }
-"""By the name of the class, in transformers.models."""
+"""Replacements of forwards, by the name of the class in transformers.models."""
