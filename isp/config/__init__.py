@@ -1,4 +1,4 @@
-"""The configuration of a run: YAML and overrides in, one frozen `JobConfig` out."""
+"""The configuration of a run: one frozen `JobConfig`, made from YAML and overrides."""
 
 from isp.config.job import (
     ConfigError,

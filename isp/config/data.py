@@ -1,4 +1,4 @@
-"""The data of a run, and its cut into samples: the `data` section of the configuration."""
+"""The `data` section of the configuration: sources, tokenizer, and the shape of samples."""
 
 import re
 from enum import StrEnum
@@ -24,7 +24,7 @@ T = TypeVar("T", bound="str | list[str] | list[SourcePart]")
 BYTE_TOKENIZER = "bytes"
 PYTHON_STDLIB = "python-stdlib"
 _MAX_TOKENS = 2**31 - 1
-"""In a micro-batch: attention counts them in int32."""
+"""Most tokens in a micro-batch: attention counts them in int32."""
 
 
 def _readable(source: T) -> T:
@@ -37,7 +37,7 @@ def _readable(source: T) -> T:
 
 
 def _blend(source: Any) -> Any:
-    """Megatron's list of weights and paths in turn, as the entries that it stands for."""
+    """Convert Megatron's list [WEIGHT, PATH, ..] to entries; return other sources unchanged."""
     kinds = {type(item) for item in source} if isinstance(source, list) else set()
     if str not in kinds or not kinds & {int, float}:
         return source
@@ -98,7 +98,7 @@ class SourcePart:
 
     @property
     def title(self) -> str:
-        """Its name; of a path, the words between slashes and signs, which all trackers take."""
+        """Return the name, or else the words of the path in a form that all trackers accept."""
         given = redacted(self.path if isinstance(self.path, str) else "/".join(self.path))
         return self.name or "/".join(re.findall(r"\w[\w.-]*", given)) or given
 
@@ -186,19 +186,19 @@ class DataConfig:
 
     @property
     def parts(self) -> list[SourcePart]:
-        """The sources of a mixture; one that is no mixture is the only one."""
+        """Return the sources of the mixture; a single source is a list of one."""
         return _parts(self.source)
 
     @property
     def valid_parts(self) -> list[SourcePart]:
-        """Those that evaluation reads; empty if nothing is held out."""
+        """Return the sources that evaluation reads; empty if nothing is held out."""
         if self.valid_source is not None:
             return _parts(self.valid_source)
         return self.parts if self.valid_fraction > 0 else []
 
     @property
     def num_micro_batches(self) -> int:
-        """`micro_num` with its default; see `JobConfig.for_ranks` for that of a global batch."""
+        """Return `micro_num`, or 1; `JobConfig.for_ranks` sets it from a global batch."""
         return 1 if self.micro_num is None else self.micro_num
 
     def __post_init__(self) -> None:

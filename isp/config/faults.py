@@ -1,4 +1,4 @@
-"""The faults of a configuration that was refused, in words."""
+"""Error texts for the faults of a configuration."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _QK_CLIP = (
     " logit of each head: use model.qk_norm=true, or a lower optimizer.muon.lr"
 )
 _REFUSED = dict.fromkeys(("qk_clip", "clip_qk", "qk_clip_alpha", "qk_clip_threshold"), _QK_CLIP)
-"""Keys of others, by their last part, and what to do without them."""
+"""Advice for keys of other projects that isp does not support, by the last part of the key."""
 
 _MOST_SHOWN = 60
-"""Characters of a value that a fault repeats."""
+"""Longest part of a value that a fault repeats, in characters."""
 
 
 def describe_faults(
     errors: Sequence[ErrorDetails], origins: Mapping[KeyPath, str], keys: KeyTable
 ) -> list[str]:
-    """A line for each fault: where it comes from, `key=value`, which values are allowed."""
+    """Return a line for each fault: its origin, `key=value`, and the values that are allowed."""
     lines: list[str] = []
     described: set[KeyPath] = set()
     for error in errors:
         path = _known_part(error["loc"], keys)
         if _is_member(error, path) and path in described:
-            continue  # each type of a union says why the value is not of that type
+            continue  # pydantic reports one error for each type of a union: show the first
         described.add(path)
         for fault in _describe(error, path, keys):
             lines.append(place(fault, path, origins))
@@ -42,9 +42,10 @@ def describe_faults(
 
 
 def place(fault: str, path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
-    """`fault` after the line or override it is about: of the key it begins with, or of `path`.
+    """Return `fault` after its origin, a line of the file or an override.
 
-    A key in a mapping that is given whole is about that.
+    The origin is that of the key with which `fault` begins, or of `path`. If the key is part of a
+    mapping that was given whole, it is the origin of the mapping.
     """
     named = tuple(fault.split("=")[0].split(":")[0].split("."))
     of_fault = [named[:end] for end in range(len(named), 1, -1)]
@@ -55,14 +56,15 @@ def place(fault: str, path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
 
 
 def _is_member(error: ErrorDetails, path: KeyPath) -> bool:
-    """Whether `error` is about one type of a union, or one entry of a list."""
+    """Return whether `error` is about one type of a union, or one entry of a list."""
     return len(error["loc"]) > len(path)
 
 
 def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
+    """Return the lines for one error about the key `path`."""
     key, given = ".".join(path), json.dumps(error["input"], ensure_ascii=False)
     match error["type"]:
-        case "value_error" if general(path) in keys.sections:
+        case "value_error" if general(path) in keys.sections:  # raised by __post_init__
             return str(error["ctx"]["error"]).splitlines()
         case "unexpected_keyword_argument":
             if removed := REMOVED_KEYS.get(".".join(general(path))):
@@ -84,12 +86,12 @@ def _describe(error: ErrorDetails, path: KeyPath, keys: KeyTable) -> list[str]:
 
 
 def _known_part(loc: tuple[int | str, ...], keys: KeyTable) -> KeyPath:
-    """The key that `loc` is about, without what pydantic adds for members of unions and lists."""
+    """Return the key that `loc` is about, without pydantic's parts for unions and list entries."""
     path: KeyPath = ()
     for part in loc:
         place = general((*path, str(part)))
         is_key = place[:-1] in keys.hints and place[:-1] not in keys.sections
-        if is_key and place not in keys.sections:  # that would be an entry of a list
+        if is_key and place not in keys.sections:  # below a key that has no sections in it
             break
         path = (*path, str(part))
     return path

@@ -1,4 +1,4 @@
-"""`JobConfig`, everything that decides a run, and how it is read."""
+"""`JobConfig`, the whole configuration of a run, and functions to load and write it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """The faults of a configuration, each with its key, its value and the way out."""
+    """All faults of a configuration, each with its key, its value and what to do."""
 
 
 @section("")
@@ -101,7 +101,7 @@ class JobConfig:
         )
 
     def _check_run(self) -> None:
-        """Raise ValueError for sections of `isp train` that do not fit each other."""
+        """Raise ValueError for sections that do not fit each other in `isp train`."""
         if self.model.hf is None:
             self.model.check_layout(self.parallel, self.row_tokens)
         else:
@@ -127,15 +127,18 @@ class JobConfig:
 
     @property
     def language_model(self) -> TracedModel:
-        """The model that `model` describes; one of `model.hf` is read and traced, once."""
+        """Return the model that `model` describes; one of `model.hf` is read and traced only once.
+
+        Raises ValueError if it cannot be made, or its logits do not fit the objective.
+        """
         model = language_model(self.model, self.training.dtype)
         _check_logits(self, model)
         return model if self.training.objective == "sft" else model.computed(gives_scores=True)
 
     def check_folder_model(self) -> None:
-        """Raise ValueError if the model of `model.hf` cannot be made, or be split as asked.
+        """Raise ValueError if the model of `model.hf` cannot be made, or split as configured.
 
-        The teacher is checked with it.
+        Checks the teacher as well.
         """
         if self.training.objective == "distill":
             second_model(self)
@@ -153,12 +156,12 @@ class JobConfig:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens in one row of a batch, which a tensor group shares."""
+        """Return the number of tokens in one row of a batch, which a tensor group shares."""
         samples_in_row = self.data.micro_bsz if self.data.pack else 1
         return self.data.seq_len * samples_in_row
 
     def topology(self, world_size: int) -> Topology:
-        """The groups of `world_size` ranks.  Raises ConfigError if the sizes do not fit."""
+        """Return the topology of `world_size` ranks.  Raises ConfigError if sizes do not fit."""
         try:
             heads = self.model.num_heads, self.model.kv_heads
             return Topology.create(world_size, self.parallel.for_heads(*heads))
@@ -166,14 +169,14 @@ class JobConfig:
             raise ConfigError(str(error)) from error
 
     def sequences(self, topology: Topology) -> int:
-        """Samples of a step, over all ranks."""
+        """Return the number of samples in a step, over all ranks."""
         own = self.data.micro_bsz * self.data.num_micro_batches
         return self.training.global_batch_size or own * topology.data
 
     def for_ranks(self, world_size: int) -> JobConfig:
-        """The same with the `data.micro_num` that a global batch takes on so many ranks.
+        """Return this configuration with `data.micro_num` for a global batch on `world_size` ranks.
 
-        Raises ConfigError if it cannot be cut so, or `data.micro_num` says otherwise.
+        Raises ConfigError if the global batch is not divisible, or contradicts `data.micro_num`.
         """
         whole, data = self.training.global_batch_size, self.data
         if whole is None:
@@ -198,7 +201,7 @@ class JobConfig:
             raise ConfigError(f"training.global_batch_size={whole}: {error}") from error
 
     def require_packages(self) -> None:
-        """Raise ValueError if a key asks for a package that is not installed."""
+        """Raise ValueError if a key needs a package that is not installed."""
         from isp.metrics import check_tracker  # loads torch, which reading keys does not need
 
         for name in self.metrics.trackers:
@@ -213,7 +216,7 @@ class JobConfig:
             )
 
     def unused(self) -> list[str]:
-        """What does nothing in this run, or not what it is for, as sentences."""
+        """Return warnings about keys without effect, or without the effect they are meant for."""
         mode, rule = self.parallel.tensor.mode, self.optimizer.name
         found = [f"optimizer.{key} is not used by {rule}" for key in self.optimizer.unused]
         if not mode.gathers_weights and self.parallel.weight != WeightConfig():
@@ -247,7 +250,7 @@ class JobConfig:
 
 
 def _check_objective(config: JobConfig) -> None:
-    """Raise ValueError for sections that `training.objective` cannot have."""
+    """Raise ValueError for sections that do not fit `training.objective`."""
     objective, dpo = config.training.objective, config.training.dpo
     teacher = config.training.distill.teacher
     if (objective == "distill") != (teacher is not None):
@@ -279,9 +282,9 @@ def _check_objective(config: JobConfig) -> None:
 
 
 def second_model(config: JobConfig) -> TracedModel | None:
-    """The frozen model of the objective, the reference or the teacher; None without.
+    """Return the frozen model of the objective, reference or teacher; None for other objectives.
 
-    Raises ValueError for a teacher that is of other tokens, or cannot be split as the model is.
+    Raises ValueError for a teacher with another vocabulary, or that cannot be split as the model.
     """
     training = config.training
     if training.objective in ("sft", "reward"):
@@ -307,7 +310,7 @@ def second_model(config: JobConfig) -> TracedModel | None:
 
 
 def _check_logits(config: JobConfig, model: TracedModel) -> None:
-    """Raise ValueError for a model whose logits are not those of `training.objective`."""
+    """Raise ValueError if the model's logits do not fit `training.objective`."""
     from isp.models.huggingface.interface import LogitsOf
 
     rewards = model.host.logits_of(model.model) is LogitsOf.ROW_LABELS
@@ -327,17 +330,18 @@ def load_config(
     kind: type[JobConfig] = JobConfig,
     unread: Collection[str] = (),
 ) -> JobConfig:
-    """The configuration in the YAML file at `path`, changed by `overrides`.
+    """Load the configuration in the YAML file at `path`, changed by `overrides`.
 
     Overrides are words of a command line: `--section.key value`, `--section.key=value`, or
-    `--section.key` alone for true. `unread` sections (`data`) and keys (`model.hf`) of the file are
-    dropped unchecked. Raises ConfigError with every fault of file and overrides.
+    `--section.key` alone for true. Sections (`data`) and keys (`model.hf`) of the file that are in
+    `unread` are dropped unchecked. Raises ConfigError with all faults of file and overrides.
     """
     keys = KeyTable.of(kind)
     try:
         file = read_yaml(path)
         origins: dict[KeyPath, str] = {key: f"line {line}" for key, line in file.lines.items()}
-        # What a run kept says what the run was, also of keys that came later.
+        # A run's saved configuration describes the run: keys added since get what the run did, not
+        # today's defaults.
         is_kept = (Path(path).parent / ENVIRONMENT_FILE).is_file()
         if is_kept:
             _check_resumable(path, file.values)
@@ -362,13 +366,13 @@ def load_config(
 def _check_resumable(path: str | Path, kept: Mapping[str, Any]) -> None:
     """Raise ValueError for a run that began from `model.init_from` and has no checkpoint yet.
 
-    It would begin again with random weights.
+    Without that removed key it would start again, from random weights.
     """
     model, checkpoint = kept.get("model"), kept.get("checkpoint")
     begun = model.get("init_from") if isinstance(model, dict) else None
     places = checkpoint if isinstance(checkpoint, dict) else {}
     folder = Path(places.get("folder") or Path(path).parent / CHECKPOINT_FOLDER)
-    # Copies in an object store are looked for when the run starts.
+    # Copies in an object store may hold checkpoints: they are looked up when the run starts.
     has_checkpoint = places.get("upload_to") is not None or any(folder.glob("step_*[0-9]"))
     if begun is not None and not has_checkpoint:
         raise ValueError(
@@ -380,9 +384,9 @@ def _check_resumable(path: str | Path, kept: Mapping[str, Any]) -> None:
 def sections_from(
     kind: type[T], overrides: Sequence[str], defaults: Mapping[str, dict[str, Any]]
 ) -> T:
-    """The sections that are the fields of `kind`, by `defaults` and the words of a command line.
+    """Return an instance of the sections in `kind`, from `defaults` and command-line overrides.
 
-    Overrides are as in `load_config`. Raises ConfigError with every fault.
+    Overrides are as in `load_config`. Raises ConfigError with all faults.
     """
     keys, origins = KeyTable.of(kind), dict[KeyPath, str]()
     try:
@@ -396,19 +400,19 @@ def sections_from(
 
 
 def to_plain(config: JobConfig, *, redact: bool = False) -> dict[str, Any]:
-    """Return `config` as sections of plain values, with every default spelled out.
+    """Return `config` as nested dicts of plain values, including all defaults.
 
-    `redact`: without the credentials of URLs, to be kept or compared with what was kept.
+    `redact`: remove credentials from URLs, to save the result or compare it with a saved one.
     """
     plain: dict[str, Any] = TypeAdapter(JobConfig).dump_python(config, mode="json")
     return redacted_values(plain) if redact else plain
 
 
 def to_yaml(config: JobConfig, *, redact: bool = False, of_decoder: bool = True) -> str:
-    """Return `config` with every default spelled out, as `to_plain`.
+    """Return `config` as YAML, including all defaults; `redact` as in `to_plain`.
 
-    `of_decoder`: with the keys that describe the decoder of `model/`, also where `model.hf` is set.
-    Loading it gives an equal configuration unless `redact` has left out credentials.
+    `of_decoder`: include the keys that describe the decoder of `model/` even if `model.hf` is set.
+    Loading the text gives an equal configuration, unless `redact` has removed credentials.
     """
     plain = to_plain(config, redact=redact)
     if config.model.hf is not None and not of_decoder:
@@ -425,7 +429,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, Any]:
-    """`values` without the sections and keys in `unread`."""
+    """Return `values` without the sections and keys in `unread`."""
     return {
         name: {key: value for key, value in of_one.items() if f"{name}.{key}" not in unread}
         if isinstance(of_one, dict)
@@ -436,7 +440,7 @@ def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, An
 
 
 def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str]:
-    """Put what `model.hf` or `.preset` names below what is given; what is wrong."""
+    """Fill in the values of `model.hf` or `model.preset` under the given ones; return faults."""
     model = values.get("model")
     if not isinstance(model, dict):
         return []
@@ -455,8 +459,8 @@ def _fill_model(values: dict[str, Any], origins: dict[KeyPath, str]) -> list[str
 def _validate(
     values: dict[str, Any], origins: dict[KeyPath, str], keys: KeyTable, kind: type[T]
 ) -> T | list[str]:
-    """The configuration that `values` are, or what is wrong with them."""
-    text = json.dumps(_with_whole(values, (), keys), default=str)  # dates are text
+    """Return the configuration made from `values`, or a list of their faults."""
+    text = json.dumps(_with_whole(values, (), keys), default=str)  # YAML dates become text
     try:
         # JSON, because its strict mode takes "isp" for an enum, but not true for 1.
         return TypeAdapter(kind).validate_json(text, strict=True)
@@ -465,7 +469,7 @@ def _validate(
 
 
 def _with_whole(value: Any, path: KeyPath, keys: KeyTable) -> Any:
-    """`value` at `path` with 1e3 as the whole number that it is, where the key takes only those."""
+    """Return `value` of the key `path` with whole floats as ints, see `KeyTable.as_whole`."""
     if isinstance(value, dict):
         return {name: _with_whole(below, (*path, str(name)), keys) for name, below in value.items()}
     return keys.as_whole(path, value)
@@ -474,7 +478,10 @@ def _with_whole(value: Any, path: KeyPath, keys: KeyTable) -> Any:
 def _override(
     values: dict[str, Any], origins: dict[KeyPath, str], overrides: Sequence[str], keys: KeyTable
 ) -> dict[str, Any]:
-    """`values` with each override put in its place, and noted in `origins`."""
+    """Put the overrides into `values` and `origins`, both in place, and return `values`.
+
+    Raises ValueError for an override without a value, or below a key that is not a section.
+    """
     for path, text in _split_overrides(overrides):
         if text is None and keys.needs_value(path):
             raise ValueError(f"--{'.'.join(path)} has no value: it takes {keys.type_of(path)}")
@@ -489,7 +496,7 @@ def _override(
                 if path[:end] not in keys.sections:
                     key = ".".join(path[:end])
                     raise ValueError(f"--{'.'.join(path)}: {key} is a key, not a section")
-                break  # validation tells that this must be a section
+                break  # validation reports that this must be a section
         else:
             section[path[-1]] = value
         origins[path] = f"--{'.'.join(path)}"
@@ -497,7 +504,7 @@ def _override(
 
 
 def _split_overrides(words: Sequence[str]) -> list[tuple[KeyPath, str | None]]:
-    """Each override as its path and its text, None for a bare flag."""
+    """Return each override as its path and its text, None for a bare flag."""
     found: list[tuple[KeyPath, str | None]] = []
     pending = list(reversed(words))
     while pending:
@@ -512,10 +519,10 @@ def _split_overrides(words: Sequence[str]) -> list[tuple[KeyPath, str | None]]:
 
 
 def _fill_empty_sections(values: dict[str, Any], path: KeyPath, keys: KeyTable) -> None:
-    """Read `section:` with nothing below it as a section without keys, not as null."""
+    """Replace the null of an empty `section:` by a section without keys, in place."""
     for name in values:
         below = (*path, name)
-        if below in keys.sections and below not in keys.hints:  # those may be null
+        if below in keys.sections and below not in keys.hints:  # keys in both may really be null
             values[name] = {} if values[name] is None else values[name]
             if isinstance(values[name], dict):
                 _fill_empty_sections(values[name], below, keys)

@@ -1,4 +1,4 @@
-"""The keys of a configuration: their types, their defaults, and what they mean."""
+"""`KeyTable`, all keys of a configuration with types, defaults and documentation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from isp.utils.text import suggest
 __all__ = ["KeyTable", "general"]
 
 _ENTRY = "*"
-"""Stands for the number of an entry in a list."""
+"""The part of a `KeyPath` in place of the number of a list entry."""
 
 _NULLS = ("", "~", "null", "Null", "NULL")
-"""Null in YAML."""
+"""All spellings of null in YAML."""
 
 _TYPES = {
     "NoneType": "null",
@@ -37,29 +37,31 @@ _TYPES = {
     "str": "text",
     "tuple[str, ...]": "a list of texts",
 }
+"""Descriptions of types for users, by the name of the type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyTable:
-    """Every key of a tree of dataclasses."""
+    """All keys of a tree of dataclasses."""
 
     sections: Mapping[KeyPath, tuple[str, ...]]
-    """The names below each section, () being the whole, and * any entry of a list of sections."""
+    """Names of the fields of each section; () is the root, * any entry of a list of sections."""
     hints: Mapping[KeyPath, Any]
-    """The type of each key that need not be a section; a section or null is in both."""
+    """Type of each key whose value may be something else than a section. A key that takes a section
+    or null is in `sections`, too."""
     defaults: Mapping[KeyPath, Any]
-    """The default of each key; MISSING where there is none, or it is made by a call."""
+    """Default of each key in `hints`; MISSING if it has none, or a factory makes it."""
     classes: Mapping[KeyPath, type]
-    """The dataclass of each section."""
+    """Dataclass of each section."""
 
     def role(self, path: KeyPath) -> KeyRole | None:
-        """The role of a key; None if there is no such key."""
+        """Return the role of a key; None if there is no such key."""
         path = general(path)
         return role_of(self.classes[path[:-1]], path[-1]) if path in self.hints else None
 
     @classmethod
     def of(cls, root: type) -> KeyTable:
-        """The keys of the dataclass `root` and of the dataclasses in it."""
+        """Return the table of the dataclass `root` and the dataclasses in it."""
         sections: dict[KeyPath, tuple[str, ...]] = {}
         hints: dict[KeyPath, Any] = {}
         defaults: dict[KeyPath, Any] = {}
@@ -76,9 +78,10 @@ class KeyTable:
         return cls(sections=sections, hints=hints, defaults=defaults, classes=dict(pending))
 
     def upgraded(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a configuration that an earlier version kept as this version writes it.
+        """Return a configuration saved by an earlier version in the form of this one.
 
-        Keys that came later have the values that the run had; removed keys without effect go.
+        Keys added since get the values that correspond to the run's behavior (`Absent`). Removed
+        keys without effect are dropped.
         """
         filled = copy.deepcopy(dict(kept))
         without_removed(filled)
@@ -93,9 +96,9 @@ class KeyTable:
     def differences(
         self, there: Mapping[str, Any], here: Mapping[str, Any], section: KeyPath = ()
     ) -> Iterator[tuple[str, Any, Any]]:
-        """Yield the keys whose values differ, with both; keys that one version lacks do not.
+        """Yield each key whose values differ, with both; skip keys that either side lacks.
 
-        `there` and `here` are the values of `section`.
+        `there` and `here` are the values of `section`, saved and current.
         """
         for name in [name for name in here if name in there]:
             both, path = (there[name], here[name]), (*section, name)
@@ -103,7 +106,7 @@ class KeyTable:
                 both[1]
             ):
                 both = _entries(both[0]), _entries(both[1])
-            # The value of a key may be a mapping, of which a missing entry is a difference.
+            # Compare sections key by key. Any other mapping is one value: a missing entry counts.
             place = general(path)
             has_sections = place in self.sections or (*place, _ENTRY) in self.sections
             if (has_sections or place not in self.hints) and all(
@@ -114,10 +117,10 @@ class KeyTable:
                 yield ".".join(path), *both
 
     def typed(self, path: KeyPath, text: str) -> Any:
-        """Return the value that `text` on a command line gives the key `path`.
+        """Return the value of `text`, given on a command line for the key `path`.
 
-        A text key takes it verbatim, except null and lists where its type allows them. Any other
-        key reads it as YAML, and raises ValueError if it is none.
+        A key of type text takes it verbatim, except null and lists if its type allows them. For any
+        other key it is read as YAML; raises ValueError if it is not YAML.
         """
         members = _members(self.hints.get(path))
         if str not in members:
@@ -126,28 +129,32 @@ class KeyTable:
         if stripped in _NULLS and type(None) in members:
             return None
         if stripped[:1] == "[" and any(typing.get_origin(x) in (list, tuple) for x in members):
-            with suppress(ValueError):  # `[ab].txt` is a glob
+            with suppress(ValueError):  # `[ab].txt` is not YAML but a glob: take it verbatim
                 return parse_value(text)
         return text
 
     def as_whole(self, path: KeyPath, value: Any) -> Any:
-        """`value`, a whole number if it is one as `1e3` is, and the key takes no others."""
+        """Return `value`, as an int if it is a whole float such as `1e3` and `path` takes ints.
+
+        Keys that take floats, too, keep the float.
+        """
         members = _members(self.hints.get(general(path)))
         takes_whole = int in members and float not in members
         is_whole = isinstance(value, float) and value.is_integer()
         return int(value) if takes_whole and is_whole else value
 
     def needs_value(self, path: KeyPath) -> bool:
-        """Whether `path` is a key to which a bare `--key`, which says true, says nothing."""
+        """Return whether `path` is a key that does not take true, the value of a bare `--key`."""
         return path in self.hints and bool not in _members(self.hints[path])
 
     def type_of(self, path: KeyPath) -> str:
-        """The type required of the key `path`, in words."""
+        """Return a description of the type of the key `path`."""
         return " or ".join(_type_name(member) for member in _members(self.hints[path]))
 
     def reference(self, name: str | None) -> str:
-        """Type, default and meaning of every key, or of those of the section `name` and below it.
+        """Return a text with type, default and documentation of all keys, or of a section's.
 
+        The section `name` includes the sections in it.
         Raises ValueError if there is no such section.
         """
         prefix = () if name is None else tuple(name.split("."))
@@ -171,14 +178,14 @@ class KeyTable:
         return "\n".join(lines)
 
     def example_in(self, path: KeyPath) -> str:
-        """Return the name of a key in the section `path`, relative to it."""
+        """Return the name of some key in the section `path`, relative to it."""
         begin = found = general(path)
-        while found == begin or found not in self.hints:  # a section in it
+        while found == begin or found not in self.hints:  # go down into a section
             found = (*found, self.sections[found][0])
         return ".".join(found[len(begin) :])
 
     def suggest(self, path: KeyPath) -> str:
-        """`; did you mean ...?` for an unknown `path`, or the keys that its section has."""
+        """Return `; did you mean ...?` for an unknown `path`, or a list of its section's keys."""
         *section, name = path
         known = self.sections[general(tuple(section))]
         paths = (*self.hints, *self.sections)
@@ -187,17 +194,17 @@ class KeyTable:
 
 
 def _entries(values: list[Any]) -> dict[str, Any]:
-    """The sections of a list by their numbers; none if it is a list of something else."""
+    """Return the entries of a list of sections by their numbers; nothing for other lists."""
     return {str(i): x for i, x in enumerate(values)} if isinstance(values[0], dict) else {}
 
 
 def general(path: KeyPath) -> KeyPath:
-    """`path` with * for the number of an entry."""
+    """Return `path` with * in place of the numbers of list entries."""
     return tuple(_ENTRY if part.isdecimal() else part for part in path)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The types that a value of type `hint` may have."""
+    """Return the members of the union `hint`, or `hint` itself."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
@@ -219,6 +226,6 @@ def _sections_of(hint: Any) -> list[type]:
 
 
 def _entries_of(hint: Any) -> list[type]:
-    """The sections that a list of type `hint` holds."""
+    """Return the dataclasses of the entries of a list of type `hint`."""
     lists = [member for member in _members(hint) if typing.get_origin(member) in (list, tuple)]
     return [t for found in lists for member in typing.get_args(found) for t in _sections_of(member)]

@@ -1,4 +1,4 @@
-"""The model that a `model` section describes, as the runtime asks for it."""
+"""Construction of the model that a `model` section describes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ __all__ = ["how_computed", "language_model"]
 
 
 def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> TracedModel:
-    """The traced model of the section, or of its folder, to be computed in `dtype`.
+    """Return the traced model of the section or of its folder, which will compute in `dtype`.
 
-    One that does not train may have dropout.
-
-    Raises ValueError for a folder whose model cannot be made, or is not supported, and without the
-    packages that read it.
+    With `trains=False` a folder's model may have dropout, which is then off. Raises ValueError if
+    that model cannot be made or is not supported, or if packages to read it are missing.
     """
     if model.hf is None:
+        # With defaults for the keys that do not change the model, so that `_decoder` caches it.
         plain = defaults_of(ModelConfig, KeyRole.METHOD, KeyRole.PLACE)
         own = replace(model, **{**plain, "compile": model.compile})
         return _decoder(own).computed(**how_computed(model))
@@ -45,7 +44,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
 
 
 def how_computed(model: ModelConfig) -> dict[str, Any]:
-    """The keys that say how, as `TracedModel` takes them."""
+    """Return the keys that decide how the model is computed, as arguments for `TracedModel`."""
     from isp.models.huggingface.interface import RouterCoefficients
 
     return {
@@ -64,7 +63,7 @@ def how_computed(model: ModelConfig) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def _decoder(model: ModelConfig) -> TracedModel:
-    """The plain decoder of these sizes, traced once for all ways of computing it."""
+    """Return the traced decoder of these sizes; cached for all ways of computing it."""
     import torch
 
     from isp.models.loading import begun_by_the_model

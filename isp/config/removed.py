@@ -1,4 +1,4 @@
-"""Keys that earlier versions had, and what to use in their place; commands: `isp.cli.program`."""
+"""Removed configuration keys and their replacements.  Removed commands: `isp.cli.program`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["REMOVED_KEYS", "RemovedKey", "without_removed"]
 
 
 class RemovedKey(NamedTuple):
-    """A key that was removed."""
+    """A configuration key that was removed."""
 
     ignored: Collection[Any] | None
-    """Values that have no effect in a configuration kept by a run; None: all of them."""
+    """Values that have no effect in the saved configuration of a run; None: all values."""
     instead: str
-    """The replacement, in words that follow the name of the key in an error."""
+    """Advice that follows the key's name in an error."""
 
 
 REMOVED_KEYS: Mapping[str, RemovedKey] = {
@@ -30,9 +30,9 @@ REMOVED_KEYS: Mapping[str, RemovedKey] = {
 
 
 def without_removed(kept: dict[str, Any]) -> None:
-    """Drop the removed keys that had no effect from `kept`, the sections of an earlier run.
+    """Delete removed keys without effect from `kept`, the sections of an earlier run, in place.
 
-    Others stay, and are refused where the configuration is validated.
+    Removed keys with effect stay; validation refuses them.
     """
     for path, removed in REMOVED_KEYS.items():
         *sections, name = path.split(".")

@@ -1,6 +1,6 @@
-"""The sections of the configuration that have no other home: plain numbers and switches.
+"""Sections of the configuration that belong to no other package: plain numbers and switches.
 
-They import next to nothing of the project, so that every layer may take them as arguments.
+This file imports almost nothing of the project, so that every layer may use the sections.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = [
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 ENVIRONMENT_FILE = "env.json"
-"""File in the folder of a run: the configuration next to it is what that run kept."""
+"""File that marks the folder of a run: the configuration next to it was saved by the run."""
 CHECKPOINT_FOLDER = "checkpoint"
-"""Folder of checkpoints in the folder of a run, without `checkpoint.folder`."""
+"""Default folder of checkpoints in the folder of a run."""
 DTYPES: tuple[str, ...] = get_args(DType)
 """Names of torch's dtypes for weights and activations."""
 _TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
@@ -80,7 +80,7 @@ Folder = Annotated[Text, AfterValidator(_folder)]
 
 
 def _url(url: str) -> str:
-    if "://" not in url[1:]:  # fsspec takes an empty scheme for that of files
+    if "://" not in url[1:]:  # fsspec reads an empty scheme as a local file
         raise ValueError("must be a URL, such as s3://bucket/run; checkpoint.folder names a folder")
     from fsspec import get_filesystem_class
 
@@ -185,7 +185,7 @@ class TrainingConfig:
 
     @property
     def max_seconds(self) -> float:
-        """`max_time` in seconds, infinity without a limit."""
+        """Return `max_time` in seconds; infinity without a limit."""
         return math.inf if self.max_time is None else parse_duration(self.max_time)
 
 
@@ -228,7 +228,7 @@ class MetricsConfig:
 
     @property
     def trackers(self) -> list[str]:
-        """The trackers of the run, each once."""
+        """Return the trackers of the run, without duplicates."""
         return list(dict.fromkeys([*self.report_to, *["tensorboard"] * self.enable_tensorboard]))
 
     def __post_init__(self) -> None:
@@ -284,7 +284,7 @@ class CheckpointConfig:
 
     @property
     def copies_state(self) -> bool:
-        """Whether a run copies its state to the memory of the host; the last save does not."""
+        """Return whether saves during a run copy the state to host memory; the last never does."""
         return self.async_mode == "async" and self.interval > 0
 
 

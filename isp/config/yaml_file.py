@@ -1,4 +1,4 @@
-"""YAML as a mapping that remembers on which line each key stands."""
+"""Reading of YAML files with the line of each key, and limits against hostile files."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from isp.utils.files import read_limited
 __all__ = ["KeyPath", "YamlFile", "parse_value", "read_yaml"]
 
 KeyPath = tuple[str, ...]
+"""Parts of a key, outermost section first."""
 
 _MOST_BYTES = 2**20
-"""Limit of a file: Python's parser reads about 0.3 MB a second."""
+"""Largest file in bytes: the Python parser reads about 0.3 MB per second."""
 _MOST_CHARACTERS = 2**24
-"""Limit of all values with those that aliases repeat, which no file without aliases reaches."""
+"""Largest size of all values with aliases expanded; a file without aliases is always smaller."""
 _MOST_LEVELS = 100
-"""Limit of lists and mappings in each other: pydantic reads JSON of up to 200."""
+"""Deepest nesting of lists and mappings: pydantic reads JSON of up to 200 levels."""
 
 
 class YamlFile(NamedTuple):
-    """The keys and values of a file, and the line of every key by its path."""
+    """The values in a file, and the line of each key."""
 
     values: dict[str, Any]
     lines: dict[KeyPath, int]
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also reads `1e-4` as a number, as YAML 1.2 does."""
+    """The safe loader, with `1e-4` read as a number as in YAML 1.2."""
 
     def get_single_node(self) -> Node | None:
-        """The document; aliases that repeat without end, or too much, are a fault of the file."""
+        """Return the document's root.  Raises ConstructorError if aliases repeat too much."""
         root: Node | None = super().get_single_node()
         if root is not None and (size := _expanded(root, {}).size) > _MOST_CHARACTERS:
             fault = f"aliases repeat values up to more than {_MOST_CHARACTERS:,} characters"
@@ -46,7 +47,11 @@ class _Loader(yaml.SafeLoader):
         return root
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
-        """The value of `node`; one that looks like a date and is none is a fault of the file."""
+        """Return the value of `node`.
+
+        Raises ConstructorError, with the line, where YAML raises ValueError, as for an impossible
+        date.
+        """
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
@@ -61,13 +66,13 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: str | Path) -> YamlFile:
-    """The mapping in the file at `path`.
+    """Return the mapping in the file at `path`, with lines.
 
     Raises ValueError, with the file and the line, for a file that is missing, empty, not YAML, not
     a mapping, or that gives a key twice.
     """
     try:
-        # What a shell gives a command by <(..) is the user's own pipe.
+        # The user's own pipe, as made by <(..) in a shell, is no regular file but allowed.
         is_own = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
         data = Path(path).read_bytes() if is_own else read_limited(path, _MOST_BYTES)
         text = data.decode()
@@ -92,7 +97,7 @@ def read_yaml(path: str | Path) -> YamlFile:
 
 
 def parse_value(text: str) -> Any:
-    """The value that a YAML file gives `text`.  Raises ValueError if it is not YAML."""
+    """Return the value of `text` as YAML.  Raises ValueError if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -102,24 +107,24 @@ def parse_value(text: str) -> Any:
 
 
 class _Expanded(NamedTuple):
-    """Size and height of a node with its aliases expanded."""
+    """The size and height of a node with its aliases expanded."""
 
     size: float
-    """Characters, as often as they are repeated; infinite for a circle."""
+    """Number of characters, including repetitions; infinite if the node contains itself."""
     height: int
-    """Levels of nodes below it."""
+    """Number of levels of nodes below the node."""
 
 
 def _expanded(node: Node, known: dict[int, _Expanded], level: int = 0) -> _Expanded:
-    """Return the size of `node`, which stands in `level` others, and its height.
+    """Return size and height of `node`, which is nested in `level` others.
 
-    `known`: nodes that have been counted, or are being counted, by their id.
-    Raises RecursionError for nodes in more than `_MOST_LEVELS` levels.
+    `known`: results by a node's id; a node that is being counted has infinite size there.
+    Raises RecursionError for more than `_MOST_LEVELS` levels.
     """
     if id(node) not in known:
-        known[id(node)] = _Expanded(math.inf, 0)
+        known[id(node)] = _Expanded(math.inf, 0)  # found by an alias inside of the node itself
         nodes: list[Node] = []
-        size: float = 16  # also of an empty list, which takes memory, too
+        size: float = 16  # even an empty list takes memory
         if isinstance(node, ScalarNode):
             size += len(node.value)
         elif isinstance(node, SequenceNode):
@@ -130,19 +135,19 @@ def _expanded(node: Node, known: dict[int, _Expanded], level: int = 0) -> _Expan
         height = max((part.height + 1 for part in parts), default=0)
         known[id(node)] = _Expanded(size + sum(part.size for part in parts), height)
     found = known[id(node)]
-    if level + found.height > _MOST_LEVELS:  # also by an alias of a node that was counted above
-        raise RecursionError  # reported as the parser's own, for files nested even deeper
+    if level + found.height > _MOST_LEVELS:  # an alias may repeat a known node at a deeper level
+        raise RecursionError  # as the parser itself does for even deeper files; reported alike
     return found
 
 
 def _note_lines(
     node: MappingNode, prefix: KeyPath, lines: dict[KeyPath, int], file: str | Path
 ) -> None:
-    """Note the line of every key below `node` in `lines`; refuse a key that is there twice."""
+    """Put the line of each key below `node` into `lines`.  Raises ValueError for duplicate keys."""
     for key, value in node.value:
         if not isinstance(key, ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
             continue
-        key.tag = "tag:yaml.org,2002:str"  # `on:` is a key, not true
+        key.tag = "tag:yaml.org,2002:str"  # else YAML 1.1 reads the key `on:` as true
         path, line = (*prefix, key.value), key.start_mark.line + 1
         if path in lines:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A section of the configuration: a frozen dataclass that refuses values out of range."""
+"""`section`, a decorator that makes frozen dataclasses with validation for the configuration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FLOAT32 = 1e30  # far inside what a float32 holds
 Count = Annotated[int, Field(ge=1, le=_LARGEST)]
 CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST)]
 Size = Annotated[int, Field(ge=1, le=2**24)]
-"""Of one dim of a tensor: two of them are the elements of one that an int64 counts."""
+"""Size of one dim of a tensor; the product of two fits well into an int64."""
 Ranks = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=1, le=7 * 24 * 3600)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -71,32 +71,32 @@ _TYPES = {
 
 
 class KeyRole(StrEnum):
-    """What a key decides; whoever has to tell keys apart asks for it."""
+    """The kind of decision that a key makes, by which checks and comparisons select keys."""
 
     MODEL = "model"
-    """What the model is: its parameters, as they begin, and the function that they compute."""
+    """A key of the model itself: its parameters, their initial values, its function."""
     DATA = "data"
-    """What it is trained on, and in which order."""
+    """A key of the training data and their order."""
     METHOD = "method"
-    """How it is computed and trained."""
+    """A key of how the model is computed and trained."""
     PLACE = "place"
-    """Where it runs, waits, reads and writes."""
+    """A key of where the run takes place: devices, files, timeouts."""
 
 
 class Absent(NamedTuple):
-    """Annotates a key that came later and changes what a run did without it."""
+    """The annotation of a key that was added later and whose default changes an earlier run."""
 
     value: Any
-    """Its value in a configuration that a run kept and that lacks the key."""
+    """Value that the key gets in a saved configuration without it."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T]]:
-    """Make a class the frozen, keyword-only dataclass of the section `key`.
+    """Return a decorator that makes a class the frozen, keyword-only dataclass of section `key`.
 
-    `role` is that of its keys; one with another is `Annotated` with it.
-    Its values have the types and ranges that its fields declare, whether they come from a file or
-    from Python: making one raises ValueError, a line for each fault.
+    `role` is the role of its keys; a key with another one is `Annotated` with it. The constructor
+    checks types and ranges of the fields, for values from a file and from Python, and raises
+    ValueError with a line for each fault.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -114,6 +114,7 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
                 raise ValueError("\n".join(_describe(error.errors(), key, made))) from None
 
         made.__init__ = init
+        # Keep roles and absent values where `dataclasses.fields` finds them.
         for item in fields(made):
             given = made.__pydantic_fields__[item.name].metadata
             own = (x for x in given if type(x) is KeyRole)
@@ -127,30 +128,33 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
 
 
 def role_of(section: type, name: str) -> KeyRole | None:
-    """The role of the key `name` of a section; None for one that has none, or is a section."""
+    """Return the role of the key `name` of a section; None if it has none, as a nested section."""
     role: KeyRole | None = section.__dataclass_fields__[name].metadata["role"]  # type: ignore[attr-defined]
     return role
 
 
 def docs_of(section: type) -> dict[str, str]:
-    """Return the doc below each field of a section, by name."""
+    """Return the docstring below each field of a section, by the field's name."""
     found = section.__pydantic_fields__.items()  # type: ignore[attr-defined]
     return {name: field.description or "" for name, field in found}
 
 
 def absent_values(section: type) -> dict[str, Any]:
-    """Return what the keys of a section with `Absent` are where a kept configuration lacks them."""
+    """Return values for a section's keys with `Absent`, where a saved configuration lacks them."""
     found = ((f.name, f.metadata["absent"]) for f in fields(section))
     return {name: absent.value for name, absent in found if absent is not None}
 
 
 def defaults_of(section: type, *roles: KeyRole) -> dict[str, Any]:
-    """The keys of a section that have one of these roles, with their defaults."""
+    """Return the keys of a section that have one of these roles, with their defaults."""
     return {f.name: f.default for f in fields(section) if role_of(section, f.name) in roles}
 
 
 def describe_value(key: str, error: ErrorDetails, default: Any) -> str:
-    """`key=value`, which values are allowed and, for one out of range, the default (or MISSING)."""
+    """Return an error text: `key=value`, the allowed values and, if out of range, the default.
+
+    `default` is MISSING for a key without one.
+    """
     fault = f"{key}={json.dumps(error['input'], ensure_ascii=False, default=str)}"
     if error["type"] == "value_error":
         return f"{fault} {error['ctx']['error']}"
@@ -163,7 +167,7 @@ def describe_value(key: str, error: ErrorDetails, default: Any) -> str:
 
 
 def _describe(errors: Sequence[ErrorDetails], key: str, made: type) -> list[str]:
-    """A line for each key that was refused; members of unions all speak of the same one."""
+    """Return an error line for each refused key; the first of several errors about one key."""
     defaults = {f.name: f.default for f in fields(made)}
     lines: dict[str, str] = {}
     for error in errors:
@@ -177,6 +181,6 @@ def _describe(errors: Sequence[ErrorDetails], key: str, made: type) -> list[str]
             else:
                 fault = describe_value(path, error, defaults.get(name, MISSING))
             lines.setdefault(path, fault)
-        else:  # of several keys, by __post_init__
+        else:  # raised by __post_init__, about several keys
             lines[""] = str(error["ctx"]["error"])
     return list(lines.values())
