@@ -1,4 +1,4 @@
-"""Names that InternEvo's users import and that the runtime does not need itself.
+"""Classes for users of InternEvo, by its names; the runtime does not use them.
 
 | name | what it is for | what the runtime uses instead |
 |---|---|---|
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class SeqAllToAll:
-    """All-to-all that spreads dim `scatter` over the ranks and joins dim `gather`.
+    """The all-to-all that shards dim `scatter` over the ranks and gathers dim `gather`.
 
     x [.., N, .., M/p, ..] -> [.., N/p, .., M, ..]; backward swaps the two dims.
     Raises ValueError if N is not a multiple of the channel's size.
@@ -74,7 +74,7 @@ class ISPOverlapState:
 
     @classmethod
     def of_chunks(cls, communicator: ISPCommunicator) -> list[ISPOverlapState]:
-        """Return the state of each chunk; a shared weight is listed with the first that has it."""
+        """Return the state of each chunk; a shared weight is listed in its first chunk only."""
         left = dict(communicator._gatherer.weights)
         return [
             cls(
@@ -90,17 +90,17 @@ class ISPOverlapState:
 
 
 class ISPCommunicatorWrapper:
-    """Several communicators, e.g. of dense and expert weights, behind one, in their order.
+    """Several communicators, e.g. for dense and expert weights, driven as one, in their order.
 
-    Layers call their own communicator directly. All communicators follow the same actions, each
-    along the plan of the blocks that were declared to it.
+    Layers call their own communicator directly. All communicators follow the same actions, each by
+    the plan of the blocks that were declared to it.
     """
 
     def __init__(self, communicators: Sequence[ISPCommunicator]) -> None:
         self.communicators = tuple(communicators)
 
     def deliver_to(self, sink: GradientSink) -> None:
-        """Give all reduced gradients to `sink`."""
+        """Deliver all reduced gradients to `sink`."""
         for communicator in self.communicators:
             communicator.deliver_to(sink)
 
@@ -117,17 +117,17 @@ class ISPCommunicatorWrapper:
             communicator.begin(actions)
 
     def finish(self) -> None:
-        """Deliver all gradients and give all buffers back."""
+        """Deliver all gradients and release all buffers."""
         for communicator in self.communicators:
             communicator.finish()
 
     def drain(self) -> None:
-        """Drop what was gathered."""
+        """Drop all gathered weights."""
         for communicator in self.communicators:
             communicator.drain()
 
     def switch_current_model_chunk(self, chunk: int) -> None:
-        """Set the chunk that runs from here on."""
+        """Set the chunk that runs from now on."""
         for communicator in self.communicators:
             communicator.switch_current_model_chunk(chunk)
 
@@ -141,7 +141,7 @@ class ISPCommunicatorWrapper:
 
 
 class _Delegating(WPCommunicator):
-    """The communicator of the whole model, under another name."""
+    """A base class that forwards all calls to the communicator of the whole model."""
 
     def __init__(self, communicator: WPCommunicator, weight: Channel) -> None:
         self.communicator = communicator
@@ -170,10 +170,10 @@ class _Delegating(WPCommunicator):
 
 
 class EmbeddingWeightParallelCommunicator(_Delegating):
-    """The table [V, D], split over the weight group by vocabulary or by hidden features.
+    """The communicator for a table [V, D], sharded by vocabulary or by hidden features.
 
-    It is gathered ahead for the forward, as the plan says. Backward needs no weight, so it is not
-    gathered again; the gradient is reduce-scattered.
+    The table is sharded over the weight group, and prefetched for forward by the plan. Backward
+    needs no weight, so it is not gathered again; the gradient is reduce-scattered.
     """
 
     def __init__(
@@ -194,14 +194,14 @@ class EmbeddingWeightParallelCommunicator(_Delegating):
 
 
 class HeadWeightParallelCommunicator(_Delegating):
-    """The head: its weight is gathered, and its logits may be exchanged.
+    """The communicator for the head, whose weight is gathered and whose logits may be exchanged.
 
     Each rank computes all logits of its tokens, [B, S/p, V]. With `retain_out_sharded`
-    True    an all-to-all brings them to [B, S, V/p], for a vocabulary-parallel loss;
-    False   they are gathered along the sequence, [B, S, V], the same on every rank;
-    None    they stay as they are.
+    True    an all-to-all exchanges them to [B, S, V/p], for a vocabulary-parallel loss;
+    False   they are all-gathered along the sequence to [B, S, V], equal on all ranks;
+    None    they remain as they are.
 
-    The gradient goes the same way back. Where all ranks have the same logits, each keeps the
+    The gradient takes the same way back. Where all ranks have the same logits, each keeps the
     gradient of its own tokens.
     """
 
@@ -218,7 +218,7 @@ class HeadWeightParallelCommunicator(_Delegating):
         self.retain_out_sharded = retain_out_sharded
 
     def output_hook(self, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
-        """Exchange the logits: x [B, S/p, V] -> [B, S, V/p], [B, S, V] or as they are."""
+        """Launch the exchange of logits: x [B, S/p, V] -> [B, S, V/p], [B, S, V] or x itself."""
         match self.retain_out_sharded:
             case True:
                 return logit_exchange(self.tensor).y(x, tag=tag)
@@ -229,11 +229,11 @@ class HeadWeightParallelCommunicator(_Delegating):
                 return Pending.ready(x)
 
     def grad_output_hook(self, x: Tensor, *, tag: Tag = UNNAMED) -> Pending:
-        """Bring the gradient of what `output_hook` returned back to [B, S/p, V]."""
+        """Launch the exchange of the gradient of `output_hook`'s result back to [B, S/p, V]."""
         match self.retain_out_sharded:
             case True:
                 return logit_exchange(self.tensor).dy(x, tag=tag)
-            case False:
+            case False:  # all ranks compute the same gradient: no communication
                 return Pending.ready(x.chunk(self.tensor.size, dim=1)[self.tensor.rank])
             case None:
                 return Pending.ready(x)

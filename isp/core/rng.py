@@ -1,7 +1,7 @@
-"""Random streams that are equal over a group of ranks, or different on each of them.
+"""Random streams that are equal on all ranks of a group, or different on each rank.
 
-Dropout has to be equal if all ranks compute the same, and different if each computes a part. A
-stream is a state of the device's torch generator; `fork` sets it.
+Dropout must be equal where all ranks compute the same activations, and different where each rank
+computes a part. A stream is a state of the device's torch generator, which `fork` sets.
 
 Source: Megatron-LM, core/tensor_parallel/random.
 """
@@ -31,11 +31,11 @@ class RngStream(StrEnum):
     """The streams of `model_parallel_manual_seed`."""
 
     EQUAL = "data-parallel-rng"
-    """The same on all ranks that were given the same seed: for replicated activations."""
+    """Stream for replicated activations, equal on all ranks with the same seed."""
     PER_RANK = "model-parallel-rng"
-    """Different on each tensor rank: for activations that are split."""
+    """Stream for sharded activations, different on each tensor rank."""
     EXPERT = "expert-parallel-rng"
-    """Different on each expert rank and on each tensor rank of an expert."""
+    """Stream for experts, different on each expert rank and each tensor rank of an expert."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class RngSnapshot:
     generator: Tensor
     """State of the device's own generator."""
     host: Tensor
-    """State of the CPU's generator, from which code for any device may draw."""
+    """State of the CPU generator, from which code for any device may draw."""
     streams: Mapping[str, Tensor]
     """State of each stream, by name."""
     current: str | None
-    """Name of the stream that is being drawn from; None: outside of forks."""
+    """Name of the stream of the innermost fork; None outside of forks."""
 
 
 class RngStatesTracker:
@@ -89,7 +89,7 @@ class RngStatesTracker:
             known = ", ".join(map(repr, self._streams)) or "none"
             raise ValueError(f"there is no random stream {name!r}; there are: {known}")
         outer, outside = self._current, _get_state(self.device)
-        if outer is not None:
+        if outer is not None:  # the generator holds the outer stream: keep how far it was drawn
             self._streams[outer] = outside
         _set_state(self.device, self._streams[name])
         self._current = name
@@ -103,7 +103,7 @@ class RngStatesTracker:
     def get_states(self) -> dict[str, Tensor]:
         """Return the states of the streams, as byte tensors in CPU memory, for a checkpoint."""
         states = {name: state.clone() for name, state in self._streams.items()}
-        if self._current is not None:
+        if self._current is not None:  # inside of its fork the saved state is outdated
             states[self._current] = _get_state(self.device)
         return states
 
@@ -133,7 +133,7 @@ class RngStatesTracker:
 
     @contextmanager
     def replaying(self, snapshot: RngSnapshot) -> Iterator[None]:
-        """Draw again from `snapshot` on in this context, and restore all states afterwards."""
+        """Draw from `snapshot` in this context, as for a recompute; restore states afterwards."""
         before, outer = self.snapshot(), self.replays
         self._restore(snapshot)
         self.replays = True

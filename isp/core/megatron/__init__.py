@@ -1,1 +1,1 @@
-"""The tensor-parallel toolkit, with the names of Megatron-LM; `isp.tensor_parallel` exports it."""
+"""Tensor-parallel layers and functions with Megatron-LM's names, for `isp.tensor_parallel`."""

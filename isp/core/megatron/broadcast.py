@@ -1,4 +1,4 @@
-"""Tensors of a batch from the first rank of a group to the others, shapes included."""
+"""`broadcast_data`, which sends a batch from the first rank of a group, shapes included."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAULTS = {
     -2: "data[{key!r}] is not a tensor of {dtype}",
     -3: "data[{key!r}] has more than 8 dims",
 }
-"""What is wrong, where a header has one of these in place of a number of dims."""
+"""Error texts for the negative codes that a header has in place of the number of dims."""
 
 
 def broadcast_data(
@@ -34,20 +34,21 @@ def broadcast_data(
     channel: Channel,
     device: torch.device = _CPU,
 ) -> dict[str, Tensor]:
-    """The tensors under `keys` that the channel's first rank has in `data`, on `device` of each.
+    """Broadcast the tensors under `keys` in `data` of the channel's first rank to all its ranks.
 
-    All are of `dtype`; they may differ in shape, and the other ranks need to know none: `data` is
-    read on the first rank only. Two transfers, one of shapes and one of all the values; on a
-    channel of one rank none, and the tensors themselves.
+    All must have `dtype`; their shapes may differ. `data` is read on the first rank only. Uses two
+    broadcasts, one of shapes and one of all values. The results are on `device` of each rank. On a
+    channel of one rank nothing is sent, and tensors that are on `device` are returned themselves.
 
-    Raises ValueError, naming the key, if it is missing or not of `dtype`: on all ranks alike,
-    before any value is sent.
+    Raises ValueError on all ranks, before values are sent, if a tensor is missing, has another
+    dtype, or has more than 8 dims; the text names the key.
     Source: Megatron-LM, core/tensor_parallel/data.
     """
     check_channel("channel", channel)
     if len(set(keys)) < len(keys):
         raise ValueError(f"a key is named twice: {list(keys)}")
     own = dict(data or {}) if channel.rank == 0 else {}
+    # A fault travels in the header: if the first rank raised alone, the others would hang.
     table = torch.tensor([_header(own.get(key), dtype) for key in keys], dtype=torch.int64)
     if keys:
         table = channel.broadcast_(table.to(device), tag=_TAG).wait()
@@ -62,14 +63,14 @@ def broadcast_data(
     payload = torch.empty(sum(sizes), dtype=dtype, device=device)
     if channel.rank == 0 and keys:
         payload = pinned_memory.send(torch.cat([own[key].reshape(-1) for key in keys]), device)
-    if payload.numel():  # as bytes, which every backend can send
+    if payload.numel():  # sent as bytes: some backends lack some dtypes
         channel.broadcast_(payload.view(torch.uint8), tag=_TAG).wait()
     parts = zip(keys, payload.split(sizes), shapes, strict=True)
     return {key: part.view(shape) for key, part, shape in parts}
 
 
 def _header(value: object, dtype: torch.dtype) -> tuple[int, ...]:
-    """The number of dims of a tensor, and its shape padded with zeros."""
+    """Return the number of dims of a tensor, or a code of `_FAULTS`; then its shape and zeros."""
     if not isinstance(value, Tensor) or value.dtype != dtype:
         return -1 if value is None else -2, *(0,) * _MAX_DIMS
     if value.dim() > _MAX_DIMS:

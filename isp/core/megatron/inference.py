@@ -1,27 +1,27 @@
 """Column and row linears for inference over a tensor group, and the buffers that they share.
 
-S sequence, B batch, I in features, O out features, D model size, V vocabulary, N tokens at once; p
-ranks, /p = split over them. A token is a row: [S, B, ..] is any number of dims before the last, the
-first of which is split.
+S sequence, B batch, I in features, O out features, D model size, V vocabulary, N = `max_tokens`; p
+ranks, /p = sharded over them. A token is a row: [S, B, ..] stands for any number of dims before the
+last, of which the first is sharded.
 
     norm + column    y = norm(residual) W^T + b          [S/p, B, D] -> [S, B, O/p]
     row + norm       residual += x W^T + b; norm of it   [S, B, I/p] -> [S, B, D]
 
-Between a row linear and the next column linear a rank has its own tokens only. The output of the
-row linear is reduce-scattered, added to the residual, normed and all-gathered in one call of the
-workspace: by symmetric memory where the device has it, by the channel elsewhere. The layers use the
-weights of trained layers, which stay as they are.
+Between a row linear and the next column linear a rank has only its own tokens. One call of the
+workspace reduce-scatters the output of the row linear, adds it to the residual, norms and
+all-gathers it: by symmetric memory if the device has it, else by the channel. The layers read the
+weights of trained layers, and do not change them.
 
-[Note: Tokens that are not split] Where S does not divide by p, as when few sequences are decoded,
-every rank has all tokens: the sum over the ranks is all-reduced, and every rank adds and norms all
-of it. That is the same number of bytes in one collective instead of two, and the norm of a few
-tokens costs nothing. A workspace that never splits is mtp, one that does is msp.
+[Note: Tokens that are not split] If S is not divisible by p, as when few sequences are decoded,
+all ranks have all tokens: the sum over the ranks is all-reduced, and each rank adds and norms all
+tokens. This sends the same number of bytes in one collective instead of two, and the norm of a few
+tokens costs next to nothing. A workspace that never splits is mtp, one that does is msp.
 
-[Note: Static buffers] The results of the layers lie in buffers that are made once, for
+[Note: Static buffers] The layers write their results into buffers that are made once, for
 `max_tokens`: no call allocates, the host reads nothing back, and a CUDA graph finds the same
-addresses at every replay. So a result is valid until the next call that writes there: that of a row
-linear until the next row linear of the workspace, that of a column linear until the next one of its
-slot.
+addresses at each replay. So a result is valid only until the next call that writes to its buffer:
+of a row linear, until the next row linear of the workspace; of a column linear, until the next one
+of its slot.
 
 Source: Megatron-LM, core/tensor_parallel/inference_layers.
 """
@@ -61,17 +61,17 @@ CPU = torch.device("cpu")
 
 
 class InferenceLayerNormColumnParallelLinear(nn.Module):
-    """y = norm(x) W^T + b with the outputs split: W [O/p, I], b [O/p] of a trained layer.
+    """y = norm(x) W^T + b with sharded outputs: W [O/p, I], b [O/p] of a trained layer.
 
         y = layer(x)      # one value, not (y, bias): the bias is added
 
-    x    the residual, which is normed and gathered first; or [S, B, I], which a row linear has
-         normed and gathered
-    y    [S, B, O/p], valid until the next call of a layer of the same `slot` (by default its own)
-         and O/p
+    x    a `Residual`, which is normed and gathered first; or a tensor [S, B, I] that a row linear
+         has normed and gathered
+    y    [S, B, O/p], valid until the next call of a layer with the same `slot` (by default the
+         layer itself) and the same O/p
 
-    Raises ValueError if the layer is not one of mtp, msp or fsp over the workspace's group, has
-    options that inference has not, or norms another size than the workspace's.
+    Raises ValueError if the trained layer is not one of mtp, msp or fsp over the workspace's group,
+    has options that inference lacks, or norms another size than the workspace's.
     """
 
     def __init__(
@@ -106,17 +106,17 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
 
 
 class InferenceRowParallelLinear(nn.Module):
-    """y = x W^T + b with the inputs split: W [O, I/p], b [O] of a trained layer.
+    """y = x W^T + b with sharded inputs: W [O, I/p], b [O] of a trained layer.
 
         y = layer(x)                                 # one value, not (y, bias)
         normed = layer.add_norm(x, residual, norm)   # residual += y, and its norm
 
     x         [S, B, I/p]
-    y         [S/p, B, O], or [S, B, O] where tokens are not split; valid until the next call of a
-              row linear of the workspace
-    normed    [S, B, O] on every rank
+    y         [S/p, B, O], or [S, B, O] if tokens are not split; valid until the next call of a row
+              linear of the workspace
+    normed    [S, B, O] on all ranks
 
-    Raises ValueError as the column linear does, or if O is not the size of the workspace.
+    Raises ValueError like the column linear, and if O is not the size of the workspace.
     """
 
     def __init__(self, linear: ParallelLinear, workspace: InferenceWorkspace) -> None:
@@ -127,7 +127,7 @@ class InferenceRowParallelLinear(nn.Module):
         self._weight, self._bias = _own(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return y of this rank's tokens: x [S, B, I/p] -> [S/p, B, O], or [S, B, O]."""
+        """Return y for this rank's tokens: x [S, B, I/p] -> [S/p, B, O], or [S, B, O]."""
         tokens = self._partial(x)
         y = self.workspace.reduce(tokens, self.linear.name)
         if self._bias is not None:
@@ -141,6 +141,7 @@ class InferenceRowParallelLinear(nn.Module):
         return self.workspace.add_norm(residual, norm, bias=self._bias, layer=layer)
 
     def _partial(self, x: Tensor) -> Sequence[int]:
+        """Write x W^T, this rank's part of the sum, to the workspace; return the token sizes."""
         _check_features(self.linear, x, self._weight)
         tokens = x.shape[:-1]
         _multiply(x, self._weight, None, self.workspace.partial(tokens))
@@ -148,9 +149,9 @@ class InferenceRowParallelLinear(nn.Module):
 
 
 class InferenceVocabParallelEmbedding(nn.Module):
-    """Embedding with a trained table [V/p, D] split by vocabulary: ids [S, B] -> a `Residual`.
+    """An embedding with a trained table [V/p, D] sharded by vocabulary: ids [S, B] -> `Residual`.
 
-    Raises ValueError as the column linear does, or if D is not the size of the workspace.
+    Raises ValueError like the column linear, and if D is not the size of the workspace.
     """
 
     def __init__(self, table: VocabParallelEmbedding, workspace: InferenceWorkspace) -> None:
@@ -167,6 +168,8 @@ class InferenceVocabParallelEmbedding(nn.Module):
         partial = workspace.partial(tokens)
         count = len(partial)
         ((start, stop),) = self.table.layouts["weight"].intervals()
+        # Ids of other ranks' rows look up a row of this rank, which is then replaced by zeros:
+        # shapes stay fixed, and the host reads nothing.
         wanted, row, foreign = self._wanted[:count], self._row[:count], self._foreign[:count]
         torch.sub(ids.view(-1), start, out=wanted)
         torch.clamp(wanted, 0, stop - start - 1, out=row)
@@ -185,7 +188,7 @@ def _own(linear: ParallelLinear) -> tuple[Tensor, Tensor | None]:
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write x W^T + b of x [.., I] and W^T [I, O] to `out` [.., O], with the bits of `F.linear`."""
+    """Write x W^T + b for x [.., I] and W^T [I, O] to `out` [.., O], bit-equal to `F.linear`."""
     if x.dim() != 2:
         x, out = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
@@ -197,7 +200,10 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
 def _check(
     layer: ParallelLinear | VocabParallelEmbedding, workspace: InferenceWorkspace, *, dim: int
 ) -> None:
-    """Refuse a layer whose weight is not cut along `dim` over the group, or is used otherwise."""
+    """Raise ValueError unless the layer's weight is sharded along `dim` over the workspace's group.
+
+    Also raises ValueError for other dtypes, devices and options than inference supports.
+    """
     title, weight, group = layer.title, layer.weight, workspace.group
     if layer.communicator.gathers_weights:
         raise ValueError(f"{title} gathers its weight, as in isp mode: build it in mtp or msp")
@@ -229,7 +235,7 @@ def _check_size(
     size: int,
     workspace: InferenceWorkspace,
 ) -> None:
-    """Refuse a layer whose features on one side are not those of the residual."""
+    """Raise ValueError if the layer's input or output features differ from the residual's."""
     if size != workspace.size:
         raise ValueError(
             f"{layer.title} has {size} {side} features, and the residual of the workspace"
@@ -238,7 +244,7 @@ def _check_size(
 
 
 def _check_features(layer: ParallelLinear, x: Tensor, weight: Tensor) -> None:
-    """Refuse x [.., I] that cannot be multiplied by this rank's W^T [I, O]."""
+    """Raise ValueError if x [.., I] cannot be multiplied by this rank's W^T [I, O]."""
     if x.shape[-1] != weight.shape[0]:
         whole = layer.layouts["weight"].global_shape[1]
         split = "" if weight.shape[0] == whole else f", this rank's part of {whole}"
@@ -259,16 +265,16 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Residual:
-    """The residual stream of a model: the sum that blocks add to."""
+    """The residual stream of a model, to which the blocks add."""
 
     value: Tensor
-    """The tokens of this rank [S/p, B, D], or all where they are not split."""
+    """Residual of this rank's tokens [S/p, B, D], or of all tokens if they are not split."""
     tokens: tuple[int, ...]
-    """The sizes [S, B] of the tokens of all ranks."""
+    """Sizes [S, B] of the tokens of all ranks."""
 
 
 class _ByChannel:
-    """The collectives of `SymmetricRows` over a channel, with the bits of the training layers."""
+    """The interface of `SymmetricRows` over a channel, bit-equal to the training layers."""
 
     def __init__(self, channel: Channel, rows: Tensor, received: Tensor | None) -> None:
         self.channel, self.rows, self._received = channel, rows, received
@@ -287,9 +293,10 @@ class _ByChannel:
 class InferenceWorkspace:
     """The group of a model's inference layers, and their buffers for `max_tokens` tokens.
 
-    All ranks of the group make it together. `size` is D. `split_tokens` is about [Note: Tokens that
-    are not split]. `symmetric_memory`: True demands it, False uses the channel, None takes it where
-    the device has it. Raises ValueError if symmetric memory is demanded and unavailable.
+    The constructor is a collective over the group. `size` is D. `split_tokens=False`: never shard
+    tokens, see [Note: Tokens that are not split]. `symmetric_memory`: True requires it, False uses
+    the channel, None uses it if the device has it. Raises ValueError if it is required and
+    unavailable.
     """
 
     def __init__(
@@ -325,15 +332,15 @@ class InferenceWorkspace:
         self._views: _Views | None = None
 
     def splits(self, tokens: Sequence[int]) -> bool:
-        """Return whether each rank has a part of tokens [S, B] between the linears."""
+        """Return whether tokens [S, B] are sharded over the ranks between the linears."""
         return self._views_of(tokens).splits
 
     def residual(self, tokens: Sequence[int]) -> Residual:
-        """Return the buffer for the residual of tokens [S, B], not filled; a workspace has one."""
+        """Return the workspace's only residual as one of tokens [S, B], without filling it."""
         return self._views_of(tokens).residual
 
     def begin(self, x: Tensor) -> Residual:
-        """Return the residual that begins with x [S, B, D], which is the same on every rank."""
+        """Return the residual filled with x [S, B, D], which must be equal on all ranks."""
         residual = self.residual(x.shape[:-1])
         if self.splits(residual.tokens):
             x = x.chunk(self.group.size)[self.group.rank]
@@ -345,7 +352,7 @@ class InferenceWorkspace:
         return self._views_of(tokens).partial
 
     def reduce(self, tokens: Sequence[int], layer: str) -> Tensor:
-        """Return the sum of the ranks' `partial`: this rank's tokens [S/p B, D], or all."""
+        """Sum `partial` over the ranks and return this rank's tokens [S/p B, D], or all."""
         views = self._views_of(tokens)
         if self.group.size > 1:
             tag = Tag(Purpose.ACTIVATION, layer, "y")
@@ -358,10 +365,10 @@ class InferenceWorkspace:
     def add_norm(
         self, residual: Residual, norm: Norm, *, bias: Tensor | None = None, layer: str = ""
     ) -> Tensor:
-        """Add the sum of the ranks' `partial` and `bias` to the residual, and return its norm.
+        """Add the sum of the ranks' `partial`, and `bias`, to the residual, and return its norm.
 
-        The norm is that of all tokens, [S, B, D]. Where tokens are split: reduce-scatter,
-        additions, RMS norm and all-gather.
+        The result has all tokens, [S, B, D]. If tokens are split, this is a reduce-scatter, the
+        additions, the RMS norm and an all-gather.
         """
         own = self.reduce(residual.tokens, layer)
         if bias is not None:
@@ -370,7 +377,7 @@ class InferenceWorkspace:
         return self.norm(residual, norm, layer=layer)
 
     def norm(self, residual: Residual, norm: Norm, *, layer: str = "") -> Tensor:
-        """Return the norm of the residual, of all tokens: [S, B, D]."""
+        """Return the norm of the residual for all tokens: [S, B, D]."""
         views = self._views_of(residual.tokens)
         self._norm(views, norm)
         if views.splits:
@@ -379,7 +386,7 @@ class InferenceWorkspace:
         return views.out
 
     def output(self, slot: object, features: int) -> Tensor:
-        """Return the buffer that the column linears of a slot write to: [N, O/p]."""
+        """Return the buffer of a slot's column linears with this many features: [N, O/p]."""
         key = slot, features
         if key not in self._outputs:
             self._outputs[key] = self.buffer(features)
@@ -388,7 +395,7 @@ class InferenceWorkspace:
     def buffer(
         self, columns: int, dtype: torch.dtype | None = None, rows: int | None = None
     ) -> Tensor:
-        """Return new memory for [rows, columns], by default for `max_tokens` rows."""
+        """Return a new buffer [rows, columns] of zeros, by default with `max_tokens` rows."""
         rows = self.max_tokens if rows is None else rows
         with _plainly():
             return torch.zeros(rows, columns, device=self.device, dtype=dtype or self.dtype)
@@ -400,7 +407,7 @@ class InferenceWorkspace:
             return buffer[:count].view(*tokens, -1)
 
     def _norm(self, views: _Views, norm: Norm) -> None:
-        """Write `F.rms_norm` of the residual, in float32 at least and with the same bits."""
+        """Write `F.rms_norm` of the residual to `views.normed`, bit-equal, in float32 at least."""
         x, out, scale, weight = views.rows, views.normed, views.scale, norm.weight.detach()
         wide = out if views.wide is None else views.wide
         torch.pow(x if wide is out else wide.copy_(x), 2, out=wide)
@@ -411,7 +418,7 @@ class InferenceWorkspace:
             out.copy_(wide)
 
     def _views_of(self, tokens: Sequence[int]) -> _Views:
-        """Return the views of tokens [S, B], made anew where the last call had other sizes."""
+        """Return the views for tokens [S, B], cached while the sizes stay the same."""
         if self._views is None or self._views.tokens != tokens:
             with _plainly():
                 self._views = _Views(self, tuple(tokens))
@@ -428,7 +435,7 @@ class InferenceWorkspace:
 
 
 class _Views:
-    """The views of a workspace's buffers for tokens [S, B]."""
+    """The views into a workspace's buffers for tokens [S, B]."""
 
     def __init__(self, workspace: InferenceWorkspace, tokens: tuple[int, ...]) -> None:
         group, size = workspace.group, workspace.size
@@ -444,7 +451,7 @@ class _Views:
             self.summed = workspace._part[:count]
             self.normed = self.partial.chunk(group.size)[group.rank]  # which no other rank reads
         self.rows = workspace._residual[:count]
-        """The residual."""
+        """Rows of the residual."""
         self.residual = Residual(self.rows.view(*own, size), tokens)
         self.scale = workspace._scale[:count]
         self.wide = None if workspace._wide is None else workspace._wide[:count]
@@ -452,6 +459,6 @@ class _Views:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Make tensors and views that may be written to in any mode of autograd."""
+    """Return a context whose tensors and views may be written to in any autograd mode."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

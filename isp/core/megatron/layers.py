@@ -1,10 +1,10 @@
 """Column, row and embedding layers with Megatron-LM's options.
 
 S sequence, B batch, I in features, O out features, V vocabulary, D model size; p ranks of the
-group, /p = split over them. Activations are [S, B, ..] unless `sequence_dim` says otherwise.
+group, /p = sharded over them. Activations are [S, B, ..] unless `sequence_dim` says otherwise.
 
-As in Megatron-LM, a linear returns two values, `y, bias = layer(x)`: the bias is None unless
-`skip_bias_add` leaves its addition to the caller, such as to fuse it with what follows.
+As in Megatron-LM, a linear returns two values, `y, bias = layer(x)`. The bias is None unless
+`skip_bias_add` leaves the addition to the caller, e.g. to fuse it with the next operation.
 
 Source: Megatron-LM, core/tensor_parallel/layers (Shoeybi et al. 2019; Korthikanti et al. 2022).
 """
@@ -34,7 +34,7 @@ from isp.core.weights.wp_communicator import LocalWeights, WPCommunicator
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
 InitMethod = Callable[[Tensor], object]
-"""Fills a whole weight, float32 on CPU, as the functions of `torch.nn.init` do."""
+"""A function that fills a full weight, float32 on CPU, as those of `torch.nn.init`."""
 
 FIRST_DIM = 0
 CPU = torch.device("cpu")
@@ -45,9 +45,9 @@ def _normal(weight: Tensor) -> Tensor:
 
 
 class _Initialized(ParallelModule):
-    """A layer that begins with its part of one master weight, the same for every group size.
+    """A layer that is initialized with its part of a master weight, equal for all group sizes.
 
-    [Note: Master weight] Every rank fills the whole weight from torch's default CPU generator and
+    [Note: Master weight] Each rank fills the full weight from torch's default CPU generator and
     keeps its part: that generator must be in the same state on all ranks (`torch.manual_seed`).
     """
 
@@ -55,7 +55,7 @@ class _Initialized(ParallelModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the master weight [Note: Master weight]; a bias is zero."""
+        """Draw the master weight [Note: Master weight] and keep this rank's part; zero the bias."""
         for name, parameter in self.named_parameters(recurse=False):
             layout = self.layouts[name]
             full = torch.zeros(layout.global_shape, dtype=torch.float32, device=CPU)
@@ -65,22 +65,22 @@ class _Initialized(ParallelModule):
 
 
 class ColumnParallelLinear(_Initialized, ParallelLinear):
-    """y = x W^T + b with the outputs split: W [O/p, I], b [O/p].
+    """y = x W^T + b with sharded outputs: W [O/p, I], b [O/p].
 
         y, bias = layer(x)
 
     x       [S, B, I], or [S/p, B, I] with `sequence_parallel`
-    y       [S, B, O/p], or [S, B, O] on every rank with `gather_output`
+    y       [S, B, O/p], or [S, B, O] on all ranks with `gather_output`
     bias    None; with `skip_bias_add` b, not added to y: [O/p], or [O] with `gather_output`
 
-    forward   x as it is, or all-gathered along S with `sequence_parallel`
-    backward  dx all-reduced, or reduce-scattered along S. The weight gradient hides this transfer,
-              and the second gather of x, which is gathered again rather than kept
+    forward   x is used as it is, or all-gathered along S with `sequence_parallel`
+    backward  dx is all-reduced, or reduce-scattered along S, while the weight gradient is computed;
+              a gathered x is not kept but gathered again, while dx is computed
 
     `stride` is the number of fused outputs of equal size (3 for q, k and v in one), each of which
-    is split separately. With `skip_weight_param_allocation` the layer has no weight of its own and
-    is called with one, [O/p, I].
-    Raises ValueError if outputs do not divide by p, or options contradict each other.
+    is sharded separately. With `skip_weight_param_allocation` the layer has no weight of its own
+    and is called with one, [O/p, I].
+    Raises ValueError if the outputs are not divisible by p, or options contradict each other.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ColumnParallelLinear(_Initialized, ParallelLinear):
         """Return (y, bias): x [S, B, I] or [S/p, B, I] -> y [S, B, O/p] or [S, B, O].
 
         bias is None, or with `skip_bias_add` [O/p] or [O] like y.
-        Raises ValueError if x has not I features, or the weight given is not [O/p, I].
+        Raises ValueError if x does not have I features, or the given weight is not [O/p, I].
         """
         features, p = x.shape[-1], self.group.size
         if features != self.input_size:
@@ -144,7 +144,7 @@ class ColumnParallelLinear(_Initialized, ParallelLinear):
         return y, bias
 
     def _gathered(self, y: Tensor) -> Tensor:
-        """Gather [.., O/p] to [.., O], in the order of segments rather than of ranks."""
+        """Gather [.., O/p] to [.., O], ordered by segments (`stride`), not by ranks."""
         y = gather_from_tensor_model_parallel_region(y, self.group)
         num_segments = len(self.layouts["weight"].segments)
         parts = y.unflatten(-1, (self.group.size, num_segments, -1))  # [.., p, segments, n]
@@ -153,21 +153,21 @@ class ColumnParallelLinear(_Initialized, ParallelLinear):
 
 
 class RowParallelLinear(_Initialized, ParallelLinear):
-    """y = x W^T + b with the inputs split: W [O, I/p], and b [O] on every rank.
+    """y = x W^T + b with sharded inputs: W [O, I/p], and b [O] on all ranks.
 
         y, bias = layer(x)
 
-    x       [S, B, I], which the layer splits; or [S, B, I/p] with `input_is_parallel`, as
+    x       [S, B, I], which the layer shards; or [S, B, I/p] with `input_is_parallel`, as
             `ColumnParallelLinear` returns it
     y       [S, B, O], or [S/p, B, O] with `sequence_parallel`
     bias    None; with `skip_bias_add` b [O], not added to y
 
-    forward   y all-reduced, or reduce-scattered along S with `sequence_parallel`
-    backward  dy as it is, or all-gathered along S
+    forward   y is all-reduced, or reduce-scattered along S with `sequence_parallel`
+    backward  dy is used as it is, or all-gathered along S
 
-    The bias is added once, to the sum. With `sequence_parallel` each rank has the bias gradient of
-    its tokens, and they are all-reduced.
-    Raises ValueError if inputs do not divide by p, or options contradict each other.
+    The bias is added once, to the sum. With `sequence_parallel` each rank computes the bias
+    gradient of its tokens, and these are all-reduced.
+    Raises ValueError if the inputs are not divisible by p, or options contradict each other.
     """
 
     def __init__(
@@ -223,21 +223,21 @@ class RowParallelLinear(_Initialized, ParallelLinear):
         """Return (y, bias): x [S, B, I] or [S, B, I/p] -> y [S, B, O] or [S/p, B, O].
 
         bias is None, or with `skip_bias_add` [O].
-        Raises ValueError if x has not I features, or I/p with `input_is_parallel`.
+        Raises ValueError if x does not have I features, or I/p with `input_is_parallel`.
         """
         self._check_input(x)
         if not self.input_is_parallel:
             x = scatter_to_tensor_model_parallel_region(x, self.group)
         y = self.multiply(x, weight)
         bias: Tensor | None = self.bias
-        if bias is not None and self.sequence_parallel:
+        if bias is not None and self.sequence_parallel:  # all-reduce its gradient
             bias = copy_to_tensor_model_parallel_region(bias, self.group)
         if bias is None or self.skip_bias_add:
             return y, bias
-        return y + bias.to(y.dtype), None  # narrower under autocast
+        return y + bias.to(y.dtype), None  # under autocast y is narrower than the bias
 
     def _check_input(self, x: Tensor) -> None:
-        """Raise ValueError if x has not the features that `input_is_parallel` says."""
+        """Raise ValueError unless x has I features, or I/p with `input_is_parallel`."""
         features, p, size = x.shape[-1], self.group.size, self.input_size
         if features == (size // p if self.input_is_parallel else size):
             return
@@ -258,17 +258,17 @@ class RowParallelLinear(_Initialized, ParallelLinear):
 
 
 class VocabParallelEmbedding(_Initialized):
-    """Embedding with its table split by vocabulary: ids [S, B] -> y [S, B, D], table [V/p, D].
+    """An embedding sharded by vocabulary: ids [S, B] -> y [S, B, D], table [V/p, D].
 
     With `reduce_scatter_embeddings` y is [S/p, B, D]. One value is returned, not (y, bias).
 
-    forward   each rank looks up the ids of its rows; the sum is all-reduced, or reduce-scattered
+    forward   each rank looks up the ids in its rows; the sum is all-reduced, or reduce-scattered
               along `sequence_dim`
-    backward  the gradient as it is, or all-gathered
+    backward  dy is used as it is, or all-gathered
 
-    A vocabulary that does not divide is cut into ceil(V/p) rows, fewer on the last rank.
-    `deterministic` adds up the gradients of a row in the same order every time, on CUDA too.
-    With several ranks an id outside of the vocabulary gives zeros; finding it would make the host
+    If V is not divisible by p, ranks have ceil(V/p) rows, and the last one fewer.
+    `deterministic` adds the gradients of a row in a fixed order, on CUDA too.
+    With several ranks an id outside of the vocabulary gives zeros: detecting it would make the host
     wait for the device.
     Raises ValueError if a rank would have no row.
     """
@@ -276,7 +276,7 @@ class VocabParallelEmbedding(_Initialized):
     weight: nn.Parameter
     bias: nn.Parameter | None = None
     padding_idx = -1
-    """The row that takes no gradient; -1: none."""
+    """Row without a gradient; -1: none."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class VocabParallelEmbedding(_Initialized):
         self.reset_parameters()
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids: [S, B] -> [S, B, D] or [S/p, B, D]."""
+        """Return the embeddings of ids: [S, B] -> [S, B, D] or [S/p, B, D]."""
         return look_up(ids, self.weight, self)
 
 
@@ -333,7 +333,10 @@ def _split(
 
 
 def _segments(name: str, size: int, stride: int, group: Channel) -> tuple[int, ...]:
-    """Return the sizes of what is fused; each has to divide by the group."""
+    """Return the sizes of the `stride` fused parts of a dim.
+
+    Raises ValueError if a part is not divisible by the group's size.
+    """
     check_channel("group", group)
     if size % (stride * group.size):
         times = f"stride={stride} times " if stride > 1 else ""

@@ -1,10 +1,10 @@
-"""Moves of activations between the ranks of a group, as steps that autograd can walk back.
+"""Differentiable collectives on activations: one in forward, and its dual in backward.
 
-p ranks; N the length of the dim that is cut, n_i the part of rank i
+p ranks; N length of the sharded dim, n_i the part of rank i
 
-Each mapping is two moves, that of the tensor and that of its gradient. Where every rank uses the
-result for itself, the gradient is a sum over the ranks; where every rank does the same with it, the
-gradient is there already, and is only cut.
+Each mapping is a move of the tensor and a move of its gradient. If ranks use the result in
+different computations, the gradient is a sum over the ranks. If all ranks compute the same with it,
+all have the whole gradient already, and each takes its part.
 
 Source: Megatron-LM, core/tensor_parallel/mappings (Shoeybi et al. 2019; Korthikanti et al. 2022).
 """
@@ -40,25 +40,28 @@ _TAG = Tag(Purpose.ACTIVATION, tensor="mapping")
 
 
 class _Cut(NamedTuple):
-    """Along which dim tensors are cut, and how long the parts are; None: equally."""
+    """The sharded dim of a mapping, and the sizes of the ranks' parts; None: equal parts."""
 
     dim: int = 0
     sent: Sequence[int] | None = None
-    """Parts of what comes in."""
+    """Sizes of the parts of the input."""
     received: Sequence[int] | None = None
-    """Parts of what goes out."""
+    """Sizes of the parts of the result."""
 
     @property
     def back(self) -> _Cut:
+        """Return the cut of the backward, which sends what forward received."""
         return _Cut(self.dim, self.received, self.sent)
 
 
 _Move = Callable[[Tensor, _Cut, Channel], Tensor]
-"""What it gives shares no memory with what it was given, unless it stays."""
+"""A function (x, cut, channel) -> y. The result never shares memory with x, except for `_stay`."""
 
 
 class _Mapped(Function):
-    """forward   y = move(x)
+    """The autograd function of all mappings.
+
+    forward   y = move(x)
     backward  dx = back(dy)
     """
 
@@ -74,6 +77,7 @@ class _Mapped(Function):
 
 
 def _map(x: Tensor, move: _Move, back: _Move, channel: Channel, cut: _Cut) -> Tensor:
+    """Apply a mapping to x; return x itself on a channel of one rank."""
     check_channel("channel", channel)
     if channel.size == 1:
         return x
@@ -82,25 +86,26 @@ def _map(x: Tensor, move: _Move, back: _Move, channel: Channel, cut: _Cut) -> Te
 
 
 def _stay(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
+    """Return x itself."""
     return x
 
 
 def _all_reduce(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
-    """The sum over the ranks."""
+    """Return the sum of x over the ranks."""
     return channel.all_reduce(x, tag=_TAG).wait()
 
 
 def _split(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
-    """This rank's part of what all ranks hold alike: [.., N, ..] -> [.., n_rank, ..]."""
+    """Return a copy of this rank's part of x, which is equal on all ranks: N -> n_rank."""
     part = _parts(x, cut.dim, cut.sent, channel)[channel.rank]
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
-    """All ranks' parts in one: [.., n_rank, ..] -> [.., N, ..].
+    """Join the parts of all ranks: [.., n_rank, ..] -> [.., N, ..].
 
-    [Note: Uneven parts] Collectives move equal pieces, so short parts travel padded to the
-    longest one, and the padding is left behind on arrival.
+    [Note: Uneven parts] Collectives send pieces of equal size, so parts are padded to the longest
+    one, and the receiver drops the padding.
     """
     dim, sizes = cut.dim, cut.received
     if sizes is None:
@@ -118,9 +123,9 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
-    """This rank's part of the sum over the ranks: [.., N, ..] -> [.., n_rank, ..].
+    """Return this rank's part of the sum over the ranks: [.., N, ..] -> [.., n_rank, ..].
 
-    Uneven parts travel as in the note [Uneven parts].
+    Uneven parts are padded [Note: Uneven parts].
     """
     dim, sizes = cut.dim, cut.sent
     if sizes is None:
@@ -128,15 +133,16 @@ def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     parts, longest = _parts(x, dim, sizes, channel), max(sizes)
     padded = torch.cat([pad_rows(part.movedim(dim, 0), longest) for part in parts])
     summed = channel.reduce_scatter(padded, tag=_TAG).wait()  # [longest, ..]
+    # A clone, so that the result does not keep the padding's memory alive.
     return summed[: sizes[channel.rank]].clone().movedim(0, dim)
 
 
 def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
-    """Part i to rank i, and what each rank sent here in one."""
-    _parts(x, 0, cut.sent, channel)
+    """Send part i of dim 0 to rank i, and return the received parts joined in rank order."""
+    _parts(x, 0, cut.sent, channel)  # checks the sizes
     num_rows = x.shape[0] if cut.received is None else sum(cut.received)
     out = x.new_empty(num_rows, *x.shape[1:])
-    # Both lists or none: one rank's equal parts may be another's uneven ones.
+    # Both lists or none: parts that are equal on one rank may be uneven on another.
     sent, received = cut.sent, cut.received
     if (sent is None) != (received is None):
         sent = sent or [divide(x.shape[0], channel.size)] * channel.size
@@ -149,7 +155,7 @@ def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 def _parts(
     x: Tensor, dim: int, sizes: Sequence[int] | None, channel: Channel
 ) -> tuple[Tensor, ...]:
-    """Each rank's part of x. Raises ValueError if they are not the whole of it."""
+    """Split x into the ranks' parts.  Raises ValueError if their sizes do not add up to it."""
     length = x.shape[dim]
     if sizes is None:
         if length % channel.size:
@@ -168,7 +174,7 @@ def _parts(
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
-    """x, held by all ranks alike, for each to use for itself.
+    """Return x, which is equal on all ranks, for different computations on each rank.
 
     Forward: x itself.  Backward: all-reduce.
     """
@@ -176,7 +182,7 @@ def copy_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
-    """The sum of the ranks' x.
+    """Return the sum of x over the ranks.
 
     Forward: all-reduce.  Backward: the gradient itself.
     """
@@ -184,15 +190,15 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Ten
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
-    """This rank's features: [.., N] -> [.., N/p].  Raises ValueError if N does not divide.
+    """Return this rank's features: [.., N] -> [.., N/p].
 
-    Forward: split.  Backward: all-gather.
+    Forward: split.  Backward: all-gather.  Raises ValueError if N is not divisible by p.
     """
     return _map(x, _split, _gather, channel, _Cut(-1))
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Tensor:
-    """All features, for all ranks to use alike: [.., N/p] -> [.., N].
+    """Return all features, for the same computation on all ranks: [.., N/p] -> [.., N].
 
     Forward: all-gather.  Backward: split.
     """
@@ -200,9 +206,10 @@ def gather_from_tensor_model_parallel_region(x: Tensor, channel: Channel) -> Ten
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, channel: Channel, *, dim: int = 0) -> Tensor:
-    """This rank's tokens: [N, ..] -> [N/p, ..].  Raises ValueError if N does not divide.
+    """Return this rank's tokens: [N, ..] -> [N/p, ..].
 
-    Forward: split.  Backward: all-gather.  `dim` is that of the sequence, here and below.
+    `dim` is the dim of the sequence.
+    Forward: split.  Backward: all-gather.  Raises ValueError if N is not divisible by p.
     """
     return _map(x, _split, _gather, channel, _Cut(dim))
 
@@ -215,10 +222,11 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """All tokens: [n, ..] -> [N, ..], equal parts or those of `output_split_sizes`.
+    """Return the tokens of all ranks: [n, ..] -> [N, ..], in parts of `output_split_sizes`.
 
-    Forward: all-gather.  Backward: reduce-scatter, or, if what follows is the same on all ranks
-    (`tensor_parallel_output_grad=False`), split.
+    `dim` is the dim of the sequence; None: equal parts.
+    Forward: all-gather.  Backward: reduce-scatter; or split with
+    `tensor_parallel_output_grad=False`, for the same computation on all ranks.
     """
     back = _reduce_scatter if tensor_parallel_output_grad else _split
     return _map(x, _gather, back, channel, _Cut(dim, received=output_split_sizes))
@@ -231,15 +239,16 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     dim: int = 0,
 ) -> Tensor:
-    """This rank's tokens of the sum: [N, ..] -> [n, ..], equal or by `input_split_sizes`.
+    """Return this rank's tokens of the sum: [N, ..] -> [n, ..], in parts of `input_split_sizes`.
 
-    Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if N is not their sum.
+    `dim` is the dim of the sequence; None: equal parts.
+    Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if the parts do not sum to N.
     """
     return _map(x, _reduce_scatter, _gather, channel, _Cut(dim, sent=input_split_sizes))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, channel: Channel) -> Tensor:
-    """All features, for each rank to use for itself: [.., N/p] -> [.., N].
+    """Return all features, for different computations on each rank: [.., N/p] -> [.., N].
 
     Forward: all-gather.  Backward: reduce-scatter.
     """
@@ -247,9 +256,9 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, channel: Channel)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, channel: Channel) -> Tensor:
-    """This rank's features of the sum: [.., N] -> [.., N/p].  Raises ValueError if N does not fit.
+    """Return this rank's features of the sum over the ranks: [.., N] -> [.., N/p].
 
-    Forward: reduce-scatter.  Backward: all-gather.
+    Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if N is not divisible by p.
     """
     return _map(x, _reduce_scatter, _gather, channel, _Cut(-1))
 
@@ -261,10 +270,11 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Rows sent to the ranks in turn, and what they sent here: [sum of in, ..] -> [sum of out, ..].
+    """Send rows of x to the ranks in turn, and return the rows received: [sum in] -> [sum out].
 
-    Rank i gets `input_split_sizes[i]` rows and gives `output_split_sizes[i]`; None: equally many.
-    Forward and backward: all-to-all, the second with the sizes swapped.
+    Rank i gets `input_split_sizes[i]` rows and sends `output_split_sizes[i]`; None: equal parts.
+    Forward: all-to-all.  Backward: all-to-all with the sizes swapped.  Raises ValueError if the
+    sizes do not sum to the rows of x.
     """
     cut = _Cut(0, sent=input_split_sizes, received=output_split_sizes)
     return _map(x, _exchange, _exchange, channel, cut)
