@@ -1,1 +1,1 @@
-"""Decoder-only language models (Llama / InternLM2 / Qwen family) over the layers of `isp`."""
+"""Decoder-only language models of the Llama, InternLM2 and Qwen families, and their presets."""

@@ -1,4 +1,4 @@
-"""The `model` section of the configuration: sizes and options of a decoder; read without torch."""
+"""The `model` section of the configuration: sizes and options of a decoder; loads no torch."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class ModelConfig:
         self._check_described()
 
     def _check_described(self) -> None:
-        """Raise ValueError if the keys do not describe a model."""
+        """Raise ValueError unless the keys describe a model."""
         if self.adapter is not None and self.hf is None:
             raise ValueError("model.adapter needs model.hf, the folder of the model that it adapts")
         if self.hf_overrides is not None and self.hf is None:
@@ -216,8 +216,8 @@ class ModelConfig:
             )
 
     def check_beside(self, other: str) -> None:
-        """Raise ValueError for keys of how to compute that do not go with `other`, which is run."""
-        _ = self.recomputation
+        """Raise ValueError for keys that apply only to isp's decoder, if `other` is run instead."""
+        _ = self.recomputation  # raises for keys that contradict each other
         if self.compile is True:
             raise ValueError(
                 f"model.compile=true applies only to isp's own model, not to {other}: use auto or"
@@ -226,9 +226,9 @@ class ModelConfig:
 
     @property
     def recomputation(self) -> Recomputation:
-        """What is computed again in backward.
+        """Return what to recompute in backward.
 
-        Raises ValueError for keys that do not go together.
+        Raises ValueError for keys that contradict each other.
         """
         if self.checkpoint_norm_outputs != self.checkpoint_mlp_activation:
             raise ValueError(
@@ -247,34 +247,35 @@ class ModelConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Return the number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Features of a head."""
+        """Return the number of features of a head."""
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def expert_size(self) -> int:
-        """Hidden features of an expert."""
+        """Return the number of hidden features of an expert."""
         return self.moe_intermediate_size or self.intermediate_size
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
-        """Hidden features of the MLPs that modes may split, by key."""
+        """Return the hidden features of the MLPs that modes may split, by key."""
         found = {"shared_expert_intermediate_size": self.shared_expert_intermediate_size}
         if not self.num_experts or self.num_dense_layers:
             found["intermediate_size"] = self.intermediate_size
         return {key: size for key, size in found.items() if size}
 
     def check_layout(self, parallel: ParallelConfig, seq_len: int) -> None:
-        """Raise ValueError, naming key, value and way out, if it cannot be split as asked.
+        """Check that the model can be split as `parallel` says.
 
-        `seq_len` is the number of tokens in one row of a batch.
+        `seq_len` is the number of tokens in one row of a batch. Raises ValueError with key, value
+        and what to use instead.
         """
         size, mode = parallel.tensor.size, parallel.tensor.mode
-        _ = self.recomputation
+        _ = self.recomputation  # raises for keys that contradict each other
         if mode.splits_features:
             split = {"num_heads": self.num_heads, "num_kv_heads": self.kv_heads}
             for key, value in {**split, **self.mlp_sizes}.items():
@@ -294,6 +295,7 @@ class ModelConfig:
                 f" (data.seq_len, times data.micro_bsz if data.pack) in {mode} mode: use"
                 f" {usable(seq_len, size)}"
             )
+        # Ranks take ceil(V/p) entries each: too small a vocabulary leaves the last ranks without.
         if mode.splits_features and self.vocab_size <= (size - 1) * -(-self.vocab_size // size):
             raise ValueError(
                 f"model.vocab_size={self.vocab_size} leaves some of the {size} tensor ranks"

@@ -1,10 +1,10 @@
 """The decoder of the Llama, InternLM2 and Qwen families in plain PyTorch, for one device.
 
-Modules have the names that transformers gives them. `isp.parallelize` spreads it over ranks as any
+Modules have the names of transformers' modules. `isp.parallelize` shards the decoder like any
 other module.
 
 B batch, S sequence, D hidden size, H query heads, K key/value heads, d head size, F MLP size, V
-vocabulary; N tokens of experts, of which there are E, k of them for a token
+vocabulary; N tokens, E experts, k experts for each token
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from model.config import ModelConfig
 __all__ = ["Decoder"]
 
 Rotary = tuple[Tensor, Tensor]
-"""cos and sin of the positions of all tokens, each [B, S, d/2]."""
+"""Pair of cos and sin for the positions of all tokens, each [B, S, d/2]."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions, and norms of q and k if configured."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(d, eps=config.norm_eps)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Return the attention of x: [B, S, D] -> [B, S, D]."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in (q, k, v))  # [B, S, H or K, d]
         if self.q_norm is not None and self.k_norm is not None:
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate) * up)."""
+    """SwiGLU MLP: down(silu(gate) * up)."""
 
     def __init__(self, config: ModelConfig, inner: int) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Return the MLP of x: [B, S, D] -> [B, S, D]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         y: Tensor = self.down_proj(swiglu(gate, up, compiled=compiles(self.compiled, x.device)))
         return y
 
 
 class Router(nn.Module):
-    """The experts of a token: those of the largest probabilities, of a softmax over all."""
+    """Choice of the k experts with the largest probabilities in a softmax over all experts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -83,8 +83,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [N, D] -> logits [N, E], weights [N, k], numbers of experts [N, k]."""
+        """Route tokens: x [N, D] -> logits [N, E], weights [N, k], numbers of experts [N, k]."""
         logits = F.linear(x, self.weight)
+        # In float32 at least, as in transformers.
         wide = torch.promote_types(x.dtype, torch.float32)
         weights, numbers = logits.softmax(-1, dtype=wide).topk(self.top_k, dim=-1)
         if self.normed:
@@ -93,9 +94,9 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU of several experts, called as transformers calls its own."""
+    """SwiGLU experts with stacked weights, with the signature of transformers' experts."""
 
-    # As transformers declares that gate and up are halves of one weight [E, O, I]: two matrices.
+    # transformers' declaration of the layout: gate and up are halves of one weight [E, O, I].
     has_gate, is_concatenated, is_transposed = True, True, False
 
     def __init__(self, config: ModelConfig) -> None:
@@ -106,7 +107,11 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
 
     def forward(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-        """Tokens [N, D], numbers of their experts [N, k] and weights of these [N, k] -> [N, D]."""
+        """Return the weighted sum of each token's experts: x [N, D] -> [N, D].
+
+        numbers [N, k]: the experts of each token; weights [N, k]: their weights.
+        """
+        # Sort the N k pairs of token and expert by expert, so that each expert has a run of rows.
         found, order = numbers.flatten().sort(stable=True)  # [N k]
         every = torch.arange(len(self.gate_up_proj), device=x.device)
         ends = torch.searchsorted(found, every, right=True, out_int32=True)
@@ -118,16 +123,21 @@ class Experts(nn.Module):
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [R, I] in groups of rows that end at `ends` [E], by weights [E, O, I] -> [R, O]."""
+    """Multiply groups of rows by their own weights: x [R, I], weight [E, O, I] -> [R, O].
+
+    Group e ends before row `ends[e]`, ends [E].
+    """
     fits = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
-    if x.is_meta or (fits and x.dtype != torch.float64):  # what torch's kernels take
+    # torch's kernels take rows of multiples of 16 bytes, and no float64. On meta there is no value
+    # of `ends` to read.
+    if x.is_meta or (fits and x.dtype != torch.float64):
         return F.grouped_mm(x, weight.mT, offs=ends)
     parts = x.tensor_split(ends[:-1].long().cpu())
     return torch.cat([part @ own.T for part, own in zip(parts, weight, strict=True)])
 
 
 class MixtureOfExperts(nn.Module):
-    """A token's experts, and one that all tokens share, with a gate of its own: Qwen2-MoE's."""
+    """Routed experts, and optionally a shared expert with a sigmoid gate as in Qwen2-MoE."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -138,18 +148,18 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Return the sum of the routed and shared experts of x: [B, S, D] -> [B, S, D]."""
         tokens = x.flatten(0, 1)
         _, weights, numbers = self.gate(tokens)
         y: Tensor = self.experts(tokens, numbers, weights).view_as(x)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            # behind the experts, so that isp computes it while tokens travel to them
+            # After the experts, so that isp computes it while tokens are sent to them.
             y = y + self.shared_expert(x) * self.shared_expert_gate(x).sigmoid()
         return y
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x)), or experts in the MLP's place."""
+    """Transformer block: x + attention(norm(x)), then x + MLP(norm(x)), or experts as the MLP."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -163,14 +173,14 @@ class Block(nn.Module):
             self.mlp = MLP(config, config.intermediate_size)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """x [B, S, D] -> [B, S, D]."""
+        """Return the block's output: x [B, S, D] -> [B, S, D]."""
         x = x + self.self_attn(self.input_layernorm(x), rotary)
         y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
 
 
 class Trunk(nn.Module):
-    """Everything ahead of the head: transformers' `model`."""
+    """Embedding, blocks and final norm: `model` in transformers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -182,7 +192,7 @@ class Trunk(nn.Module):
         )
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Tokens and positions [B, S] -> [B, S, D]."""
+        """Return the hidden states of tokens and positions [B, S]: [B, S, D]."""
         x = self.embed_tokens(tokens)
         rotary = self.rotary(positions, dtype=x.dtype)
         for block in self.layers:
@@ -193,7 +203,7 @@ class Trunk(nn.Module):
 
 @dataclass(frozen=True)
 class _Recorder:
-    """Where the logits of routers are, as transformers says it."""
+    """A declaration, in transformers' form, that a router's first output is its logits."""
 
     target_class: type[nn.Module] = Router
     index: int = 0
@@ -201,7 +211,7 @@ class _Recorder:
 
 
 class Decoder(nn.Module):
-    """Tokens to logits, by the sizes and options of `model` in a configuration."""
+    """The language model: tokens to logits, by the `model` section of a configuration."""
 
     _can_record_outputs = {"router_logits": _Recorder()}  # noqa: RUF012
 
@@ -217,13 +227,13 @@ class Decoder(nn.Module):
         self.apply(self._init_weights)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The logits: tokens and positions [B, S] -> [B, S, V]."""
+        """Return the logits of tokens and positions [B, S]: [B, S, V]."""
         logits: Tensor = self.lm_head(self.model(tokens, positions))
         return logits
 
     @property
     def tp_plan(self) -> dict[str, str]:
-        """How modes that split features split them, in the words of transformers."""
+        """Return the tensor-parallel plan in transformers' form, for modes that split features."""
         mlps = "mlp", "mlp.shared_expert"
         columns = [f"self_attn.{x}_proj" for x in "qkv"]
         columns += [f"{mlp}.{x}_proj" for mlp in mlps for x in ("gate", "up")]
@@ -232,7 +242,7 @@ class Decoder(nn.Module):
         return {f"model.layers.*.{name}": style for name, style in styles.items()}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Begin the parameters of a module; those inside have begun."""
+        """Initialize the parameters of a module, after those of its submodules."""
         match module:
             case nn.Linear() | nn.Embedding():
                 nn.init.normal_(module.weight, std=self.init_std)
@@ -240,7 +250,7 @@ class Decoder(nn.Module):
                     nn.init.zeros_(module.bias)
             case nn.RMSNorm():
                 nn.init.ones_(module.weight)
-            case Attention():
+            case Attention():  # overwrites what the case for nn.Linear has set
                 nn.init.normal_(module.o_proj.weight, std=self.init_std_of_outputs)
             case MLP():
                 nn.init.normal_(module.down_proj.weight, std=self.init_std_of_outputs)

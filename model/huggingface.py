@@ -1,4 +1,4 @@
-"""The config.json of transformers for a decoder, which an export writes.  Loads no torch.
+"""`config_json`, which describes a decoder for transformers in an export; loads no torch.
 
 Source: `configuration_*.py` of llama, mistral, mixtral, qwen2, qwen2_moe, qwen3 and qwen3_moe and
 `modeling_rope_utils.py` in transformers.
@@ -37,13 +37,13 @@ _SCALING_KEYS = {
     ),
     RopeScalingType.LLAMA3: ("low_freq_factor", "high_freq_factor"),
 }
-"""Fields beside `factor` and the original context, by names that are the same there and here."""
+"""Fields of a scaling besides `factor` and the original context; transformers uses these names."""
 
 
 def config_json(model: ModelConfig, *, dtype: str, context: int) -> dict[str, Any]:
     """Return the config.json of a model that was trained on rows of `context` tokens.
 
-    Raises ValueError for a decoder that no model of transformers computes.
+    Raises ValueError for a decoder that corresponds to no model of transformers.
     """
     family = _family(model)
     return {
@@ -70,7 +70,10 @@ def config_json(model: ModelConfig, *, dtype: str, context: int) -> dict[str, An
 
 
 def _family(model: ModelConfig) -> str:
-    """The family that computes what `model` does."""
+    """Return the model type of transformers that computes the same as `model`.
+
+    Raises ValueError if there is none.
+    """
     if model.qkv_bias and model.qk_norm:
         raise ValueError(
             "export supports no model of transformers with both model.qkv_bias and model.qk_norm:"
@@ -87,7 +90,7 @@ def _family(model: ModelConfig) -> str:
 
 
 def _family_of_experts(model: ModelConfig) -> str:
-    """The family whose experts are the model's; ValueError if there is none."""
+    """Return the model type with the same experts.  Raises ValueError if there is none."""
     shared = model.shared_expert_intermediate_size > 0
     if shared is not model.qk_norm:
         return _QWEN2_MOE if shared else _QWEN3_MOE
@@ -102,7 +105,7 @@ def _family_of_experts(model: ModelConfig) -> str:
 
 
 def _experts_json(model: ModelConfig, family: str) -> dict[str, Any]:
-    """Return what config.json says of experts; nothing in a family without them."""
+    """Return the keys of config.json for experts; empty for a model without experts."""
     if not model.num_experts:
         return {}
     found: dict[str, Any] = {"num_experts_per_tok": model.experts_per_token}
@@ -130,7 +133,7 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
     if family in (_MISTRAL, MIXTRAL):
         return {"sliding_window": window}
     if family in (_QWEN2_MOE, _QWEN3_MOE) and window is not None:
-        # By default every second layer of Qwen2-MoE has a window.
+        # Without layer_types, only every second layer of Qwen2-MoE would have a window.
         kinds = ["sliding_attention"] * model.num_layers
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     used = window is not None
@@ -139,12 +142,13 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def _rope_json(model: ModelConfig) -> dict[str, Any]:
-    """Return rotary positions as transformers 4 wrote them, which 5 reads, too."""
+    """Return the keys for rotary positions in the form of transformers 4, which 5 reads, too."""
     scaling, theta = model.rope_scaling, model.rope_theta
     if scaling is None or scaling.type is RopeScalingType.NONE:
         return {"rope_theta": theta, "rope_scaling": None}
     if scaling.type is RopeScalingType.NTK:
-        # Their `dynamic` changes with the length of a row; at one length it is another base.
+        # transformers' `dynamic` depends on the row's length. At a fixed length NTK scaling is just
+        # another base.
         return {"rope_theta": theta * scaling.base_factor(model.head_size), "rope_scaling": None}
     values: dict[str, Any] = {"rope_type": str(scaling.type), "factor": scaling.factor}
     if scaling.type is not RopeScalingType.LINEAR:
@@ -156,7 +160,7 @@ def _rope_json(model: ModelConfig) -> dict[str, Any]:
 
 
 def _reach(scaling: RopeScaling | None) -> int:
-    """The context that a scaling was made for."""
+    """Return the context that a scaling reaches, in tokens; 0 without scaling."""
     if scaling is None:
         return 0
     return int(scaling.factor * scaling.original_max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Known models by name: the values of their `model` section.
+"""`PRESETS`, values of the `model` section for known models.
 
 Sources: the models' published configurations.
 """
@@ -130,7 +130,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def with_preset(section: dict[str, Any]) -> dict[str, Any]:
-    """A `model` section with the values of its preset where it gives none itself.
+    """Return a `model` section with the values of its preset for keys that it does not have.
 
     Raises ValueError for an unknown preset.
     """
@@ -141,6 +141,7 @@ def with_preset(section: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"model.preset={name} is unknown: use one of {', '.join(PRESETS)}")
     found = {**PRESETS[name], **section}
     scaling, of_preset = section.get("rope_scaling"), PRESETS[name].get("rope_scaling")
+    # A scaling without a type changes keys of the preset's scaling; with a type it replaces it.
     if isinstance(scaling, dict) and of_preset and "type" not in scaling:
         found["rope_scaling"] = {**of_preset, **scaling}
     return found

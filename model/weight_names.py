@@ -1,11 +1,12 @@
-"""The names of the decoder's weights, which are those of transformers, in other files.
+"""The decoder's weights under the names of earlier checkpoints and of exported files.
 
-Checkpoints of earlier versions have other names, and q, k and v as one parameter, and gate and up
-as another. Random numbers are drawn as these are cut.
+The decoder itself uses transformers' names. Checkpoints of earlier versions have other names, with
+q, k and v as one parameter, and gate and up as another. Initial weights are still drawn for those
+fused parameters, so that a seed gives the same model as before.
 
-[Note: Experts one by one] In files each expert has matrices of its own, gate, up and down. Ours are
-one parameter [E, .., ..] of gates and ups, and one of downs: rows of these are counted as if the
-first two dims were one.
+[Note: Experts one by one] In exported files each expert has matrices of its own: gate, up and down.
+The decoder has one parameter [E, .., ..] for gates and ups, and one for downs; their rows are
+counted with the first two dims flattened.
 
 Source: `modeling_*.py` of llama, mistral, qwen2 and qwen3 and `conversion_mapping.py` in
 transformers.
@@ -43,9 +44,9 @@ _MIXTRAL_EXPERT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 def earlier_names(model: ModelConfig) -> dict[str, RowsOf]:
-    """Of each parameter, the rows that it is of one in checkpoints of earlier versions.
+    """Return each parameter's name and rows in checkpoints of earlier versions, by its name now.
 
-    Also of parameters that only other models of the family have.
+    Includes parameters that only some models have, such as biases.
     """
     found = {name: RowsOf(earlier) for earlier, name in _EARLIER_ENDS.items()}
     q, kv = model.num_heads * model.head_size, model.kv_heads * model.head_size
@@ -61,7 +62,7 @@ def earlier_names(model: ModelConfig) -> dict[str, RowsOf]:
 
 
 class ParameterRows(NamedTuple):
-    """The rows of a parameter that are one tensor in a folder of transformers."""
+    """The rows of a parameter that form one tensor in an exported folder."""
 
     name: str
     start: int
@@ -71,9 +72,9 @@ class ParameterRows(NamedTuple):
 def exported_rows(
     model: ModelConfig, family: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ParameterRows]:
-    """Return the rows of our parameters that each tensor of a folder of `family` is, by its name.
+    """Return the parameter rows of each tensor in an exported folder, by the tensor's name.
 
-    `shapes` are those of all parameters, by name.
+    `family`: the folder's model type. `shapes`: the shapes of all parameters, by name.
     """
     found: dict[str, ParameterRows] = {}
     for name, shape in shapes.items():
@@ -90,7 +91,10 @@ def exported_rows(
 def _experts(
     model: ModelConfig, family: str, name: str, rows: int
 ) -> Iterator[tuple[str, ParameterRows]]:
-    """Yield the matrices of experts, one by one: see the note."""
+    """Yield the name and rows of each expert's matrices in `name` [Note: Experts one by one].
+
+    `rows`: the number of rows of the parameter, with the first two dims flattened.
+    """
     block, _, local = name.partition("mlp.experts.")
     parts = ("down_proj",) if local.endswith("down_proj") else ("gate_proj", "up_proj")
     size, start = rows // model.num_experts // len(parts), 0
