@@ -179,6 +179,7 @@ class ModelConfig:
         self._check_experts()
 
     def _check_experts(self) -> None:
+        """Raise ValueError for keys of experts that contradict each other."""
         if not self.num_experts:
             for key in ("shared_expert_intermediate_size", "num_dense_layers"):
                 if getattr(self, key):
@@ -198,6 +199,7 @@ class ModelConfig:
             )
 
     def _check_kept_inputs(self) -> None:
+        """Raise ValueError for keys of kept block inputs that have no effect together."""
         for key in ("checkpoint_offload", "checkpoint_segment"):
             if getattr(self, key) and not self.checkpoint:
                 raise ValueError(
@@ -311,6 +313,7 @@ class ModelConfig:
 
 
 def _check_stages(model: ModelConfig, pipeline: PipelineConfig) -> None:
+    """Raise ValueError if there are more pipeline stages than layers."""
     stages = pipeline.size * pipeline.num_chunks
     if stages > model.num_layers:
         chunks = f" x num_chunks={pipeline.num_chunks}" if pipeline.num_chunks > 1 else ""

@@ -59,7 +59,7 @@ def config_json(model: ModelConfig, *, dtype: str, context: int) -> dict[str, An
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "bos_token_id": None,
+        "bos_token_id": None,  # without the keys, transformers uses defaults of the family
         "eos_token_id": None,
         **_experts_json(model, family),
         **_window_json(model, family),
@@ -127,6 +127,7 @@ def _experts_json(model: ModelConfig, family: str) -> dict[str, Any]:
 
 
 def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
+    """Return the keys of config.json for the sliding window, in the form of the family."""
     window = model.sliding_window
     if family == _LLAMA:
         return {}
@@ -137,7 +138,7 @@ def _window_json(model: ModelConfig, family: str) -> dict[str, Any]:
         kinds = ["sliding_attention"] * model.num_layers
         return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
     used = window is not None
-    layers = 0 if used else model.num_layers
+    layers = 0 if used else model.num_layers  # layers from max_window_layers on have the window
     return {"use_sliding_window": used, "sliding_window": window, "max_window_layers": layers}
 
 

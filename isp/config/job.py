@@ -351,11 +351,13 @@ def load_config(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _fill_empty_sections(values, (), keys)
+    # Validate even if the model's values are faulty, to report all faults at once.
     faults = _fill_model(values, origins)
     config = _validate(values, origins, keys, kind)
     if isinstance(config, JobConfig) and not faults:
         return config
     faults += [] if isinstance(config, JobConfig) else [f for f in config if f not in faults]
+    # A fault of an override begins with the override; any other one is of the file.
     of_file = [fault for fault in faults if not fault.startswith("--")]
     if len(faults) == 1:
         raise ConfigError(f"{path}: {faults[0]}" if of_file else faults[0])
@@ -488,7 +490,7 @@ def _override(
         value = True if text is None else keys.typed(path, text)
         section = values
         for end, name in enumerate(path[:-1], start=1):
-            if section.get(name) is None:
+            if section.get(name) is None:  # absent or null: the override makes the section
                 section[name] = {}
                 origins[path[:end]] = f"--{'.'.join(path)}"
             section = section[name]

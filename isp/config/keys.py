@@ -66,7 +66,7 @@ class KeyTable:
         hints: dict[KeyPath, Any] = {}
         defaults: dict[KeyPath, Any] = {}
         pending: list[tuple[KeyPath, type]] = [((), root)]
-        for path, section in pending:
+        for path, section in pending:  # grows while it is iterated, by the sections found
             types_by_name = typing.get_type_hints(section)
             sections[path] = tuple(f.name for f in fields(section))
             for name, default in ((f.name, f.default) for f in fields(section)):
@@ -102,6 +102,7 @@ class KeyTable:
         """
         for name in [name for name in here if name in there]:
             both, path = (there[name], here[name]), (*section, name)
+            # Compare lists of sections entry by entry, unless their lengths differ.
             if all(isinstance(x, list) and x and _entries(x) for x in both) and len(both[0]) == len(
                 both[1]
             ):

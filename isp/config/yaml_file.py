@@ -136,7 +136,7 @@ def _expanded(node: Node, known: dict[int, _Expanded], level: int = 0) -> _Expan
         known[id(node)] = _Expanded(size + sum(part.size for part in parts), height)
     found = known[id(node)]
     if level + found.height > _MOST_LEVELS:  # an alias may repeat a known node at a deeper level
-        raise RecursionError  # as the parser itself does for even deeper files; reported alike
+        raise RecursionError  # as the parser itself does for even deeper files
     return found
 
 

@@ -113,7 +113,7 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
             except ValidationError as error:
                 raise ValueError("\n".join(_describe(error.errors(), key, made))) from None
 
-        made.__init__ = init
+        made.__init__ = init  # so that Python code gets the same error texts as a file
         # Keep roles and absent values where `dataclasses.fields` finds them.
         for item in fields(made):
             given = made.__pydantic_fields__[item.name].metadata

@@ -74,7 +74,7 @@ class Channel:
             sum_locally = group is not None and streams.backend_name(group, device) == "gloo"
         self._launched: Counter[tuple[int, ...]] = Counter()
         """Transfers launched so far: by (sender, receiver) for sends and receives, by () for
-        collectives. The ranks of a pair count alike, so a number names one transfer on both."""
+        collectives. Sender and receiver have equal counts, so a number names one transfer."""
         self._on_streams = group is not None and streams.serve(group, device)
         self._ends: streams.Stream | None = None
         """Stream that only waits for this channel's transfers, to time their ends; made when a log
@@ -357,6 +357,7 @@ class Channel:
         """
         self._launched[pair] += 1
         wait: Callable[[], object]
+        # The fast path: without a listener no record is needed, and the device times nothing.
         if self._on_streams and not self.log.listens:
             work = start()
             assert work is not None, "this rank is in its group"

@@ -99,6 +99,7 @@ class World:
             if self.device.type == "cuda":
                 options = streams.nccl_options()
                 set_options_timeout(options, timeout)
+                # device_id makes NCCL connect now, on this device, not at the first collective.
                 device_options = {"device_id": self.device, "pg_options": options}
                 os.environ.setdefault(_TOLD_OF_SENDS, "false")
             dist.init_process_group(
@@ -137,7 +138,7 @@ def decided_by_rank_0(
             store.set(key, json.dumps([None, str(error)]))
             _wait_for_readers(store, key, size, timeout_seconds)
             raise
-        store.set(key, json.dumps([decided, ""]))
+        store.set(key, json.dumps([decided, ""]))  # a result and an empty fault
         return decided, store
     try:
         found = store.get(key)
@@ -189,7 +190,7 @@ def _meeting_place(timeout: timedelta) -> Store:
             f" another port, the same for all ranks, or stop the process that uses it"
         ) from error
     store.set_timeout(timeout)
-    one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"  # torchrun's number of machines
     if not one_machine and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _store_of_this_start(store, rank, timeout)
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if one_machine else "any"
@@ -257,6 +258,7 @@ class Mesh:
         self.opened: list[Channel] = []
         """All channels of this mesh."""
         self._groups: dict[Axis, dist.ProcessGroup | None] = {}
+        # Axes with the same ranks and purpose share a channel; axes with the same ranks a group.
         own = {
             axis: self._add(axis, axis.value, self._shared_group(axis))
             for axis in Axis

@@ -319,14 +319,16 @@ class InferenceWorkspace:
             raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
         self._exchange: SymmetricRows | _ByChannel
         if reason or symmetric_memory is False:
+            # Where the channel sums locally, its reduce-scatter needs a buffer: see Static buffers.
             received = self.buffer(size) if self.split_tokens and group.sums_locally else None
             self._exchange = _ByChannel(group, self.buffer(size), received)
         else:
             self._exchange = SymmetricRows(group, max_tokens, size, device=device, dtype=dtype)
         self._residual = self.buffer(size)
+        # This rank's slice of a sum; of no rows if tokens are never split.
         self._part = self.buffer(size, rows=max_tokens // group.size * self.split_tokens)
         wide = torch.promote_types(dtype, torch.float32)
-        self._wide = None if wide == dtype else self.buffer(size, wide)
+        self._wide = None if wide == dtype else self.buffer(size, wide)  # for norms in float32
         self._scale = self.buffer(1, wide)
         self._outputs: dict[object, Tensor] = {}
         self._views: _Views | None = None
@@ -442,6 +444,7 @@ class _Views:
         count = workspace._count(tokens, workspace.max_tokens)
         self.tokens = tokens
         self.splits = workspace.split_tokens and tokens[0] % group.size == 0
+        # Not split: sum and norm take place in the buffer of the partial sums.
         self.partial = self.summed = self.normed = workspace._exchange.rows[:count]
         self.out = self.partial.view(*tokens, size)
         own = list(tokens)

@@ -128,6 +128,11 @@ class HuggingFace(Host):
     """
 
     def connect(self, model: Any) -> None:
+        """Replace the model's attention and mixers by calls of isp, in place.
+
+        Raises ValueError if gradient checkpointing is on, or attention does not go through the
+        attention interface of transformers.
+        """
         if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise ValueError(
                 "gradient checkpointing is on: call model.gradient_checkpointing_disable() and"
@@ -145,6 +150,7 @@ class HuggingFace(Host):
         if registered and not model._can_set_attn_implementation():
             text._attn_implementation = "isp"  # read where masks are made, not by its modules
         else:
+            # The whole model's configuration and the text model's; other parts keep theirs.
             parts = (n for n in model.config.sub_configs if getattr(model.config, n) is text)
             model.set_attn_implementation(dict.fromkeys(["", *parts], "isp"))
         if text._attn_implementation != "isp":
@@ -162,7 +168,7 @@ class HuggingFace(Host):
 
     def forward(self, model: Any, ids: Tensor, positions: Tensor) -> Tensor:
         first = self.first_position(model)
-        with at_positions(positions):
+        with at_positions(positions):  # isp's own count, for code that asks for positions
             own = positions + first if first else positions
             with self._ended_by_score(model) as logits:
                 more = {}

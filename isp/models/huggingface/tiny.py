@@ -187,7 +187,7 @@ def _narrow(tiny: Any, config: Any) -> None:
     """Set the numbers of heads and the sizes that follow from them, in place."""
     heads = _value(config, "num_attention_heads") or 4
     kv_heads = _value(config, "num_key_value_heads") or heads
-    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)
+    shared, kept = min(heads // kv_heads, 8), fewer_heads(kv_heads)  # query heads per KV head
     for name in _QUERY_HEADS:
         _set(tiny, name, shared * kept)
     for name in ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"):
@@ -196,9 +196,9 @@ def _narrow(tiny: Any, config: Any) -> None:
         _set(tiny, "index_n_heads", kept)
     tiny.hidden_size = _HEAD * shared * kept
     attended = _value(config, "attention_hidden_size")
-    wide = attended // config.hidden_size if attended else 1
+    wide = attended // config.hidden_size if attended else 1  # attention wider than the model
     _set(tiny, "attention_hidden_size", wide * tiny.hidden_size)
-    latent = _value(config, "kv_lora_rank") is not None
+    latent = _value(config, "kv_lora_rank") is not None  # MLA: head_dim is that of its rotary part
     for name in ("head_dim", "swa_head_dim"):
         _set(tiny, name, _AT_MOST["qk_rope_head_dim"] if latent else wide * _HEAD)
 

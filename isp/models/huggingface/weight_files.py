@@ -56,6 +56,7 @@ class WeightFiles:
             if not isinstance(files, dict):
                 raise ValueError(f"{folder / _INDEX} is damaged: it has no weight_map")
             for name, file in files.items():
+                # A path could name any file of the machine.
                 if not isinstance(file, str) or Path(file).name != file:
                     raise ValueError(
                         f"{folder / _INDEX} is damaged: weight_map gives {file!r} for {name},"
@@ -220,6 +221,7 @@ class WeightWriter:
     def _finish(self) -> None:
         """Write the last file, replace an older model in the folder, and rename the new files."""
         self._write()
+        # An index of an older model would hide the new files, or name files that are gone.
         for stale in (*self._folder.glob("model*.safetensors"), self._folder / _INDEX):
             stale.unlink(missing_ok=True)
         count = len(self._written)

@@ -57,6 +57,7 @@ def _check_own_dropout(module: Any) -> None:
 
 
 def _gpt_neo(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> _Attended:
+    """Compute GPT-Neo's attention, which is unscaled, with a window in local layers."""
     window = module.config.window_size if module.attention_type == "local" else None
     return _split_heads(module, query, key, value, window=window, scale=1.0)
 
@@ -70,6 +71,7 @@ def _openai_gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any)
 def _bart(
     module: Any, hidden_states: Tensor, *_: Any, attn_prompt: Any = None, **__: Any
 ) -> _Attended:
+    """Compute BART's self-attention, [B, S', D] -> [B, S', D], and that of its relatives."""
     _check_own_dropout(module)
     if attn_prompt is not None:
         raise ValueError(
@@ -131,6 +133,7 @@ def _slopes(build: Callable[..., Tensor], heads: int, like: Tensor, dtype: torch
 
 
 def _bloom(module: Any, hidden_states: Tensor, residual: Tensor, *_: Any, **__: Any) -> _Attended:
+    """Compute BLOOM's attention with ALiBi, and add the residual: [B, S', D] -> [B, S', D]."""
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor, dropout_add
 
     _check_own_dropout(module)
@@ -169,16 +172,19 @@ def _falcon(
     position_embeddings: tuple[Tensor, Tensor],
     **__: Any,
 ) -> _Attended:
+    """Compute Falcon's attention, [B, S', D] -> [B, S', D], with ALiBi or rotary positions."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
 
     _check_own_dropout(module)
     fused = module.query_key_value(hidden_states)
-    heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))  # [B, S', K, G + 2, d]
+    # A KV head's G query heads, its key and its value are adjacent: [B, S', K, G + 2, d]
+    heads = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
     q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
     if alibi is None:
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
         out = attention(q, k, v)
     else:
+        # transformers rounds Falcon's slopes and biases to bfloat16.
         slopes = _slopes(build_alibi_tensor, module.num_heads, q, torch.bfloat16)
         bias = (current_positions().unsqueeze(-1) * slopes).float() * module.inv_norm_factor
         out = _with_alibi(q, k, v, bias, module.inv_norm_factor)
@@ -262,6 +268,7 @@ def _inkling2_residual(
 
 
 def _attend_relative(module: Any, q: Tensor, k: Tensor, v: Tensor, relative: Relative) -> Tensor:
+    """Compute attention with a bias by distance and the module's window and scale."""
     check_dropout(module, module.attention_dropout)
     return attention(q, k, v, window=module.sliding_window, scale=module.scaling, relative=relative)
 
@@ -282,7 +289,7 @@ def _dynamic_convolution(
 
     Tap i is multiplied by the token i before.
     """
-    num_taps, x = module.conv_kernel_size, hidden_states.float()
+    num_taps, x = module.conv_kernel_size, hidden_states.float()  # as transformers, in float32
     heads = (module.num_heads, -1)
     taps = module.weight_proj(dynamic_input).float().unflatten(-1, (module.num_heads, num_taps))
     static = module.static_weight.float().T.unflatten(0, heads)  # [H, d, K]
@@ -304,6 +311,7 @@ class _InFloat32:
 
 
 def _in_float32(module: Any, *args: Any) -> Any:
+    """Run the module's own forward with its parameters in float32."""
     return type(module).forward(_InFloat32(module), *args)
 
 
@@ -323,6 +331,7 @@ def _gemma4(module: Any, input_ids: Tensor, position_ids: Tensor, **_: Any) -> A
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:
+    """Compute x W^T + b by `F.linear`, which isp shards: x [.., I] -> [.., O]."""
     return F.linear(x, module.weight, module.bias)
 
 

@@ -212,6 +212,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """Compute `torch_chunk_gated_delta_rule` and its relatives; return (output, no state)."""
     normalise = use_qk_l2norm_in_kernel
     return gated_delta_rule(query, key, value, g, beta, normalise=normalise), None
 
@@ -230,6 +231,7 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
+    """Compute `mamba2_chunk_scan`.  Raises ValueError for a gate z, which is not supported."""
     if z is not None:
         raise ValueError("mamba2_chunk_scan with a gate (z) is not supported")
     options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
