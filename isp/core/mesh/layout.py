@@ -69,9 +69,9 @@ class ParameterLayout:
     """Index of this rank's shard."""
     segments: tuple[int, ...] = ()
     """Sizes along `dim` of fused parameters; empty: not fused."""
-    ahead: int = 0
+    rows_before: int = 0
     """Rows of other parameters before this one, if several are cut as one."""
-    behind: int = 0
+    rows_after: int = 0
     """Rows of other parameters after this one, if several are cut as one."""
     groups: int = 1
     """Number of groups of ranks over which the parameter is cut first, then within each."""
@@ -87,7 +87,9 @@ class ParameterLayout:
             object.__setattr__(self, "segments", (self.global_shape[self.dim],))
         assert sum(self.segments) == self.global_shape[self.dim], self
         assert 0 <= self.index < self.parts, self
-        assert not (self.ahead or self.behind) or (self.dim == 0 and len(self.segments) == 1), self
+        assert not (self.rows_before or self.rows_after) or (
+            self.dim == 0 and len(self.segments) == 1
+        ), self
         assert self.parts % self.groups == 0, self
 
     @property
@@ -102,10 +104,12 @@ class ParameterLayout:
         group, within = divmod(index, self.parts // self.groups)
         for size in self.segments:
             # The cut is of this parameter together with those before and after it.
-            of_group = chunk_range(self.ahead + size + self.behind, self.groups, group)
+            of_group = chunk_range(self.rows_before + size + self.rows_after, self.groups, group)
             own = chunk_range(len(of_group), self.parts // self.groups, within)
             part = of_group[own.start : own.stop]
-            start, stop = (min(max(end - self.ahead, 0), size) for end in (part.start, part.stop))
+            start, stop = (
+                min(max(end - self.rows_before, 0), size) for end in (part.start, part.stop)
+            )
             intervals.append((begin + start, begin + stop))
             begin += size
         return tuple(intervals)

@@ -59,5 +59,5 @@ def by_whole(
     for item in parameters:
         found.setdefault(item.whole or item, []).append(item)
     for members in found.values():
-        members.sort(key=lambda item: item.layout.ahead)
+        members.sort(key=lambda item: item.layout.rows_before)
     return found

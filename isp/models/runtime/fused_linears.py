@@ -46,9 +46,9 @@ class FusedRows(NamedTuple):
 
     whole: str
     """The name of the fused parameter."""
-    ahead: int
+    rows_before: int
     """The number of rows of other linears before these."""
-    behind: int
+    rows_after: int
     """The number of rows of other linears after these."""
 
 

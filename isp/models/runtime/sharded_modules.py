@@ -117,8 +117,8 @@ class ShardedLinear(_ShardedModule):
                 return own
             with nullcontext() if entrance is None else entrance.column(x):
                 y = multiply(x, self.weight, self.bias, self)
-            behind = module.bias if self._bias_after_move else None
-            return y + behind.to(y.dtype) if isinstance(behind, Tensor) else y
+            bias = module.bias if self._bias_after_move else None
+            return y + bias.to(y.dtype) if isinstance(bias, Tensor) else y
 
         module.forward = forward
 
@@ -224,7 +224,7 @@ def shard_parameters(
         if (among := rows.get(name)) is not None:
             whole = wholes.get(among.whole) or _whole(among, parameter, layers)
             wholes[whole.name] = whole
-            layout = replace(layout, ahead=among.ahead, behind=among.behind)
+            layout = replace(layout, rows_before=among.rows_before, rows_after=among.rows_after)
         layout = replace(layout, matrices=matrices[name], decays=name in decayed)
         dtype = router_dtype(model, trace, name, layers.dtype)
         part = _own_part(parameter, layout, layers, whole, dtype)
@@ -278,7 +278,7 @@ def _layout(
 
 def _whole(among: FusedRows, parameter: nn.Parameter, layers: RankLayers) -> ShardedParameter:
     """Return the fused parameter that `parameter` is a part of, uninitialized, as a shard."""
-    shape = among.ahead + parameter.shape[0] + among.behind, *parameter.shape[1:]
+    shape = among.rows_before + parameter.shape[0] + among.rows_after, *parameter.shape[1:]
     layout = layers.sharded_layout(shape, dim=0)
     shard = torch.empty(layout.local_shape, device=layers.device, dtype=layers.dtype)
     return ShardedParameter(
@@ -302,7 +302,7 @@ def _own_part(
     else:
         # Rows of this parameter on the rank, and the first row of the fused parameter on the rank.
         ((start, stop),), ((first, _),) = layout.intervals(), whole.layout.intervals()
-        begin = max(layout.ahead + start - first, 0)
+        begin = max(layout.rows_before + start - first, 0)
         part = whole.parameter.detach()[begin : begin + stop - start]
     if not (parameter.is_meta or part.is_meta):
         part.copy_(layout.shard(parameter.detach()))

@@ -98,7 +98,7 @@ class StageModule:
                 self.trace.vocab_size,
                 chunk_tokens=loss_chunk_tokens,
                 # If the model does nothing to the head's output, its code need not run again.
-                after_head=self._behind_head if self.trace.changes_logits else None,
+                after_head=self._after_head if self.trace.changes_logits else None,
                 compile=compile,
             )
 
@@ -151,7 +151,7 @@ class StageModule:
         if self._loss is None:
             return output
         head = self._loss.head
-        return self._behind_head(multiply(output, head.weight, head.bias, head))
+        return self._after_head(multiply(output, head.weight, head.bias, head))
 
     def logits_of(
         self,
@@ -280,7 +280,7 @@ class StageModule:
             channel=self._layers.loss_channel,
         )
 
-    def _behind_head(self, y: Tensor) -> Tensor:
+    def _after_head(self, y: Tensor) -> Tensor:
         """Return the logits that the model's code makes of the head's output, [B, n, V].
 
         A soft cap or a scale is the model's own code, so the model runs again on any tokens: the

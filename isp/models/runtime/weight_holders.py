@@ -338,7 +338,7 @@ def _launch_points(calls: Sequence[Call], reached: Sequence[int]) -> dict[int, L
     points = {mixing[0]: LaunchPoint.ATTN}
     if mixing[0] > 0:
         points[0] = LaunchPoint.WQKV
-    behind = (index for index in reached if index > mixing[0] and index not in mixing)
-    for point, index in zip((LaunchPoint.WO, LaunchPoint.W1), behind, strict=False):
+    after = (index for index in reached if index > mixing[0] and index not in mixing)
+    for point, index in zip((LaunchPoint.WO, LaunchPoint.W1), after, strict=False):
         points[index] = point
     return points

@@ -23,7 +23,7 @@ from isp.models.meta import copied
 from isp.models.roles import ParameterRole
 from isp.models.tracing.calls import BlockOutput, ForwardEnd
 from isp.models.tracing.probe import Forward, local_calls, without_weights
-from isp.models.tracing.trace import BEHIND, ModelTrace
+from isp.models.tracing.trace import AFTER_BLOCKS, ModelTrace
 
 __all__ = ["Stage", "check_stages", "stages_of", "tied_weight", "with_blocks"]
 
@@ -52,7 +52,7 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
     spans, last = [trace.blocks[a:b] for a, b in cuts], num_stages - 1
     _check_outputs(trace, spans)
     stage_of = {block: number for number, span in enumerate(spans) for block in span}
-    stage_of[BEHIND] = last
+    stage_of[AFTER_BLOCKS] = last
     parts, parameters = [set(span) for span in spans], [set[str]() for _ in spans]
     for part, places in trace.called_at.items():
         for number in _one_stage(part, places, stage_of):
@@ -71,7 +71,7 @@ def stages_of(model: nn.Module, trace: ModelTrace, num_stages: int) -> tuple[Sta
 
 def tied_weight(model: nn.Module, trace: ModelTrace) -> str | None:
     """Return the name of the weight of a table before the blocks that is also the head's."""
-    ends = {trace.blocks[0], BEHIND}
+    ends = {trace.blocks[0], AFTER_BLOCKS}
     found = (n for n, places in _readers(model, trace).items() if places == ends)
     return next((name for name in found if trace.roles[name] is ParameterRole.SHARDED), None)
 
@@ -97,7 +97,7 @@ def _one_stage(name: str, places: Iterable[str], stage_of: dict[str, int]) -> se
     """
     found = {stage_of[place] for place in places}
     if len(found) > 1:
-        where = ", ".join(sorted(place or "behind the blocks" for place in places))
+        where = ", ".join(sorted(place or "after the blocks" for place in places))
         raise ValueError(f"{name} is used by several stages: in or before {where}")
     return found
 

@@ -39,7 +39,7 @@ from isp.models.tracing.weight_reads import (
 )
 
 __all__ = [
-    "BEHIND",
+    "AFTER_BLOCKS",
     "AttentionSizes",
     "Call",
     "Kind",
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-BEHIND = ""
+AFTER_BLOCKS = ""
 """The place after all blocks; other places have the name of the block they are in or before."""
 
 
@@ -124,7 +124,7 @@ class ModelTrace(NamedTuple):
     @property
     def called_at(self) -> dict[str, set[str]]:
         """The places of linears and tables that are called outside of the blocks, by name."""
-        found, place = dict[str, set[str]](), BEHIND
+        found, place = dict[str, set[str]](), AFTER_BLOCKS
         for call in reversed(self.calls):
             if call.block is None:
                 found.setdefault(call.module, set()).add(place)
@@ -267,7 +267,7 @@ def _read_at(
         """
         if inside in blocks and inside is not None:
             return inside
-        return next((entry for entry in entered[count:] if entry in blocks), BEHIND)
+        return next((entry for entry in entered[count:] if entry in blocks), AFTER_BLOCKS)
 
     return {name: {place(*at) for at in places} for name, places in reads.places.items()}
 

@@ -287,7 +287,7 @@ def _as_one(rank: int, shapes: list[tuple[int, ...]], gives: list[int]) -> list[
     ranks = Channel(torch.distributed.group.WORLD)
     (whole, other), three = make((sum(n for n, _ in shapes), 2), (3, 2)), make(*shapes)
     ahead = [sum(n for n, _ in shapes[:i]) for i in range(3)]
-    layouts = [replace(item.layout, ahead=n) for item, n in zip(three, ahead, strict=True)]
+    layouts = [replace(item.layout, rows_before=n) for item, n in zip(three, ahead, strict=True)]
     three = [
         replace(item, name=f"m{i}", whole=whole, layout=layout)
         for i, (item, layout) in enumerate(zip(three, layouts, strict=True))

@@ -52,7 +52,7 @@ def test_parts_of_what_is_cut_as_one_are_all_of_it(ahead: int, behind: int) -> N
     """Catches rows that two ranks have, or none; the cut is that of 14 rows over 4 ranks."""
     layouts = [
         ParameterLayout(
-            global_shape=(5, 2), parts=4, index=i, ahead=ahead, behind=behind,
+            global_shape=(5, 2), parts=4, index=i, rows_before=ahead, rows_after=behind,
             reduce_over=Axis.WEIGHT_DATA,
         )
         for i in range(4)

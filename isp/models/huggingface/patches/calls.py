@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 
-def _shared_behind(module: Any, hidden_states: Tensor) -> Tensor:
+def _shared_expert_last(module: Any, hidden_states: Tensor) -> Tensor:
     """Compute Qwen2-MoE's block, with the shared expert after the experts instead of before.
 
     In this order isp computes the shared expert while tokens are sent to the experts.
@@ -58,19 +58,19 @@ def _shared_behind(module: Any, hidden_states: Tensor) -> Tensor:
     return cast(Tensor, y).view_as(hidden_states)
 
 
-SHARED_BEHIND: dict[str, Callable[..., Any]] = dict.fromkeys(
+SHARED_EXPERT_LAST: dict[str, Callable[..., Any]] = dict.fromkeys(
     (
         "qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
         "qwen3_next.modeling_qwen3_next.Qwen3NextSparseMoeBlock",
         "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeSparseMoeBlock",
         "qwen4_exp.modeling_qwen4_exp.Qwen4ExpTextSparseMoeBlock",
     ),
-    _shared_behind,
+    _shared_expert_last,
 )
 """Replacements of forwards, so that the shared expert can overlap the tokens' all-to-all."""
 
 
-REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_BEHIND
+REPLACED = OWN_FORWARDS | OWN_METHODS | OWN_MIXERS | INDEXERS | SHARED_EXPERT_LAST
 """ISP's own code for classes of transformers, by class name; both must compute the same."""
 
 _forwards: dict[str, Callable[..., Any]] = {
