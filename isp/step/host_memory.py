@@ -115,7 +115,8 @@ def check_memory_of_states(
     Nothing is checked if the states are on the devices.
     """
     if config.optimizer.offload_states:
-        own = num_trained // topology.weight  # as if one pipeline stage had all of them
+        # Stages are not known here: on average each has its part.
+        own = num_trained // (topology.weight * topology.pipeline)
         _check({_STATES: ranks * _state_bytes(config, topology, own)}, ranks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import isp
 from isp.config import JobConfig
-from isp.core.mesh import Mode
+from isp.core.mesh import Mode, ParallelConfig, PipelineConfig
 from isp.core.optim.config import ParamGroupConfig
 from isp.loop.asked import TokenScores
 from isp.models.meta import parameters_on_meta
@@ -139,6 +140,23 @@ def test_states_that_a_host_has_no_room_for_are_refused_beforehand(
         isp.parallelize(Own(), config)
     assert not dist.is_initialized()
     check_memory_of_states(config, config.topology(1), 1, num_trained=0)
+
+
+def test_each_stage_keeps_states_of_its_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run in a pipeline that is refused although its states fit."""
+    trained = 2**20
+    config = job(offload_states=True)
+    alone = host_memory._state_bytes(config, config.topology(1), trained)
+    monkeypatch.setattr(host_memory, "attainable_bytes", lambda: alone)
+    check_memory_of_states(config, config.topology(1), 1, trained)
+    staged = replace(
+        config,
+        data=replace(config.data, micro_num=2),
+        parallel=ParallelConfig(pipeline=PipelineConfig(size=2)),
+    )
+    check_memory_of_states(staged, staged.topology(2), 2, trained)
+    with pytest.raises(ValueError, match="optimizer states"):
+        check_memory_of_states(config, config.topology(1), 1, 2 * trained)
 
 
 def _group(**keys: Any) -> dict[str, Any]:
