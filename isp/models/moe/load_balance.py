@@ -188,8 +188,10 @@ class ExpertLoad:
         counts, seen = self.counts[index], [m for m in self._masks if m.numel() == len(numbers)]
         if seen:  # a call with a tile of the tokens fits no mask, so all of its tokens count
             numbers = numbers.masked_fill(~seen[0].reshape(-1, 1), len(counts))
-        # Masked tokens, and entries that are routed to no expert, go to the last column.
-        numbers = numbers.flatten().long().clamp(max=len(counts) - 1)
+        # Masked tokens, and entries that are routed to no expert (numbers from this module's size
+        # on), go to the last column.
+        numbers = numbers.flatten().long()
+        numbers = numbers.masked_fill(numbers >= self._sizes[index], len(counts) - 1)
         counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
 

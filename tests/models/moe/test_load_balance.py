@@ -20,6 +20,7 @@ from isp.core.mesh import Mode
 from isp.core.mesh.config import PipelineConfig
 from isp.loop.parallel_run import ParallelRun
 from isp.models.huggingface.interface import RouterCoefficients
+from isp.models.moe.load_balance import ExpertLoad
 from isp.models.traced_model import TracedModel
 from tests.loop.test_loops import raised
 from tests.models.models import (
@@ -213,3 +214,14 @@ def test_routers_are_in_float32_and_a_skipped_step_moves_nothing() -> None:
     assert equal
     assert dtypes == {torch.float32}
     assert num_routers == 1
+
+
+def test_tokens_of_no_expert_are_not_counted() -> None:
+    """Catches entries routed past a layer's experts that count for one of a larger layer."""
+    model = nn.ModuleDict({"small": nn.Identity(), "large": nn.Identity()})
+    load = ExpertLoad(model, {"small": 2, "large": 4}, torch.device("cpu"), rate=0.0)
+    numbers = torch.tensor([[0, 2], [1, 0]])  # 2: no expert of the small layer
+    with load.counting():
+        for layer in model.values():
+            layer(numbers)
+    assert load.tokens().tolist() == [[2, 1, 0, 0], [2, 1, 1, 0]]
