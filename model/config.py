@@ -36,9 +36,9 @@ class ModelConfig:
     """Name of a known model (see `model/presets.py`). Sizes given here override its sizes."""
     hf: Annotated[str | None, KeyRole.PLACE] = None
     """Folder of a Hugging Face causal language model, trained unchanged: config.json, and
-    safetensors unless the weights should be random. Only checkpoint, checkpoint_*,
-    loss_chunk_tokens, attention_backend, allow_unchecked, hf_overrides and adapter can be combined
-    with it."""
+    safetensors unless the weights should be random. Only checkpoint, checkpoint_*, mlp_tile_tokens,
+    loss_chunk_tokens, attention_backend, compile, allow_unchecked, keys of routers, hf_overrides
+    and adapter can be combined with it."""
     hf_overrides: Annotated[dict[str, Any] | None, Absent(None)] = field(default=None, hash=False)
     """Keys of config.json with other values than in the folder of hf, such as {rope_parameters:
     {rope_type: yarn, factor: 4, original_max_position_embeddings: 32768}, max_position_embeddings:

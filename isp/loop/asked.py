@@ -35,7 +35,7 @@ class TokenScores(NamedTuple):
     log_probs: Tensor
     """Log-probability of the label given the tokens before it, in nats."""
     logsumexp: Tensor
-    """Logarithm of the sum of exponentials of all logits that predict the label."""
+    """Logarithm of the sum of exponentials of the logits, divided by the temperature."""
     entropy: Tensor | None = None
     """Entropy of the distribution, in nats; None unless requested."""
 
@@ -50,7 +50,7 @@ class TopTokens(NamedTuple):
 
 
 class Asking:
-    """Builds per-token queries for a model; all methods raise ValueError for a query it lacks."""
+    """Builds per-token queries; raises ValueError for one that the model does not support."""
 
     def __init__(self, traced: TracedModel, rows: RowReader) -> None:
         self._traced, self._rows = traced, rows

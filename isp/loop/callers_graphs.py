@@ -52,8 +52,8 @@ class Asked(NamedTuple):
     answer: Callable[[Tensor], Any]
     """Function that turns results [B, S, K] into what the caller gets."""
     ahead: int = 0
-    """Number of positions by which the caller gets a result later in its row than the token it is
-    computed at: 1 for log-probabilities of the next token."""
+    """Positions from the token whose logits give a result to the token that the caller gets it for:
+    1 for log-probabilities, which logits of the token before predict."""
 
 
 LossFunction = Callable[[int, Tensor], Tensor]
@@ -415,7 +415,7 @@ class CallersGraphs:
     def _run(self, work: _Work, *, training: bool, last: bool = False) -> None:
         """Run forward and, in `training`, backward of `work`, in a prefetch plan of its own.
 
-        Raises ValueError with router losses, which only `run.loss` includes.
+        Raises ValueError with gradients and router losses, which only `run.loss` includes.
         """
         step = self._step
         if torch.is_grad_enabled() and any(chunk.routers for chunk in step.chunks):

@@ -215,8 +215,10 @@ class OwnLosses:
         ranks of a sequence must compute the same scalar, which counts once. `last=True` declares
         that no other backward follows before the step, so gradients are reduced while it runs. A
         weight that no loss of a step reaches, such as the head in a step of `hidden` alone, keeps
-        its value and its optimizer states, as with torch's optimizers. A failure drops the
-        gradients since the last step.
+        its value and its optimizer states, as with torch's optimizers.
+
+        A failure in the model's backward drops the gradients since the last step; an error before
+        it (no scalar, the caller's own graph, results that are not valid any more) leaves them.
 
         Raises ValueError for a loss that is not a scalar, and RuntimeError if it does not depend on
         a result that waits for a backward, and after `grad_norm` or a backward with `last=True`.

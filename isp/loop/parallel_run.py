@@ -236,9 +236,9 @@ class ParallelRun(OwnLosses):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as transformers does, so that `from_pretrained` loads them.
 
-        All ranks call it; rank 0 writes, block by block, in the training dtype. Of a PEFT model,
-        only the adapters are written, as PEFT does. Raises CheckpointError on all ranks if rank 0
-        cannot write.
+        All ranks call it; rank 0 writes, block by block, in the dtypes of training. Of a PEFT
+        model, only the adapters are written, as PEFT does. Raises CheckpointError on all ranks if
+        rank 0 cannot write.
         """
         self._check(trains=False)
         self.weights.save_pretrained(Path(folder))
@@ -253,7 +253,8 @@ class ParallelRun(OwnLosses):
         """Yield names and full weights as `save_pretrained` writes them, e.g. for inference.
 
         All ranks must call it and iterate to the end. Tensors are on the device, belong to the
-        caller, and have `dtype` if they are floating-point (None: the training dtype). They are
+        caller, and have `dtype` if they are floating-point (None: that of training, in
+        which routers may be float32). They are
         yielded on all ranks, or on `to_rank` only. One block at a time is gathered. With PEFT,
         names are those of the PeftModel's `state_dict`, adapters are separate, and experts are
         stacked; `merge_adapters` merges adapters into the base model's weights, as

@@ -46,8 +46,9 @@ def parallelize(
     with or without PEFT adapters, or a module of `nn.Linear`, `nn.Embedding` and norms that is
     called with tokens and positions and calls `isp.attention`. `config` is a configuration or the
     path of its file. It uses the sections `parallel`, `training`, `optimizer`, `comm`, and the keys
-    of `model` that say how to compute (`checkpoint`, `checkpoint_offload`, `checkpoint_segment`,
-    `loss_chunk_tokens`, `attention_backend`, `allow_unchecked`). torchrun starts the ranks; each
+    of `model` that say how to compute (`checkpoint` and `checkpoint_*`, `mlp_tile_tokens`,
+    `loss_chunk_tokens`, `attention_backend`, `compile`, `router_*_loss_coef`,
+    `moe_router_bias_update_rate`, `allow_unchecked`). torchrun starts the ranks; each
     rank calls this. A model on the meta device gets the initial weights that `training.seed`
     determines; each rank creates its shard only. Frozen weights (`requires_grad=False`) stay
     frozen. If all are frozen, as in a reference model, results have no gradients, and `loss` needs

@@ -44,9 +44,9 @@ class RowReader(NamedTuple):
         """Return a micro-batch of whole rows, with labels shifted to the tokens that predict them.
 
         A document begins where positions do not go up by 1. `skip_first` ignores the labels of
-        first tokens of documents, as no `labels` does. `alone` [B, S] marks tokens that are
-        documents of their own, whatever their positions. Raises TypeError for arguments that are
-        not integer tensors, and ValueError for shapes, ids and labels that do not fit.
+        first tokens of documents, as is done without `labels`, too. `alone` [B, S] marks tokens
+        that are documents of their own, whatever their positions. Raises TypeError for arguments
+        that are not integer tensors, and ValueError for shapes, ids and labels that do not fit.
         """
         check_tensors(input_ids=input_ids, labels=labels, position_ids=position_ids)
         if input_ids.dim() != 2:

@@ -111,7 +111,8 @@ def build_model(
     seed None: weights are not initialized, as they will be loaded.
     """
     order, communicator = PipelineOrder(parallel.pipeline), None
-    # One rank has whole weights: its plan would do nothing, at a fifth of a step of 64 tokens.
+    # One rank has whole weights: following a plan would do nothing, and would take a fifth of the
+    # time of a step of 64 tokens.
     if mesh.topology.mode.gathers_weights and mesh[Axis.WEIGHT].size > 1:
         communicator = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, log=mesh.log)

@@ -96,7 +96,7 @@ class TracedModel:
         `allow_unchecked`: if the probe cannot run the model, warn instead of raising.
 
         Raises ValueError for a model that cannot be traced, that mixes tokens outside of attention,
-        or that ignores the positions that it is given.
+        or, if the probe could not run, a model of transformers that ignores its positions.
         """
         self.host = host_of(model)
         self.recomputation = recomputation
@@ -399,9 +399,9 @@ class TracedModel:
 
         Weights that have a source are not initialized yet: call `StageModule.init_weights`. A
         weight that two of the stages use is one parameter. `attention` computes attention over
-        whole sequences; None: the backend that each kind of attention in the model needs on the
-        device of `layers`. Raises ValueError if it does not run there. Shards the model itself if
-        it is used in place, otherwise a copy; on the meta device, a copy without memory.
+        whole sequences; None: what the model's `attention_backend` has for each kind of attention
+        on the device of `layers`. Raises ValueError if it does not run there. Shards the model
+        itself if it is used in place, otherwise a copy; on the meta device, a copy without memory.
         """
         every = stages_of(self.shape, self.trace, num_stages)
         own = tuple(every[number] for number in stages)

@@ -60,7 +60,7 @@ class _PairLoss(TokenLoss):
     def losses(self, margins: Tensor) -> Tensor:
         """Return the loss of each pair from the gain of its preferred answer over the other, [d].
 
-        Entries of `margins` [d] after the last pair are 0, and their losses are not used.
+        Losses of entries of `margins` [d] after the last pair are not used.
         """
         raise NotImplementedError
 

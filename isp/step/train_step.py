@@ -121,7 +121,8 @@ class Documents(NamedTuple):
     def margins(self, gains: Tensor) -> Tensor:
         """Return the gain of each pair's first document minus that of its second one, [d].
 
-        `gains` [d] are per document. Entry i is for pair i; entries after the last pair are 0.
+        `gains` [d] are per document. Entry i is for pair i; a document without a partner has its
+        gain after them, all further entries are 0.
         """
         labelled = self.num_labels > 0
         # Documents without labels, such as padding, are in no pair: count only the others. The

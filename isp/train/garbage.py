@@ -14,9 +14,9 @@ __all__ = ["collected_every"]
 def collected_every(steps: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that collects garbage when it is called with a multiple of `steps`.
 
-    In this context Python does not collect on its own; with `steps` 0 it does. Then it looks
-    through all objects whenever enough have been created: on each rank in another step, and all
-    ranks wait for it. A step leaves no tensor to be collected. Source: torchtitan's and
+    In this context Python does not collect on its own, unless `steps` is 0. Python looks through
+    all objects whenever enough have been created: on each rank in another step, so that each time
+    all ranks wait for one. A step leaves no tensor to be collected. Source: torchtitan's and
     Megatron-LM's manual garbage collection.
 
     [Note: Freed host memory] glibc gives free pages back to the system at the same time. Packed

@@ -59,7 +59,8 @@ def main(
 ) -> signal.Signals | None:
     """Train as `config` describes, on this rank of torchrun's world, or alone.
 
-    Returns the signal that stopped the run on this rank, after saving; None if it finished.
+    Returns the signal that stopped the run on this rank, after saving; None if it finished, or was
+    stopped by its time limit or by a signal of another rank.
     `store` is a store that connects the ranks already. `choose_exchange` replaces `auto` in
     `parallel.sequence_2D.exchange`; None: `auto` is a gather.
 

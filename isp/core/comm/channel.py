@@ -46,9 +46,9 @@ class Channel:
         Channel.from_mesh(device_mesh, "dim")   # a dimension of a torch DeviceMesh
         Channel.solo()                          # one rank
 
-    A channel of one rank needs no process group: its collectives return the tensor itself, log
-    nothing and cost nothing. `sum_locally` selects [Note: Reduce-scatter by all-to-all]; None: on
-    gloo only. `log` records the transfers while it collects or is observed.
+    A channel of one rank needs no process group: its collectives return the tensor itself (those
+    into a given tensor copy) and log nothing. `sum_locally` selects [Note: Reduce-scatter by
+    all-to-all]; None: on gloo only. `log` records the transfers while it collects or is observed.
     """
 
     def __init__(

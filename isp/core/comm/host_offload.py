@@ -160,7 +160,7 @@ class HostMemory:
 
 
 class Stored:
-    """A tensor in host memory, with a copy on the device between `fetch` and `leave`.
+    """A tensor in host memory; the device has it, too, until the first `leave` and after `fetch`.
 
     Its buffer returns to the pool when this object is garbage collected.
     """

@@ -126,7 +126,7 @@ def _room(field: str) -> int | None:
 
 
 def total_bytes() -> int | None:
-    """Return memory plus swap of this machine in bytes, at most the cgroup's; None: unknown."""
+    """Return memory (at most the cgroup's limit) plus swap in bytes; None: unknown."""
     if not _MEMINFO.exists():
         return None
     sizes = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())

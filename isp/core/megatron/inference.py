@@ -20,8 +20,9 @@ tokens costs next to nothing. A workspace that never splits is mtp, one that doe
 [Note: Static buffers] The layers write their results into buffers that are made once, for
 `max_tokens`: no call allocates, the host reads nothing back, and a CUDA graph finds the same
 addresses at each replay. So a result is valid only until the next call that writes to its buffer:
-of a row linear, until the next row linear of the workspace; of a column linear, until the next one
-of its slot.
+of a row linear, until the next row linear, embedding or norm of the workspace (a column linear that
+is given a `Residual` computes a norm), or, if tokens are split, until the next row linear or
+embedding; of a column linear, until the next one of its slot.
 
 Source: Megatron-LM, core/tensor_parallel/inference_layers.
 """
@@ -112,8 +113,7 @@ class InferenceRowParallelLinear(nn.Module):
         normed = layer.add_norm(x, residual, norm)   # residual += y, and its norm
 
     x         [S, B, I/p]
-    y         [S/p, B, O], or [S, B, O] if tokens are not split; valid until the next call of a row
-              linear of the workspace
+    y         [S/p, B, O], or [S, B, O] if tokens are not split; valid as in [Note: Static buffers]
     normed    [S, B, O] on all ranks
 
     Raises ValueError like the column linear, and if O is not the size of the workspace.

@@ -224,7 +224,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Return the tokens of all ranks: [n, ..] -> [N, ..], in parts of `output_split_sizes`.
 
-    `dim` is the dim of the sequence; None: equal parts.
+    None: equal parts. `dim` is the dim of the sequence.
     Forward: all-gather.  Backward: reduce-scatter; or split with
     `tensor_parallel_output_grad=False`, for the same computation on all ranks.
     """
@@ -241,7 +241,7 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """Return this rank's tokens of the sum: [N, ..] -> [n, ..], in parts of `input_split_sizes`.
 
-    `dim` is the dim of the sequence; None: equal parts.
+    None: equal parts. `dim` is the dim of the sequence.
     Forward: reduce-scatter.  Backward: all-gather.  Raises ValueError if the parts do not sum to N.
     """
     return _map(x, _reduce_scatter, _gather, channel, _Cut(dim, sent=input_split_sizes))

@@ -7,7 +7,7 @@ runs first what was recorded last. So while the experts compute one part of the 
 and in backward, the next part is in flight; and all parts are in flight while something else is
 computed between `dispatch` and the rest of the exchange. In isp mode the rest is recorded in an
 inner graph [Note: A graph inside], which a recompute records again, while the nodes of the first
-`dispatch` stay: both find their transfers in `Sent.under_way`.
+`dispatch` stay: the old and the new nodes find their transfers in `Sent.under_way`.
 
 [Note: Every rank takes part] A rank that receives no token still has the node through which
 gradients are sent, because all ranks must launch the same transfers in backward. That node saves a

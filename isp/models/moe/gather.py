@@ -64,7 +64,7 @@ class ExpertPlace(NamedTuple):
     """The place of a call of experts in its block."""
 
     number: int
-    """The number of calls of the block up to this one."""
+    """The number of calls of the block so far, those computed ahead included."""
     recomputed: bool
     """True if the block is recomputed in backward."""
 
@@ -288,8 +288,8 @@ class _Part(NamedTuple):
 class _SavedParts(saved_tensors_hooks):
     """A context in which a graph saves only the position of tensors within whole weights.
 
-    Other tensors go through the saved-tensor hooks that are in use outside, except those of a
-    recompute: these identify the backward that reads a tensor, and an inner graph has its own.
+    Other tensors go through the saved-tensor hooks that are in use outside. Hooks of a recompute
+    are left out: they belong to the backward of the outer graph, and the inner graph has another.
     """
 
     def __init__(self, experts: ShardedExperts, full: Sequence[Tensor], recomputing: bool) -> None:

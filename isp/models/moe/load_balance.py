@@ -146,8 +146,8 @@ class ExpertLoad:
     def tokens(self) -> Tensor:
         """Return this rank's counts [L, E], which are 0 for layers of other pipeline stages.
 
-        If several ranks count the same tokens, the sum over ranks is a multiple of the number, by
-        the same factor within a layer.
+        If several ranks count the same tokens, the sum over ranks counts each token several times,
+        equally often in all columns of a layer.
         """
         return self.counts[:, :-1].contiguous()
 

@@ -162,7 +162,7 @@ class RouterLosses:
         return scale
 
     def end(self) -> Tensor:
-        """End the forward; return the weighted sum of the losses [], the same on all ranks."""
+        """End the forward; return the weighted sum of the losses [], of the whole sequence."""
         routing = self._routing
         assert routing is not None
         routing.is_over = True

@@ -161,7 +161,7 @@ class ShardedEmbedding(_ShardedModule):
 
     @property
     def padding_idx(self) -> int:
-        """The row without a gradient, numbered as in the gradient that backward makes; -1: none."""
+        """The index, in the gradient of this table, of the row without a gradient; -1: none."""
         row = self.module.padding_idx
         if not isinstance(row, int):
             return -1

@@ -177,7 +177,8 @@ class StageModule:
         """Return the sum [] of the tokens' cross-entropies, from the `output` of a forward.
 
         labels [B, S'], or [B, S] if `splits_logits`. `expected` [], not 0, is the gradient that the
-        sum will have in backward; with it, gradients are computed together with the loss.
+        sum will have in backward; None: 1. With a head, gradients are computed together with the
+        loss, for that gradient; backward scales them if it is another.
         """
         if self._loss is None:
             return self._whole_losses(output, labels).sum()
@@ -186,7 +187,10 @@ class StageModule:
         return self._loss.total(output, labels, expected)
 
     def losses(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, in the shape of `labels`, without gradients."""
+        """Return the cross-entropy of each token, in the shape of `labels`.
+
+        They have no gradients if the stage has a head.
+        """
         if self._loss is None:
             return self._whole_losses(output, labels)
         return self._loss.each(output, labels)
@@ -196,7 +200,7 @@ class StageModule:
     ) -> Tensor:
         """Return per-token results [B, n, K] with gradients, from the `output` of a forward.
 
-        `beside` [B, n, ..]: a further input for each token that `loss` takes a label for. `make`
+        `beside` [B, n, ..]: an input of the rules for each token, such as its label. `make`
         returns the rules of the results, given the ranks over which a token's logits are split,
         this rank's first logit and the number of all logits. See `isp.core.layers.head_results`.
         """
@@ -281,7 +285,7 @@ class StageModule:
         )
 
     def _after_head(self, y: Tensor) -> Tensor:
-        """Return the logits that the model's code makes of the head's output, [B, n, V].
+        """Return the logits that the model's code makes of the head's output, [B, n, V'].
 
         A soft cap or a scale is the model's own code, so the model runs again on any tokens: the
         blocks return their input, everything else outside of them zeros, and the head `y`.

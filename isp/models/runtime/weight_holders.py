@@ -107,15 +107,18 @@ class WeightHolders:
     def weight_blocks(
         self, stage: Stage | None = None, *, head_in_backward: bool = False
     ) -> tuple[DeclaredBlock, ...]:
-        """Return the weights that a forward gathers, in order, for `ISPCommunicator.declare`.
+        """Return the sharded weights that a forward reads, in order, in blocks.
+
+        In isp mode they are for `ISPCommunicator.declare`, which gathers them.
 
         `stage`: the pipeline stage; None: the whole model. `head_in_backward`: True if backward
         reads the weight of the head.
         """
         follower, holders = self.follower, self._gathered
         trace, blocks = follower.trace, follower.blocks
-        # Weights that backward does not read: those without a gradient, and the head's, unless
-        # results need gradients: those of the loss are computed in forward.
+        # Weights that backward does not read: those that only choose keys (indexers run without a
+        # graph), and the head's, unless results need gradients: those of the loss are computed in
+        # forward.
         unused = (name.rpartition(".")[0] for name in trace.unused)
         forward_only = {*unused, "" if head_in_backward or trace.head is None else trace.head}
         return tuple(
@@ -132,10 +135,10 @@ class WeightHolders:
 
     @property
     def _gathered(self) -> Mapping[str, Holder]:
-        """The holders whose weights are declared to the communicator, by module.
+        """The holders whose weights are gathered or, in modes with a plan, cut by features.
 
-        All of them in isp. Experts are left out if a tensor-parallel plan leaves them whole, and if
-        each expert stays on one rank, so that its weights are never gathered.
+        Without experts if a tensor-parallel plan leaves them whole, or if each expert stays on one
+        rank, so that its weights are never gathered.
         """
         if self._plan is None and not self.layers.experts_stay:
             return self._of
@@ -333,7 +336,7 @@ def _launch_points(calls: Sequence[Call], reached: Sequence[int]) -> dict[int, L
     after it that do not.
     """
     mixing = [index for index in reached if calls[index].kind.mixes]
-    if not mixing:  # a call outside of the blocks
+    if not mixing:  # outside of the blocks, or a block that mixes no tokens
         return {}
     points = {mixing[0]: LaunchPoint.ATTN}
     if mixing[0] > 0:

@@ -19,9 +19,10 @@ __all__ = ["matrices_in"]
 
 
 def matrices_in(model: nn.Module, trace: ModelTrace, name: str, num_uses: int) -> Matrices | None:
-    """Return the matrices of the parameter `name`; None: it is no matrix, or is used several times.
+    """Return the matrices of the parameter `name`.
 
-    Norms and biases are no matrices, whatever their number of dims. Experts are stacked as in
+    None: it is no matrix, is used several times, or is not sharded. Norms and biases are no
+    matrices, whatever their number of dims. Experts are stacked as in
     transformers: if they are gated, gate and up are the two halves of one weight and count as two
     matrices; if they alternate by feature, the weight counts as one.
     """

@@ -15,12 +15,12 @@ If something differs, the probe runs again step by step, to find out what mixes,
 module.
 
 The model runs in training mode without dropout, or in evaluation mode if it draws random numbers of
-its own. Code that behaves differently in longer rows is detected elsewhere
-(`isp.models.tracing.long_rows`). Not detected: code that depends on the values of weights or tokens
-(random here) and mixes only for a few of them; code that mixes inside of experts that isp knows, in
-the gradients of weights, or between rows of a batch (there is one row here); differences below 1e-5
-of the largest logit or 1e-3 of the largest gradient; gradients that do not reach the embedding.
-`isp.check` compares whole steps with the model's own weights.
+its own or fails in training mode. Code that behaves differently in longer rows is detected
+elsewhere (`isp.models.tracing.long_rows`). Not detected: code that depends on the values of weights
+or tokens (random here) and mixes only for a few of them; code that mixes inside of experts that isp
+knows, in the gradients of weights, or between rows of a batch (there is one row here); differences
+below 1e-5 of the largest logit or 1e-3 of the largest gradient; gradients that do not reach the
+embedding. `isp.check` compares whole steps with the model's own weights.
 
 [Note: Weights without memory] Sharded weights are read only by linears and by lookups of rows
 (`isp.models.tracing.weight_reads`), and any other function of a token's features serves the probe

@@ -1,7 +1,7 @@
 """`trace_model`: one forward on meta tensors, which shows a model's parts and their order.
 
 Nothing is found by name: a linear is an `nn.Linear` that is called, a block is an entry of an
-`nn.ModuleList` that calls attention or another mixer.
+`nn.ModuleList` of which some entry calls attention or another mixer.
 
 B batch, S sequence, V vocabulary
 """

@@ -9,7 +9,7 @@
     evaluation/      results of `isp evaluate` on the newest checkpoint
 
 Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes,
-except for each rank's own log.
+except for the log, checkpoint files, traces and memory snapshots of each rank.
 
 [Note: Order of runs] The name of a run is its start in UTC, marked by `Z`; earlier versions of ISP
 wrote local time, without it. No name decides which run is the newest: a clock may be set back, or

@@ -45,7 +45,7 @@ def model_flops(model: TracedModel, batches: Iterable[MicroBatch]) -> int:
 
 
 class StepMeter:
-    """Counts the steps since the last record; a record's times are means over these steps.
+    """Counts the steps since the last record; times of steps are means over these steps.
 
     The time of evaluations and checkpoints, transfers included, does not count as time of steps.
     """

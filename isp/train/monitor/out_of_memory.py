@@ -25,7 +25,9 @@ _HISTORY = 100_000
 
 
 def memory_owners(step: TrainStep) -> dict[str, int]:
-    """Return the bytes of weights, gradients, optimizer states and buffers of this rank, by name.
+    """Return the bytes of trained weights, gradients, optimizer states and buffers, by name.
+
+    Frozen weights are not counted.
 
     A tensor with two uses, such as master weights that are the weights themselves, counts once.
     """

@@ -372,7 +372,8 @@ def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder 
     """Return the newest run of the job that has a checkpoint, if it is to be resumed, else None.
 
     Also returns the reason, "" if there is none, for not resuming a finished run. Raises ValueError
-    if no run has a checkpoint for `checkpoint.load_step`, or if a newer run is in progress.
+    if `checkpoint.load_step` is set and no run has any checkpoint (whether the newest one has that
+    step is checked later), or if a newer run is in progress.
     """
     load_step = config.checkpoint.load_step
     if config.checkpoint.folder is not None or not _goes_on(config):
