@@ -313,7 +313,7 @@ def _check_logits(config: JobConfig, model: TracedModel) -> None:
     """Raise ValueError if the model's logits do not fit `training.objective`."""
     from isp.models.huggingface.interface import LogitsOf
 
-    rewards = model.host.logits_of(model.model) is LogitsOf.ROW_LABELS
+    rewards = model.interface.logits_of(model.model) is LogitsOf.ROW_LABELS
     if (config.training.objective == "reward") != rewards or (rewards and model.vocab_size != 1):
         given = f"{model.vocab_size} labels of a sequence" if rewards else "a token's vocabulary"
         raise ValueError(

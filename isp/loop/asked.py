@@ -54,7 +54,7 @@ class Asking:
 
     def __init__(self, traced: TracedModel, rows: RowReader) -> None:
         self._traced, self._rows = traced, rows
-        self.logits_of = traced.host.logits_of(traced.model)
+        self.logits_of = traced.interface.logits_of(traced.model)
         """The kind of the model's logits: vocabulary entries, or labels of tokens or rows."""
 
     def check_predicts(self, name: str) -> None:
@@ -194,7 +194,7 @@ class Asking:
         As in transformers: the last token that is not `pad_token_id`; without one, the last token
         that `attention_mask` does not mask.
         """
-        padding = self._traced.host.config(self._traced.model).get("pad_token_id")
+        padding = self._traced.interface.config(self._traced.model).get("pad_token_id")
         seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if padding is not None:
             seen = input_ids != padding

@@ -56,7 +56,7 @@ class GatheredWeights:
                 writers.append(opened.enter_context(WeightWriter(folder)))
 
             def write(weights: dict[str, Tensor]) -> None:
-                for name, weight in self._traced.host.published(model, weights).items():
+                for name, weight in self._traced.interface.published(model, weights).items():
                     writers[0].add(name, weight)
 
             def finish() -> None:
@@ -87,7 +87,7 @@ class GatheredWeights:
             own = merged(model, traced.shape, weights) if merges else weights
             # The names of saved models (experts one by one) include no adapters, so a PeftModel
             # with separate adapters keeps its own names.
-            published = own if adapted and not merges else traced.host.published(inner, own)
+            published = own if adapted and not merges else traced.interface.published(inner, own)
             del weights, own  # frees this block before the next one is gathered
             while published:
                 name = next(iter(published))

@@ -36,7 +36,7 @@ from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import Mode
 from isp.core.weights.sharded_parameter import by_whole
 from isp.core.weights.wp_communicator import LocalWeights
-from isp.models.huggingface.interface import HuggingFace, host_of
+from isp.models.huggingface.interface import HuggingFace, interface_of
 from isp.models.huggingface.patches.calls import FREE_FUNCTIONS, replaced_code
 from isp.models.huggingface.patches.indexers import PLACE
 from isp.models.huggingface.tiny import tiny_model
@@ -88,7 +88,7 @@ def check_code(model: nn.Module, *, allow_unchecked: bool = False) -> None:
     if not __version__.startswith(NEWEST_TRANSFORMERS):
         way_out = f"use transformers {NEWEST_TRANSFORMERS}, or {way_out}"
     try:
-        if not isinstance(host_of(model), HuggingFace):
+        if not isinstance(interface_of(model), HuggingFace):
             raise ValueError(
                 f"{type(model).__name__} has no configuration of transformers to make a small copy"
                 f" of, in which to compare isp's"
@@ -248,12 +248,12 @@ def _difference(small: Any) -> str:
     plain = copy.deepcopy(small)
     plain.set_attn_implementation("eager")
     plain.set_experts_implementation("eager")
-    host = host_of(plain)
+    interface = interface_of(plain)
     (chunk,) = TracedModel(small, allow_unchecked=True).build(local_layers())
     ids = torch.randint(3, min(chunk.vocab_size, 150), (1, sum(_LENGTHS)))
     positions = [torch.arange(n)[None] for n in _LENGTHS]
     parts = zip(ids.split(_LENGTHS, 1), positions, strict=True)
-    expected = torch.cat([host.forward(plain, *part) for part in parts], 1)
+    expected = torch.cat([interface.forward(plain, *part) for part in parts], 1)
     ends = torch.tensor([0, *_LENGTHS]).cumsum(0).to(torch.int32)
     # The plain model runs each document alone, ISP runs both packed into one sequence.
     logits = chunk.logits(chunk(ids, torch.cat(positions, 1), ends))

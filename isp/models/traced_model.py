@@ -23,7 +23,12 @@ from isp.core.pipeline.order import PipelineOrder
 from isp.core.recompute.config import Recomputation
 from isp.models.huggingface.config_json import check_layout, check_model_config
 from isp.models.huggingface.initial_weights import InitialWeights
-from isp.models.huggingface.interface import HuggingFace, RouterCoefficients, check_row, host_of
+from isp.models.huggingface.interface import (
+    HuggingFace,
+    RouterCoefficients,
+    check_row,
+    interface_of,
+)
 from isp.models.meta import copied, leave_alone, on_meta
 from isp.models.moe.dispatch import check_spread
 from isp.models.moe.load_balance import ExpertLoad, experts_of
@@ -52,11 +57,11 @@ def position_rows(model: nn.Module, tables: Iterable[nn.Module]) -> int | None:
     positions if it has at least as many rows as config.json has positions, since a few models also
     have a table of two token types. Rows reserved at the start of a table are not counted.
     """
-    host = host_of(model)
-    config = host.config(model)
+    interface = interface_of(model)
+    config = interface.config(model)
     least = config.get("max_position_embeddings") or config.get("n_positions") or 0
     # OPT and RoBERTa reserve the first rows: position 0 is row 2, or the row after the padding.
-    first = host.first_position(model)
+    first = interface.first_position(model)
     weights = [(table, int(table.weight.shape[0])) for table in tables]  # type: ignore[index]
     return min(
         (rows - int(getattr(table, "offset", first)) for table, rows in weights if rows >= least),
@@ -98,7 +103,7 @@ class TracedModel:
         Raises ValueError for a model that cannot be traced, that mixes tokens outside of attention,
         or, if the probe could not run, a model of transformers that ignores its positions.
         """
-        self.host = host_of(model)
+        self.interface = interface_of(model)
         self.recomputation = recomputation
         self.loss_chunk_tokens = loss_chunk_tokens
         self.compile = compile
@@ -113,19 +118,21 @@ class TracedModel:
         self._found: dict[Hashable, Any] = {}
         """Cached results of `_once`, shared by copies with the same `shape` and `trace`."""
         check_supported(model)
-        self.shape = self.host.without_values(on_meta(model))
+        self.shape = self.interface.without_values(on_meta(model))
         """The model on the meta device, connected to the runtime; never changed."""
-        self.host.connect(self.shape)
+        self.interface.connect(self.shape)
         traced = self._empty()  # a copy, because a forward may leave state in a module
-        self.trace = trace_model(traced, self.host.forward)
+        self.trace = trace_model(traced, self.interface.forward)
         self._check_recomputation()
         leave_alone(self.shape, self.trace.unused)
-        how = self.trace, self.host.forward
+        how = self.trace, self.interface.forward
         probed = check_local(self.shape, model.buffers(), *how, allow_unchecked=allow_unchecked)
         self._probed, self._lengths = probed, LengthCheck(model, self._empty, *how)
         # A model that passed the probe may have no positions. Without the probe, a model that does
         # not read them may count its tokens instead, which is wrong in a part of a sequence.
-        if not (probed or self.trace.reads_positions or not isinstance(self.host, HuggingFace)):
+        if not (
+            probed or self.trace.reads_positions or not isinstance(self.interface, HuggingFace)
+        ):
             raise ValueError(
                 f"{type(model).__name__} ignores position_ids: positions within each rank's part"
                 f" and within packed documents would be wrong"
@@ -279,9 +286,9 @@ class TracedModel:
         if self.recomputation.distributed:
             parallel.tensor.check_distributes_inputs(self.hidden_size, seq_len)
         self.with_head_size(parallel)
-        config = self.host.config(self.model)
+        config = self.interface.config(self.model)
         check_model_config(config, parallel)
-        check_row(self.host.most_tokens(self.model), seq_len)
+        check_row(self.interface.most_tokens(self.model), seq_len)
         experts, tiles = experts_of(self.shape, self.trace), self.recomputation.mlp_tile_tokens
         check_spread(type(self.model).__name__, self.trace, config, parallel.expert)
         if parallel.weight.vocab_parallel_loss and not parallel.tensor.mode.splits_features:
@@ -321,7 +328,7 @@ class TracedModel:
         """Raise ValueError if the model cannot be cut into this many pipeline stages."""
         try:
             stages = stages_of(self.shape, self.trace, num_stages)
-            whole = self.shape, self.model.buffers(), self.trace, self.host.forward
+            whole = self.shape, self.model.buffers(), self.trace, self.interface.forward
             self._once(("cut", num_stages), partial(check_stages, *whole, stages))
             # A model that is only evaluated may have ranks without trainable weights.
             trains = any(p.requires_grad for p in self.shape.parameters())
@@ -350,7 +357,7 @@ class TracedModel:
         try:
             if hasattr(self.model, "peft_config"):
                 raise ValueError("it does not cover adapters")
-            return tensor_plan(self.shape, self.trace, self.host.tensor_styles(self.shape))
+            return tensor_plan(self.shape, self.trace, self.interface.tensor_styles(self.shape))
         except ValueError as error:
             raise self._not_split(error) from None
 
@@ -368,7 +375,7 @@ class TracedModel:
 
         def shares() -> None:
             if self._probed:  # otherwise the model is not known to run on the CPU
-                whole = self.shape, self.model.buffers(), self.trace, self.host.forward
+                whole = self.shape, self.model.buffers(), self.trace, self.interface.forward
                 check_shares(*whole, self._tensor_plan, size, self._probed)
 
         try:
@@ -416,7 +423,7 @@ class TracedModel:
             model = self._empty()
         else:
             model = self.model if self._in_place else copy.deepcopy(self.model)
-            self.host.connect(model)
+            self.interface.connect(model)
             for name in self.trace.unused:  # frozen in `shape` before, see `leave_alone`
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
@@ -426,7 +433,7 @@ class TracedModel:
         routers = load = None
         if layers.device.type != "meta":
             of, experts = self._router_losses(), experts_of(self.shape, self.trace)
-            routers = make_router_losses(model, self.host.config(model), of, layers.tensor)
+            routers = make_router_losses(model, self.interface.config(model), of, layers.tensor)
             load = ExpertLoad(model, experts, layers.device, rate=of.bias_rate) if experts else None
             if self.loss_chunk_tokens and self.trace.head is None:
                 logger.warning(
@@ -436,7 +443,7 @@ class TracedModel:
                     type(self.model).__name__,
                 )
         return StageModule(
-            self.host,
+            self.interface,
             holders,
             weights=self._weights,
             loss_chunk_tokens=self.loss_chunk_tokens,
@@ -448,5 +455,5 @@ class TracedModel:
 
     def _router_losses(self) -> RouterCoefficients:
         """Return the coefficients of the router losses: those given, else the model's own."""
-        asked, own = self.router_losses, self.host.router_coefficients(self.model)
+        asked, own = self.router_losses, self.interface.router_coefficients(self.model)
         return RouterCoefficients(*(a or b for a, b in zip(asked, own, strict=True)))

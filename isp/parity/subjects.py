@@ -131,7 +131,7 @@ class Subject:
 
     def logits(self, plain: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of a `plain` copy: ids and positions [B, S] -> [B, S, V]."""
-        return self._traced.host.forward(plain, ids, positions)
+        return self._traced.interface.forward(plain, ids, positions)
 
     def language_model(self, checkpoint: float) -> TracedModel:
         """Return the model to build for a layout.

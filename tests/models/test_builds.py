@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from isp.models.huggingface.interface import host_of
+from isp.models.huggingface.interface import interface_of
 from isp.models.huggingface.tiny import tiny_model
 from isp.models.roles import ParameterRole
 from isp.models.runtime.stage_module import StageModule
@@ -69,7 +69,7 @@ def test_positions_begin_as_in_the_model_alone(name: str) -> None:
     ids = torch.randint(20, 60, (1, 13), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         alone = model(input_ids=ids, use_cache=False).logits
-        ours = host_of(model).forward(model, ids, torch.arange(13)[None])
+        ours = interface_of(model).forward(model, ids, torch.arange(13)[None])
     torch.testing.assert_close(ours, alone, rtol=0, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""`Host`, the interface to a model: how to call it, and how its attention calls isp.
+"""`ModelInterface`, the interface to a model: how to call it, and how its attention calls isp.
 
 B batch, S' tokens of this rank, H heads, K KV heads, d head size, V logits of a token
 """
@@ -21,7 +21,14 @@ from isp.models.huggingface.patches.indexers import chosen_by
 from isp.models.huggingface.versions import warn_of_version
 from isp.models.positions import at_positions, give_positions
 
-__all__ = ["Host", "HuggingFace", "LogitsOf", "RouterCoefficients", "check_row", "host_of"]
+__all__ = [
+    "HuggingFace",
+    "LogitsOf",
+    "ModelInterface",
+    "RouterCoefficients",
+    "check_row",
+    "interface_of",
+]
 
 _COUNTS = "create_position_ids_from_input_ids"
 _WARNING = "warn_if_padding_and_no_attention_mask"
@@ -54,7 +61,7 @@ class LogitsOf(Enum):
     """Logits of a row's labels, by a head for sequence classification that reads the last token."""
 
 
-class Host:
+class ModelInterface:
     """The interface to a module called as `model(ids, positions)`; without state.
 
     The module may have a tensor-parallel plan `tp_plan` in the format of transformers, and a
@@ -120,7 +127,7 @@ class _Scored(Exception):
     """Ends a forward once the logits of all tokens are computed."""
 
 
-class HuggingFace(Host):
+class HuggingFace(ModelInterface):
     """The interface to a model of transformers, by the registry of attention functions there.
 
     All models use the name "isp" in that registry. The registry of masks has no such name, so that
@@ -264,9 +271,9 @@ class HuggingFace(Host):
         return found
 
 
-def host_of(model: nn.Module) -> Host:
+def interface_of(model: nn.Module) -> ModelInterface:
     """Return the interface to this model."""
-    return HuggingFace() if hasattr(model, "set_attn_implementation") else Host()
+    return HuggingFace() if hasattr(model, "set_attn_implementation") else ModelInterface()
 
 
 _PLANLESS = frozenset(
@@ -285,7 +292,7 @@ _ATTENTION_PLAN = {
 
 
 def check_row(most: int | None, tokens: int) -> None:
-    """Raise ValueError if rows have `most` tokens or more, the value of `Host.most_tokens`."""
+    """Raise ValueError if rows have `most` tokens or more, the value of `most_tokens`."""
     if most is not None and tokens >= most:
         raise ValueError(
             f"attn_temperature_tuning in the model's configuration counts only the tokens of one"

@@ -25,7 +25,7 @@ from isp.core.rng import generator_states, restore_generators, seed_generators
 from isp.core.weights.declare import DeclaredBlock
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.huggingface.initial_weights import InitialWeights
-from isp.models.huggingface.interface import Host, check_row
+from isp.models.huggingface.interface import ModelInterface, check_row
 from isp.models.moe.load_balance import ExpertLoad
 from isp.models.moe.router_losses import RouterLosses
 from isp.models.positions import by_document, token_lengths
@@ -47,7 +47,7 @@ class StageModule:
 
     def __init__(
         self,
-        host: Host,
+        interface: ModelInterface,
         holders: WeightHolders,
         *,
         weights: InitialWeights | None,
@@ -75,7 +75,7 @@ class StageModule:
         self.splits_logits = holders.layers.splits_logits
         """True if losses need the labels of the whole sequence, False if those of this rank's
         tokens."""
-        self._host, self._layers = host, holders.layers
+        self._interface, self._layers = interface, holders.layers
         self.holders, self._follower = holders, holders.follower
         self._weights = weights
         self._outer_calls = tuple(
@@ -86,8 +86,8 @@ class StageModule:
         self._outside = frozenset(self.trace.called_at)
         # Instead of the head's product the forward ends with its input: the loss computes logits.
         self._ends = {} if self.trace.head is None else {self.trace.head: _end}
-        self._length_limits = host.length_limits(self.model)
-        self._most_tokens = host.most_tokens(self.model)
+        self._length_limits = interface.length_limits(self.model)
+        self._most_tokens = interface.most_tokens(self.model)
         for part, limit in self._length_limits.items():
             part.forward = by_document(limit, self._document_lengths, part.forward)
         self._loss: HeadLoss | None = None
@@ -255,7 +255,7 @@ class StageModule:
         forward_pass = ForwardPass("the model", self._outer_calls, masks, instead=instead)
         with self._follower.passing(forward_pass):
             try:
-                return self._host.forward(self.model, x, positions)
+                return self._interface.forward(self.model, x, positions)
             except ForwardEnd as end:  # raised at the head, or after a stage's last block
                 forward_pass.end()
                 return end.hidden

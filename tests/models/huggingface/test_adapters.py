@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import isp
 from isp.config import JobConfig
 from isp.models.huggingface.expert_adapters import hand_on_factors
-from isp.models.huggingface.interface import host_of
+from isp.models.huggingface.interface import interface_of
 from tests.models.models import (
     TOLERANCE,
     Rows,
@@ -134,7 +134,7 @@ def test_adapters_of_experts_train_and_merge_as_in_peft() -> None:
     plain = _of_experts()
     plain.load_state_dict(expected.weights, strict=False)
     whole = plain.merge_and_unload()
-    published = host_of(whole).published(whole, dict(whole.state_dict()))
+    published = interface_of(whole).published(whole, dict(whole.state_dict()))
     cases = {"isp": job(2, 4), "recomputed, spread": job(2, 2, expert=2, recompute=1.0)}
     for name, of_ranks in run_each(4, _merged, cases).items():
         for found, merged in of_ranks:

@@ -289,7 +289,7 @@ def test_flops_count_the_experts_that_a_token_goes_to() -> None:
             if call.sizes is not None
         )
         with FlopCounterMode(display=False) as counter:
-            traced.host.forward(model, ids, ids).sum().backward()
+            traced.interface.forward(model, ids, ids).sum().backward()
         counts = counter.get_flop_counts()["Global"]
         products = sum(counts[op] for op in counts if "mm" in str(op) and "bmm" not in str(op))
         assert traced.flops([tokens]) - attention == products
