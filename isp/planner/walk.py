@@ -19,7 +19,7 @@ from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
 from isp.core.optim.matrices import in_turn
 from isp.core.weights.prefetch_plan import WeightOp, WeightOpKind, plan
-from isp.core.weights.uses import Action, ActionKind, Block, Span, trace
+from isp.core.weights.uses import Action, ActionKind, Block, Span, step_spans
 from isp.models.moe.load_balance import experts_of
 from isp.planner.case import PlanCase
 from isp.planner.costs import Costs
@@ -162,12 +162,12 @@ class Walk:
     def _planned(self, actions: tuple[Action, ...]) -> Iterator[tuple[Span, Acts]]:
         """Yield each block of each action with the acts of the prefetch plan in it."""
         if not self.case.gathers_weights:
-            yield from ((span, {}) for span in trace(self.chunks, actions))
+            yield from ((span, {}) for span in step_spans(self.chunks, actions))
             return
         start, steps = plan(self.chunks, actions, self.case.parallel.weight.prefetch)
         self._gather(start)
         following = iter(steps)
-        for span in trace(self.chunks, actions):
+        for span in step_spans(self.chunks, actions):
             own = (next(following) for _ in span.sites)
             yield span, {(step.site.phase, step.site.use): step.before for step in own}
 

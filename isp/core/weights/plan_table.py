@@ -10,7 +10,7 @@ from typing import NamedTuple
 from isp.core.mesh.phase import Phase
 from isp.core.weights.prefetch_plan import PlanEntry, PrefetchPlan, WeightOp, WeightOpKind
 from isp.core.weights.simulate import Occupancy, Simulation, simulate
-from isp.core.weights.uses import Action, Block, Chunks, Site, trace
+from isp.core.weights.uses import Action, Block, Chunks, Site, step_spans
 
 __all__ = ["grid"]
 
@@ -36,7 +36,7 @@ def grid(
     lines: list[tuple[str, ...]] = [_HEADER, table.start(plan.start)]
     shown: set[object] = set()
     hidden: list[str] = []  # actions in a row that are like one above
-    for action, spans in groupby(trace(chunks, actions), key=lambda span: span.action):
+    for action, spans in groupby(step_spans(chunks, actions), key=lambda span: span.action):
         blocks = [
             [table.line(action, *step) for step in islice(steps, len(span.sites))] for span in spans
         ]

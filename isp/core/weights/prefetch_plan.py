@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 from isp.core.mesh.config import LaunchPoint, OverlapUnit, Prefetch
 from isp.core.mesh.phase import Phase
-from isp.core.weights.uses import Action, Chunks, Site, Span, trace
+from isp.core.weights.uses import Action, Chunks, Site, Span, step_spans
 
 __all__ = ["PlanCursor", "PlanEntry", "PrefetchPlan", "WeightOp", "WeightOpKind", "plan"]
 
@@ -96,7 +96,7 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pre
     A block without the launch point launches the next block's gathers before its first use.
     Lifetimes do not depend on overlap, so the number of gathers is the same with and without.
     """
-    spans = trace(chunks, actions)
+    spans = step_spans(chunks, actions)
     reads, units = _reads(spans, chunks)
     lifetimes = _lifetimes(reads, units, prefetch)
     if prefetch.overlap and prefetch.unit is OverlapUnit.LAYER:

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 
 from isp.core.mesh.phase import Phase
 from isp.core.weights.prefetch_plan import PlanEntry, PrefetchPlan, WeightOp, WeightOpKind
-from isp.core.weights.uses import Action, Chunks, Site, Span, trace
+from isp.core.weights.uses import Action, Chunks, Site, Span, step_spans
 
 __all__ = ["Lookahead", "Occupancy", "Simulation", "simulate"]
 
@@ -55,7 +55,7 @@ def simulate(plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...]) ->
     weight that is not ready, a gather of a weight gathered or in flight, a wait without a gather or
     out of order, a free of a weight not ready or never read, and a weight left at the end.
     """
-    return _Replay(plan, trace(chunks, actions), _groups(chunks)).run()
+    return _Replay(plan, step_spans(chunks, actions), _groups(chunks)).run()
 
 
 @lru_cache(maxsize=1024)

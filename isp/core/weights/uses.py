@@ -31,7 +31,7 @@ __all__ = [
     "inputs_kept",
     "recomputed_blocks",
     "sequential_actions",
-    "trace",
+    "step_spans",
 ]
 
 
@@ -166,7 +166,7 @@ def sequential_actions(num_micro_batches: int, *, training: bool = True) -> tupl
     return tuple(Action(kind, m) for m in range(num_micro_batches) for kind in kinds)
 
 
-def trace(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
+def step_spans(chunks: Chunks, actions: tuple[Action, ...]) -> list[Span]:
     """Return all spans of a step in the order in which they run."""
     _check_actions(chunks, actions)
     passes = {

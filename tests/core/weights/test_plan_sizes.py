@@ -23,7 +23,7 @@ from isp.core.weights.uses import (
     Use,
     inputs_kept,
     sequential_actions,
-    trace,
+    step_spans,
 )
 from tests.core.weights.schedules import EMBEDDING, HEAD, TIED_HEAD, block, interleaved
 
@@ -39,7 +39,7 @@ class Reading(NamedTuple):
 
 def uses(chunks: Chunks, order: tuple[Action, ...], unit: OverlapUnit) -> list[Reading]:
     found = []
-    for number, span in enumerate(trace(chunks, order)):
+    for number, span in enumerate(step_spans(chunks, order)):
         reads = [
             (weight, site.phase)
             for site, weight in zip(span.sites, span.reads, strict=True)
@@ -100,7 +100,7 @@ def check_weights_that_stay(chunks: Chunks, order: tuple[Action, ...], unit: Ove
         first = use.reads | first
     assert result.gathers == Counter(first.items())
     assert all(ahead.uses > 0 for ahead in result.lookaheads)
-    reads = [weight for span in trace(chunks, order) for weight in span.reads]
+    reads = [weight for span in step_spans(chunks, order) for weight in span.reads]
     last = {weight: i for i, weight in enumerate(reads) if weight is not None}
     assert last == {act.weight: i for i, step in enumerate(made.entries) for act in step.after}
 

@@ -10,7 +10,7 @@ from isp.core.weights.uses import (
     inputs_kept,
     recomputed_blocks,
     sequential_actions,
-    trace,
+    step_spans,
 )
 from tests.core.weights.schedules import EMBEDDING, HEAD, actions, block
 
@@ -18,7 +18,7 @@ from tests.core.weights.schedules import EMBEDDING, HEAD, actions, block
 def used(chunks: tuple[tuple[Block, ...], ...], order: str) -> list[str]:
     return [
         f"{site.phase} {chunks[site.chunk][site.block].uses[site.use].name} reads {weight}"
-        for span in trace(chunks, actions(order))
+        for span in step_spans(chunks, actions(order))
         for site, weight in zip(span.sites, span.reads, strict=True)
     ]
 
@@ -44,7 +44,7 @@ def test_a_step_goes_forward_then_recomputes_and_goes_back_block_by_block() -> N
 
 def test_recompute_and_backward_are_one_span() -> None:
     """Catches a recomputed block that would be gathered once for each of the two."""
-    spans = trace(((block("a", recomputed=True),),), actions("F0 B0"))
+    spans = step_spans(((block("a", recomputed=True),),), actions("F0 B0"))
     assert [len(span.sites) for span in spans] == [5, 5 + 4]
 
 
@@ -58,7 +58,7 @@ def test_inputs_that_are_not_kept_are_computed_first() -> None:
         for name, k in zip(names, kept, strict=True)
     ]
     chunks = (tuple(blocks),)
-    spans = [span for span in trace(chunks, actions("F0 B0")) if span.action.kind == "B"]
+    spans = [span for span in step_spans(chunks, actions("F0 B0")) if span.action.kind == "B"]
     passed = [names[span.block] + ("'" if span.computes_again else "") for span in spans]
     assert passed == ["e", "d", "a'", "b'", "c", "b", "a"]
     assert used(chunks, "F0 B0")[5:10] == [
@@ -87,7 +87,7 @@ def test_the_other_half_of_a_split_backward_visits_no_weight() -> None:
     """Catches weights gathered for weight gradients, which need activations alone."""
     chunks = ((block("a"), block("b")),)
     split = actions("F0 F1 B0 B1 W0 W1")
-    assert trace(chunks, split) == trace(chunks, split[:4])
+    assert step_spans(chunks, split) == step_spans(chunks, split[:4])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_other_half_of_a_split_backward_visits_no_weight() -> None:
 def test_an_impossible_order_of_work_is_refused(order: str, message: str) -> None:
     """Catches a schedule handed over with an action missing or doubled."""
     with pytest.raises(AssertionError, match=message):
-        trace(((HEAD,),), actions(order))
+        step_spans(((HEAD,),), actions(order))
 
 
 def test_actions_print_as_they_are_written() -> None:
