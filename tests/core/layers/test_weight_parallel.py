@@ -106,6 +106,31 @@ def test_own_layers_train_as_torch_does(world: int) -> None:
     run_ranks(world, _train, world)
 
 
+def _optimize(rank: int) -> None:
+    channel = isp.Channel.from_group(dist.group.WORLD)
+    net, communicator = _declared(channel)
+    plain = _net(None)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (net, plain)]
+    ids = torch.randint(V, (3, 2, 2, 5), generator=torch.Generator().manual_seed(2))
+    for of_ranks in ids:  # a step
+        communicator.begin(sequential_actions(1))
+        for found, x in ((net(of_ranks[rank]), of_ranks[rank]), (plain(of_ranks), of_ranks)):
+            F.cross_entropy(found.flatten(0, -2), x.flatten(), reduction="sum").backward()
+        communicator.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, full in plain.named_parameters():
+        owner, _, local = name.rpartition(".")
+        expected = net.get_submodule(owner).layouts[local].shard(full)
+        torch.testing.assert_close(net.get_parameter(name), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_an_optimizer_of_torch_updates_the_shards() -> None:
+    """Catches a step that still reads the weights of the step before."""
+    run_ranks(2, _optimize)
+
+
 def _recompute(rank: int) -> None:
     found = []
     for again in (False, True):
