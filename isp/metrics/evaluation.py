@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from isp.utils.files import Result
+from isp.utils.result_file import Result
 
 __all__ = [
     "BUCKET_COLUMNS",

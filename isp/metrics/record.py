@@ -18,7 +18,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from isp.utils.files import first_fault, open_to_write, read_lines
+from isp.utils.files import open_to_write, read_lines
+from isp.utils.result_file import first_fault
 from isp.utils.text import format_duration
 
 __all__ = ["MetricsFile", "StepRecord", "is_recorded", "read_metrics"]

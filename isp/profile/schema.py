@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from isp.core.comm.tag import BETWEEN_TWO, Purpose
 from isp.core.mesh.phase import Phase
-from isp.utils.files import Result
+from isp.utils.result_file import Result
 
 __all__ = [
     "Cause",

@@ -17,25 +17,18 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, ClassVar, Self
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from isp.utils.text import redacted
+from typing import Any
 
 __all__ = [
     "LARGE_FILE_BYTES",
     "SMALL_FILE_BYTES",
-    "Result",
     "check_regular",
     "check_regular_files",
     "check_written_on",
     "copy_regular",
     "download_hint",
-    "first_fault",
     "new_file",
     "open_regular",
     "open_to_write",
@@ -270,59 +263,3 @@ def download_hint(path: str | Path) -> str:
         f"; if it is a model of the Hugging Face hub, download it first:"
         f" `hf download {name} --local-dir {found[1]}`"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Head:
-    """The part of a result that can be read in any version."""
-
-    version: int
-    """Version of the format."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(_Head):
-    """The result of a command in a JSON file; each kind is a dataclass with versions of its own."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    newest: ClassVar[int]
-    """Version that is written and read."""
-    name: ClassVar[str]
-    """Name of the kind in errors, such as `a profile`."""
-    again: ClassVar[str]
-    """What to do about a file of another version, for errors."""
-
-    def to_json(self, *, indent: int | None = None) -> str:
-        """Return the text of the file, without credentials."""
-        return redacted(TypeAdapter(type(self)).dump_json(self, indent=indent).decode()) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Return the result that `to_json` wrote; raise ValueError for any other text."""
-        try:
-            # The version first: other fields of another version would be reported as wrong.
-            version = TypeAdapter(_Head).validate_json(text).version
-            if version == cls.newest:
-                return TypeAdapter(cls).validate_json(text)
-        except ValidationError as error:
-            raise ValueError(f"not {cls.name}: {first_fault(error)}") from error
-        raise ValueError(
-            f"{cls.name} of version {version}, this program reads version {cls.newest}: {cls.again}"
-        )
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Return the result in the file at `path`.
-
-        Raises ValueError, naming the file, if it has none, and OSError if it cannot be read.
-        """
-        try:
-            return cls.from_json(read_limited(path, LARGE_FILE_BYTES))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
-
-
-def first_fault(error: ValidationError) -> str:
-    """Return the place and the text of the first fault that pydantic found."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"
