@@ -106,8 +106,8 @@ class RemoteCheckpoints:
 class Uploads:
     """Copies published checkpoints to `url` in a thread, and keeps `keep` there; no rank waits.
 
-    Of the checkpoints that are published during a copy, only the newest is copied next. Failures
-    are logged.
+    If several checkpoints are published during a copy, only the newest is copied next. Failures are
+    logged.
     """
 
     def __init__(self, url: str, keep: int) -> None:

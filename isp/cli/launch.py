@@ -5,10 +5,10 @@ and save; if a rank fails, it ends the others. A second stop signal ends torchru
 ends or is killed, its ranks end, too.
 
 [Note: One machine] torchrun's `--standalone` listens on all interfaces, without a password, and
-unpickles what it receives: whoever reaches the port can run code. Here torchrun's store stays in
-this process, ranks meet through a file in a folder that only this user can open, and their sockets
-are bound to the loopback interface. The machine's own host name is never resolved, since laptops
-and containers often have no address for it.
+unpickles what it receives, so anyone who reaches the port can run code. Here torchrun's store stays
+in this process, ranks meet through a file in a folder that only this user can open, and their
+sockets are bound to the loopback interface. The machine's own host name is never resolved, since
+laptops and containers often have no address for it.
 """
 
 from __future__ import annotations
@@ -117,8 +117,9 @@ def without_nproc(words: Sequence[str], *also: str) -> list[str]:
 def launch(nproc: int, command: Sequence[str]) -> int:
     """Run `command` (a script, or `-m` and a module) on `nproc` ranks; returns the run's exit code.
 
-    Of several failed ranks, only the first is shown. After a stop signal to this process or a rank,
-    the code is 128 + signal: once the ranks have saved and ended, or at once after a second signal.
+    If several ranks fail, the error of the first is shown. After a stop signal to this process or a
+    rank, the code is 128 + signal: once the ranks have saved and ended, or at once after a second
+    signal.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))

@@ -4,7 +4,7 @@
 |---|---|---|
 | `SeqAllToAll` | all-to-all between two dims of one tensor | `Exchange`, which sends several tensors at once, in `isp.core.attention.all_to_all` |
 | `ISPOverlapState` | the gathers of one model chunk, to look at | `DeclaredWeight.gathered` of the communicator's weights |
-| `ISPCommunicatorWrapper` | several communicators behind one | one `ISPCommunicator` with channels for dense weights and for experts |
+| `ISPCommunicatorWrapper` | several communicators used as one | one `ISPCommunicator` with channels for dense weights and for experts |
 | `EmbeddingWeightParallelCommunicator` | an embedding split by vocabulary or by hidden features | the model's `ISPCommunicator`; an embedding is one more layer of the plan |
 | `HeadWeightParallelCommunicator` | a head whose logits are exchanged or gathered | the model's `ISPCommunicator`, and `logit_exchange` |
 | `WPCommunicator.communication_mode` | "isp" or "tp" | `gathers_weights` |

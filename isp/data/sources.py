@@ -205,8 +205,8 @@ def _dataset(
 def _split(store: ExampleStore, fraction: float, reader: SourceReader) -> list[ExampleStore]:
     """Return the documents to train on and the held-out ones, about `fraction` of all.
 
-    Of a single text, the end is held out. A pair of preferences stays together. Raises ValueError
-    if either side would be empty.
+    If there is a single text, its end is held out. A pair of preferences stays together. Raises
+    ValueError if either side would be empty.
     """
     tokens = store.tokens
     held = f"held out of {tokens.name} (data.valid_fraction={fraction})"

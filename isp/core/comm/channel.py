@@ -248,7 +248,7 @@ class Channel:
     ) -> Pending:
         """Launch the exchange of slices of dim 0: slice i of x goes to rank i.
 
-        What rank i sends becomes slice i of `out`. Slices have equal length, or `in_rows[i]` rows
+        Slice i of `out` is received from rank i. Slices have equal length, or `in_rows[i]` rows
         in x and `out_rows[i]` rows in `out`.
         """
         if self.size == 1:

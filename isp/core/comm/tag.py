@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 __all__ = [
     "BETWEEN_TWO",
+    "MAPPING",
     "UNNAMED",
     "CollectiveCall",
     "CollectiveError",
@@ -79,6 +80,9 @@ class Tag(NamedTuple):
 
 UNNAMED = Tag()
 """The default tag: control data without a name."""
+
+MAPPING = Tag(Purpose.ACTIVATION, tensor="mapping")
+"""The default tag of Megatron-LM's moves of activations."""
 
 
 class Transfer(NamedTuple):

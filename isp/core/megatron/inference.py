@@ -219,7 +219,7 @@ def _check(
     if (weight.dtype, weight.device.type) != (workspace.dtype, workspace.device.type):
         raise ValueError(
             f"{title} is {weight.dtype} on {weight.device}, the workspace {workspace.dtype} on"
-            f" {workspace.device}: make them alike"
+            f" {workspace.device}: use the same for both"
         )
     if isinstance(layer, ColumnParallelLinear) and layer.gather_output:
         raise ValueError(f"{title} gathers its output, which inference leaves split")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm.channel import Channel, check_channel
-from isp.core.comm.tag import Purpose, Tag
+from isp.core.comm.tag import MAPPING
 from isp.core.mesh.partition import divide
 from isp.core.tensors import pad_rows
 
@@ -35,8 +35,6 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
 ]
-
-_TAG = Tag(Purpose.ACTIVATION, tensor="mapping")
 
 
 class _Cut(NamedTuple):
@@ -92,7 +90,7 @@ def _stay(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 
 def _all_reduce(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """Return the sum of x over the ranks."""
-    return channel.all_reduce(x, tag=_TAG).wait()
+    return channel.all_reduce(x, tag=MAPPING).wait()
 
 
 def _split(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
@@ -109,7 +107,7 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """
     dim, sizes = cut.dim, cut.received
     if sizes is None:
-        return channel.all_gather(x, dim, tag=_TAG).wait()
+        return channel.all_gather(x, dim, tag=MAPPING).wait()
     if len(sizes) != channel.size or sizes[channel.rank] != x.shape[dim]:
         raise ValueError(
             f"split sizes {list(sizes)} do not fit: rank {channel.rank} of {channel.size} has"
@@ -117,7 +115,7 @@ def _gather(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
         )
     longest = max(sizes)
     padded = pad_rows(x.movedim(dim, 0), longest)
-    joined = channel.all_gather(padded, tag=_TAG).wait()  # [p * longest, ..]
+    joined = channel.all_gather(padded, tag=MAPPING).wait()  # [p * longest, ..]
     parts = [part[:size] for part, size in zip(joined.split(longest), sizes, strict=True)]
     return torch.cat(parts).movedim(0, dim)
 
@@ -129,10 +127,10 @@ def _reduce_scatter(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """
     dim, sizes = cut.dim, cut.sent
     if sizes is None:
-        return channel.reduce_scatter(x, dim, tag=_TAG).wait()
+        return channel.reduce_scatter(x, dim, tag=MAPPING).wait()
     parts, longest = _parts(x, dim, sizes, channel), max(sizes)
     padded = torch.cat([pad_rows(part.movedim(dim, 0), longest) for part in parts])
-    summed = channel.reduce_scatter(padded, tag=_TAG).wait()  # [longest, ..]
+    summed = channel.reduce_scatter(padded, tag=MAPPING).wait()  # [longest, ..]
     # A clone, so that the result does not keep the padding's memory alive.
     return summed[: sizes[channel.rank]].clone().movedim(0, dim)
 
@@ -148,7 +146,7 @@ def _exchange(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
         sent = sent or [divide(x.shape[0], channel.size)] * channel.size
         received = received or [divide(num_rows, channel.size)] * channel.size
     return channel.all_to_all_into(
-        out, x.contiguous(), in_rows=sent, out_rows=received, tag=_TAG
+        out, x.contiguous(), in_rows=sent, out_rows=received, tag=MAPPING
     ).wait()
 
 

@@ -217,7 +217,7 @@ class MatrixBucket:
         """Own rows, by the factor on the learning rate of their matrix."""
         self.all_flops = sum(matrix.flops(self._keys) for _, matrix, _ in matrices)
         """Operations of Newton-Schulz for all matrices, on all homes."""
-        self._boxes = cache(stage.boxes)  # alike for all experts of a weight
+        self._boxes = cache(stage.boxes)  # the same for all experts of a weight
         for number, matrix, home in matrices:
             self._add(number, members[number].layout, matrix, home)
         for parts in (self._sent, self._returned, self._gathered, self._spread):

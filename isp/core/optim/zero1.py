@@ -304,7 +304,7 @@ class Zero1Optimizer:
         A parameter of one of `config.param_groups` gets that group's fraction of `lr`. Needs
         reduced gradients, which it overwrites. With `wait=False`, new weights are still in flight
         afterwards: call `published` for each parameter before using it. If the gradient norm is not
-        finite (on all ranks alike), the step is skipped and counted, and the loss scale may be
+        finite (the same on all ranks), the step is skipped and counted, and the loss scale may be
         lowered. If the batch `is_empty` (called once the norm is known), no gradient comes from a
         loss, and the step is only skipped and counted. `norm` is the result of `grad_norm`, if
         that was called before.
@@ -424,7 +424,7 @@ class Zero1Optimizer:
 
     @torch.no_grad()
     def take_up_weights(self, *, only_written: bool = False) -> None:
-        """Copy weights to masters, after other code has written the weights on all ranks alike.
+        """Copy weights to masters, after other code has written the same weights on all ranks.
 
         `only_written`: skip masters that round to their weight [Note: Written weights].
         """

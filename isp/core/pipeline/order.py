@@ -201,7 +201,7 @@ def timeline(
         end, maker = done[needed]
         return end + (send if maker != rank else 0.0)
 
-    # Each round takes every rank as far as it gets without results of ranks that are behind.
+    # Each round advances every rank until it needs a result that another rank has not sent yet.
     while any(todo):
         progress = False
         for rank in ranks:

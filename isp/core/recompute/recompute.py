@@ -30,7 +30,7 @@ from isp.core.autograd import Function
 from isp.core.comm import Channel
 from isp.core.comm.channel import check_channel
 from isp.core.comm.host_offload import HostMemory, Stored
-from isp.core.comm.tag import Purpose, Tag
+from isp.core.comm.tag import MAPPING, Purpose, Tag
 from isp.core.mesh.partition import chunk_range, divide
 from isp.core.rng import RngSnapshot, RngStatesTracker
 from isp.core.torch_private import storage_key
@@ -51,7 +51,6 @@ Restore = Callable[[Any], Tensor]
 """A function that restores a tensor, without a graph, from what is held in its place."""
 
 _TAG = Tag(Purpose.BLOCK_INPUT, tensor="block input")
-_MAPPING = Tag(Purpose.ACTIVATION, tensor="mapping")
 
 
 def in_parts(x: Tensor, channel: Channel) -> tuple[Tensor, Restore]:
@@ -482,7 +481,7 @@ def split_tensor_into_1d_equal_chunks(
 
 
 @torch.no_grad()
-def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = _MAPPING) -> Tensor:
+def gather_split_1d_tensor(chunk: Tensor, channel: Channel, *, tag: Tag = MAPPING) -> Tensor:
     """Gather the elements of all ranks' equal chunks, flat; not differentiable."""
     check_channel("channel", channel)
     return channel.all_gather(chunk.reshape(-1), tag=tag).wait()

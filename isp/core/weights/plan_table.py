@@ -1,4 +1,4 @@
-"""A plan as a table for people: one line for each site, what is alike said once."""
+"""A prefetch plan as a printed table: one line for each site, repeated blocks shown once."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _NUMERIC = {"ahead", "blocks", "weights"}
 def grid(
     plan: PrefetchPlan, chunks: Chunks, actions: tuple[Action, ...], *, compact: bool = True
 ) -> str:
-    """The table of `plan`, and a line with its totals.
+    """Return the table of `plan`, and a line with its totals.
 
     `ahead` is the number of uses from the gather to the wait; `blocks` and `weights` are gathered
-    or under way during the use. `compact` shows one of several blocks or actions that are alike.
-    Raises AssertionError if the plan does not hold.
+    or under way during the use. `compact` shows the first of several blocks or actions that do the
+    same. Raises AssertionError if the plan is wrong.
     """
     result = simulate(plan, chunks, actions)
     table = _Table(chunks, result)
     steps = zip(plan.entries, result.occupancy, strict=True)
     lines: list[tuple[str, ...]] = [_HEADER, table.start(plan.start)]
     shown: set[object] = set()
-    hidden: list[str] = []  # actions in a row that are like one above
+    hidden: list[str] = []  # actions in a row that repeat one above
     for action, spans in groupby(step_spans(chunks, actions), key=lambda span: span.action):
         blocks = [
             [table.line(action, *step) for step in islice(steps, len(span.sites))] for span in spans
         ]
-        does = action.kind, action.chunk, tuple(map(_alike, blocks))
+        does = action.kind, action.chunk, tuple(map(_done_by, blocks))
         if compact and does in shown:
             hidden.append(str(action))
             continue
@@ -52,12 +52,12 @@ def grid(
 
 class _Line(NamedTuple):
     cells: tuple[str, ...]
-    alike: object
-    """Equal for lines that do the same, each seen from its own block."""
+    does: object
+    """What the line does, relative to its block: equal for lines that do the same."""
 
 
 class _Table:
-    """The line of each step, with names for what the plan knows by number."""
+    """Makes the line of each entry, with names for the plan's numbers."""
 
     def __init__(self, chunks: Chunks, result: Simulation) -> None:
         self.chunks = chunks
@@ -96,7 +96,7 @@ class _Table:
         return _Line(cells, (step.site.phase, block.uses[v].name, *ahead, *relative))
 
     def names(self, weights: Iterable[str], here: Block | None) -> str:
-        """The weights, those of the block `here` by their use alone, whole blocks as such."""
+        """Return the names of weights: by use in the block `here`, by block if all are meant."""
         words = []
         for place, group in groupby((self.homes[w] for w in weights), key=lambda home: home[1:3]):
             homes = list(group)
@@ -111,8 +111,8 @@ class _Table:
         return ", ".join(words)
 
 
-def _alike(lines: list[_Line]) -> object:
-    return tuple(line.alike for line in lines)
+def _done_by(lines: list[_Line]) -> object:
+    return tuple(line.does for line in lines)
 
 
 def _cells(blocks: Iterable[list[_Line]]) -> Iterator[tuple[str, ...]]:
@@ -120,25 +120,25 @@ def _cells(blocks: Iterable[list[_Line]]) -> Iterator[tuple[str, ...]]:
 
 
 def _collapsed(blocks: Iterable[list[_Line]]) -> Iterator[tuple[str, ...]]:
-    """The blocks of an action, with one shown of three or more in a row that are alike."""
-    for _, group in groupby(blocks, key=_alike):
-        first, *alike = group
+    """Yield the rows of an action's blocks; of three or more equal ones in a row, the first."""
+    for _, group in groupby(blocks, key=_done_by):
+        first, *same = group
         yield from _cells([first])
-        if len(alike) > 1:
-            begin, end = (lines[0].cells[2] for lines in (alike[0], alike[-1]))
+        if len(same) > 1:
+            begin, end = (lines[0].cells[2] for lines in (same[0], same[-1]))
             yield from _note([begin, "to", end])
         else:
-            yield from _cells(alike)
+            yield from _cells(same)
 
 
 def _note(names: list[str]) -> Iterator[tuple[str, ...]]:
-    """A line that says who is alike; of many, the first eight and the last four."""
+    """Yield a row that names repeats of the one above; at most the first eight and last four."""
     if names:
         yield (f"... {' '.join(names if len(names) <= 16 else [*names[:8], '...', *names[-4:]])}",)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """The rows in columns; what does not change from the row above is left out."""
+    """Yield the rows in columns; cells that repeat the row above are empty."""
     full = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     above: tuple[str, ...] = ()

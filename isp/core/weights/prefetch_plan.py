@@ -24,7 +24,7 @@ it. Nothing is left after the last action, since the optimizer is about to chang
 
 [Note: Launches]  Gathers are launched after the wait for the site's own weight, so that they do not
 share the wire with what is needed now, and in the order in which they are read: the wire is first
-in, first out, and whoever waited for the second would have waited for the first as well.
+in, first out, so a wait for the second gather is a wait for the first as well.
   * START, as soon as the optimizer has published the weights: the first two units.
   * Per layer, going forward or recomputing: the whole next span, before the launch point.
   * Per layer, in a backward without recompute: a rolling window, one weight of the next span at

@@ -41,10 +41,9 @@ class WPCommunicator(ABC):
     """
 
     gathers_weights: bool
-    """Whether weights, and so their gradients, travel."""
+    """True if weights are gathered and their gradients reduced."""
     is_recomputing = False
-    """Whether forward passes compute again what a backward needs: within `recomputing`, if weights
-    are gathered."""
+    """True within `recomputing`, if weights are gathered: forward passes are recomputation."""
 
     @property
     def communication_mode(self) -> str:
@@ -52,21 +51,21 @@ class WPCommunicator(ABC):
         return "isp" if self.gathers_weights else "tp"
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Forward passes in this context compute again what a backward is about to need."""
+        """Mark forward passes in this context as recomputation."""
         return nullcontext()
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype for a product of factors of `dtype` that is given to `grad_hook`."""
+        """Return the dtype in which `grad_hook` takes the gradient of a weight of `dtype`."""
         return dtype
 
     @abstractmethod
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
-        """The full tensors of which `weight` [n, ..] and `bias` [n] are this rank's parts.
+        """Yield the full tensors of the shards `weight` [n, ..] and `bias` [n], in a context.
 
-        To be entered when the layer is reached, as far ahead of the first read as there is work
-        that needs no weight. They may be read any number of times.
+        Enter it when the layer is reached, before work that needs no weight, which then hides the
+        gather. The tensors may be read any number of times.
         """
 
     def weight_hook(self, shard: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:
@@ -82,21 +81,21 @@ class WPCommunicator(ABC):
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False
     ) -> Tensor | None:
-        """The gradient of the shard, summed over the weight group: [N, ..] -> [n, ..].
+        """Sum a full gradient over the weight group; return the shard: [N, ..] -> [n, ..].
 
-        None if the communicator delivers it later by itself, which it does not if it is `returned`.
+        Returns None if the communicator delivers it later; with `returned` it never does.
         """
 
 
 class WholeWeights(NamedTuple):
-    """Full tensors that are there already."""
+    """Full tensors that need no gather."""
 
     weight: Tensor
     bias: Tensor | None
 
 
 class LocalWeights(WPCommunicator):
-    """Weights used as they lie: the modes that split the computation and not only the weights."""
+    """Weights used without a gather: in modes that split the computation, too."""
 
     gathers_weights = False
 
