@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +67,9 @@ class Paced(WPCommunicator):
         with self.communicator.unshard(module, phase, weight, bias) as full:
             yield full
             time.sleep(self.seconds(module))
+
+    def pass_by(self, key: Hashable) -> None:
+        self.communicator.pass_by(key)
 
     def grad_hook(self, grad: Tensor, *, module: Any, **place: Any) -> Tensor | None:
         time.sleep(self.seconds(module))

@@ -17,7 +17,7 @@ Source: InternEvo, `internlm/core/parallel/comm/isp.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -162,6 +162,9 @@ class _Delegating(WPCommunicator):
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
         return self.communicator.unshard(module, phase, weight, bias)
+
+    def pass_by(self, key: Hashable) -> None:
+        self.communicator.pass_by(key)
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False

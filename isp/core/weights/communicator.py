@@ -1,8 +1,8 @@
 """`ISPCommunicator`: each weight gathered before it is needed, each gradient reduced as it appears.
 
 [Note: Plan and cursor] What to do where is decided by the plan (`isp.core.weights.prefetch_plan`),
-which knows the order of the whole step. Layers report their position: `unshard` around the use of a
-weight, a module hook at launch points without one. A cursor follows the plan with them, and the
+which knows the order of the whole step. Forwards report their position: `unshard` around the use of
+a weight, `pass_by` at launch points without one. A cursor follows the plan with them, and the
 communicator runs the operations of the entries it reaches. A use that the plan lacks (a module
 called once more than declared, an evaluation without `begin`) gathers its own weight and leaves the
 cursor alone. Entries that were skipped are run when a later use arrives. Uses may be nested; a
@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +189,8 @@ class ISPCommunicator(WPCommunicator):
         """Weight and parameters of each layer, by the id of the layer and of its weight."""
         self._keys: dict[tuple[int, int, int], Hashable] = {}
         """The key of the use at each place (chunk, block, use), in forward order."""
+        self._launch_points: set[Hashable] = set()
+        """The keys of `pass_by`."""
         self._cursor: PlanCursor | None = None
         self._announced = False
         """Whether `begin` has been called [Note: Unannounced]."""
@@ -209,8 +210,7 @@ class ISPCommunicator(WPCommunicator):
         self._chunks = as_chunks(declared)
         names, weights = weight_names(declared), self._gatherer.weights
         for site, block, use in declared_uses(declared):
-            place = site[1:]
-            key = self._keys[place] = place if use.layer is None else id(use.layer)
+            self._keys[site[1:]] = use.key if use.layer is None else id(use.layer)
             if use.layer is not None:
                 name, own = names[id(use.layer.weight)], parameters_of(use.layer)
                 if name not in weights:
@@ -223,8 +223,8 @@ class ISPCommunicator(WPCommunicator):
                 ):
                     weight.has_other_biases = True
                 self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = weight, own
-            elif use.at is not None:
-                use.at.register_forward_pre_hook(partial(self._pass_by, key))
+            elif use.key is not None:
+                self._launch_points.add(use.key)
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Deliver reduced gradients to `sink`; by default they are added to `parameter.grad`."""
@@ -327,6 +327,17 @@ class ISPCommunicator(WPCommunicator):
             entry = None if failed or use.cursor is not self._cursor else use.entry
             self._gatherer.free(() if entry is None else entry.after, use.held)
 
+    def pass_by(self, key: Hashable) -> None:
+        """Report that a forward has reached the launch point without a weight declared as `key`.
+
+        Raises KeyError if no launch point was declared with this key.
+        """
+        if key not in self._launch_points:
+            raise KeyError(f"no launch point is declared as {key!r}: pass DeclaredUse(.., key=key)")
+        if (entry := self._arrive(key, _FORWARD)) is not None:
+            self._gatherer.launch(entry.before)
+            self._gatherer.free(entry.after)
+
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._reducer.travels_in(dtype)
 
@@ -355,12 +366,6 @@ class ISPCommunicator(WPCommunicator):
         self._gatherer.follow()
         self._gatherer.launch(cursor.plan.start)
         return cursor
-
-    def _pass_by(self, key: Hashable, *_: object) -> None:
-        """Pass a launch point that has no weight; a hook of its module."""
-        if (entry := self._arrive(key, Phase.FORWARD)) is not None:
-            self._gatherer.launch(entry.before)
-            self._gatherer.free(entry.after)
 
     def _arrive(self, key: Hashable, phase: Phase) -> PlanEntry | None:
         """Return the plan's entry for a use, after running the entries skipped before it."""

@@ -6,7 +6,7 @@ Nothing is found by matching names, so any model can be declared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,8 +64,11 @@ class DeclaredUse:
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
-    """The module whose call marks the place, if not the layer itself; one call may contain several
-    uses."""
+    """The module whose call marks the place for recorders, if not the layer itself; one call may
+    contain several uses."""
+    key: Hashable = None
+    """The key with which the model calls `WPCommunicator.pass_by` here; for launch points only.
+    Uses of one key are passed in turn."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

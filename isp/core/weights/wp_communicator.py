@@ -6,6 +6,7 @@ Source: InternEvo, `internlm/core/parallel/comm/isp.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -66,6 +67,12 @@ class WPCommunicator(ABC):
 
         Enter it when the layer is reached, before work that needs no weight, which then hides the
         gather. The tensors may be read any number of times.
+        """
+
+    def pass_by(self, key: Hashable) -> None:  # noqa: B027  # only plans have launch points
+        """Report that a forward has reached the launch point without a weight declared as `key`.
+
+        Gathers that the plan launches there are launched. Does nothing if weights are not gathered.
         """
 
     def weight_hook(self, shard: Tensor, *, module: WeightHolder, is_bias: bool = False) -> Tensor:

@@ -90,7 +90,7 @@ class CallFollower:
         self.points = {number: nn.Identity() for number in numbers}
         """Modules that are called where a block mixes tokens, by block and index of the call.
 
-        Mixing is a function call without a module, but launch points need one to hook into."""
+        Mixing is a function call without a module, but recorders need one to hook into."""
         self._forward_pass: ForwardPass | None = None
 
     def follow(self, model: nn.Module, holders: Mapping[str, Holder]) -> None:
@@ -154,15 +154,23 @@ class CallFollower:
         """
         forward_pass = self.under_way(module)
         forward_pass.arrive(kind, module)
+        if kind is Kind.EXPERTS and self.tile_of(module) is None:
+            self._pass_experts(module)
         return forward_pass.instead.calls.get(module)
 
     def mix(self, kind: Kind, x: Tensor) -> tuple[ForwardPass, Call]:
         """Count a call that mixes the tokens x; return the current pass and the call as traced."""
         forward_pass = self.under_way(kind)
         call = forward_pass.arrive(kind, forward_pass.name)
-        # Fires the hooks of the launch point, if the plan has one here.
-        self.points[forward_pass.name, forward_pass.passed - 1](x)
+        key = forward_pass.name, forward_pass.passed - 1
+        self._layers.communicator.pass_by(key)
+        self.points[key](x)  # fires the hooks of recorders
         return forward_pass, call
+
+    def _pass_experts(self, module: str) -> None:
+        """Pass the launch point of experts whose weights stay on their rank."""
+        if self._layers.experts_stay:
+            self._layers.communicator.pass_by(module)
 
     def place(self) -> ExpertPlace:
         """Return the place in their block of the experts that are called now."""
@@ -224,6 +232,9 @@ class CallFollower:
         """
         forward_pass = self.under_way(name)
         forward_pass.skip(name, calls)
+        for call in calls:
+            if call.kind is Kind.EXPERTS:
+                self._pass_experts(call.module)
         # Taken now: backward runs tiles again, when another micro-batch may be the current one.
         masks = forward_pass.masks
 

@@ -6,7 +6,7 @@ it has shards, and its forward reads the whole weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -289,8 +289,10 @@ def _uses_of(
         outer = follower.tile_of(call.module)
         # The module whose hooks mark this place. Mixing has none, so `mix` calls one for it.
         at = model.get_submodule(outer or call.module)
+        key: Hashable = call.module
         if call.kind.mixes:
-            at = follower.points[call.module, index]
+            key = call.module, index
+            at = follower.points[key]
         for number, weight in enumerate((None,) if holder is None else holder.weights):
             inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
             use = Use(
@@ -301,7 +303,7 @@ def _uses_of(
                 passes=0 if weight is None else _passes(weight, call),
                 in_recompute=outer is None,
             )
-            yield DeclaredUse(use, weight, at)
+            yield DeclaredUse(use, weight, at, None if weight is not None else key)
             latest = outer
 
 

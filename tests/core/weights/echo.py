@@ -125,7 +125,12 @@ def plain_linear(x: Tensor, layer: ParallelLinear) -> Tensor:
 class Core(nn.Module):
     """What lies between the two linears of a block: a launch point without a weight."""
 
+    def __init__(self, communicator: WPCommunicator) -> None:
+        super().__init__()
+        self.communicator = communicator
+
     def forward(self, x: Tensor) -> Tensor:
+        self.communicator.pass_by(self)
         return torch.tanh(x)
 
 
@@ -135,7 +140,7 @@ class NetBlock(nn.Module):
     def __init__(self, layers: ToolkitLayers, *, bias: bool, mlp: bool) -> None:
         super().__init__()
         self.wqkv = layers.column(D, (D,), bias=bias, std=0.5)
-        self.core = Core()
+        self.core = Core(layers.communicator)
         self.wo = layers.row(D, D, bias=bias, std=0.5)
         self.w1 = layers.column(D, (D,), std=0.5) if mlp else None
 
@@ -153,7 +158,7 @@ class NetBlock(nn.Module):
         last = (DeclaredUse(Use("w1", launch_point=at.W1), self.w1),) if self.w1 else ()
         return (
             DeclaredUse(Use("wqkv", launch_point=at.WQKV), self.wqkv),
-            DeclaredUse(Use("attn", launch_point=at.ATTN), at=self.core),
+            DeclaredUse(Use("attn", launch_point=at.ATTN), key=self.core),
             DeclaredUse(Use("wo", launch_point=at.WO), self.wo),
             *last,
         )

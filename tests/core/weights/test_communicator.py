@@ -22,6 +22,7 @@ from isp.core.optim.main_grads import MainGradients
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
 from isp.core.weights.prefetch_plan import PlanCursor, plan
 from isp.core.weights.uses import sequential_actions
+from isp.core.weights.wp_communicator import LocalWeights
 from tests.core.weights.echo import CPU, Net, echo_net, leased_bytes
 from tests.core.weights.schedules import decoder
 
@@ -297,6 +298,15 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     found = cursor.arrive((0, 1, 0), Phase.BACKWARD)  # but within B0 it looks
     assert found is not None
     assert [step.site.block for step in found[1]] == [2, 2, 2, 2, 1, 1, 1]
+
+
+def test_launch_points_are_declared() -> None:
+    """Catches a launch point that is passed under another key than it was declared with."""
+    net, communicator, _ = echo_net()
+    assert communicator.pass_by(net.a.core) is None  # type: ignore[func-returns-value]
+    with pytest.raises(KeyError, match="no launch point is declared as 'attn': pass DeclaredUse"):
+        communicator.pass_by("attn")
+    LocalWeights().pass_by("attn")  # gathers nothing, so there is no plan to follow
 
 
 def test_model_chunk_must_exist() -> None:
