@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 __all__ = ["copied", "leave_alone", "on_meta", "parameters_on_meta"]
 
@@ -23,19 +24,20 @@ def parameters_on_meta() -> Iterator[None]:
 
     Buffers keep their values, which cannot be made again without the model's own code.
     """
-    register = nn.Module.register_parameter
 
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            grad = parameter.requires_grad
-            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
-        register(module, name, parameter)
+    def without_memory(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:
+            return None  # torch then registers the parameter itself
+        grad = parameter.requires_grad
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=grad)
 
-    setattr(nn.Module, "register_parameter", without_memory)  # noqa: B010
+    # A hook for all modules of the process, while the context lasts. Torch's annotation does not
+    # know that it may return a parameter to register instead, which its documentation promises.
+    handle = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        setattr(nn.Module, "register_parameter", register)  # noqa: B010
+        handle.remove()
 
 
 def on_meta(model: nn.Module) -> nn.Module:
