@@ -31,7 +31,7 @@ from isp.config.sections import TrainingConfig
 from isp.core.mesh import ParallelConfig, WeightConfig
 from isp.core.mesh.config import ExpertConfig
 from isp.loop.parallel_run import ParallelRun
-from isp.models.runtime.call_follower import CallFollower
+from isp.models.runtime.weight_holders import WeightHolders
 from isp.parity.forked import run_ranks
 from isp.planner.experts import PASSES, ExpertLayer, crossing_tokens
 from model.config import ModelConfig
@@ -104,10 +104,10 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
     torch.set_num_threads(1)
     ids = torch.randint(64, (16, ROW), generator=torch.Generator().manual_seed(rank))
     exchange = ids.numel() * USED * HIDDEN * 4 * (1 - 1 / RANKS) / (options.mbit * 125_000)
-    runs, ahead_of = {"ahead": _run("exchange", INSIDE)}, CallFollower.ahead_of
-    CallFollower.ahead_of = lambda *_: None
+    runs, ahead_of = {"ahead": _run("exchange", INSIDE)}, WeightHolders._ahead_of
+    WeightHolders._ahead_of = lambda *_: None
     runs["behind"] = _run("exchange", INSIDE)
-    CallFollower.ahead_of = ahead_of
+    WeightHolders._ahead_of = ahead_of
     for run in runs.values():
         for layer in run.train_step.built.linears:
             if "shared_expert." in layer.name:

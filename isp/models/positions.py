@@ -19,6 +19,7 @@ from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import pinned_memory
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.torch_private import tree_map
+from isp.models.forwards import ModuleForward, Wrapper, set_forward
 
 __all__ = [
     "at_positions",
@@ -59,7 +60,8 @@ def give_positions(model: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             takes = inspect.signature(type(module).forward).parameters
             if "position_ids" in takes and takes["position_ids"].default is None:
-                setattr(module, "forward", partial(_look_up, module.forward))  # noqa: B010
+                # Before the model is traced: this is part of the model that the trace sees.
+                set_forward(module, partial(_look_up, module.forward))
 
 
 def _look_up(table: Callable[..., Tensor], tokens: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -87,26 +89,26 @@ def token_lengths(positions: Tensor, cu_seqlens: Tensor | None, layers: RankLaye
     return pinned_memory.send(own.contiguous(), positions.device)
 
 
-def by_document(
-    limit: int, lengths: Callable[[], Tensor | None], forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return a forward of rotary positions that treats each token by the length of its document.
+def by_document(limit: int, lengths: Callable[[], Tensor | None]) -> Wrapper:
+    """Return a wrapper of rotary positions that treats each token by the length of its document.
 
-    `forward` makes angles [B, S', d] in one of two ways, by whether the largest position of the row
-    reaches `limit` (longrope). The returned function chooses for each token as if its document were
-    alone. `lengths` returns the documents' lengths [B, S'], or None to run `forward` as it is.
+    The forward makes angles [B, S', d] in one of two ways, by whether the largest position of the
+    row reaches `limit` (longrope). The wrapped one chooses for each token as if its document were
+    alone. `lengths` returns the documents' lengths [B, S'], or None to run the forward as it is.
     """
 
-    def angles(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute both kinds of angles, and choose by token."""
-        of_tokens = lengths()
-        if of_tokens is None:
-            return forward(x, position_ids, *args, **kwargs)
-        far = torch.full_like(position_ids[..., :1], limit)
-        short = forward(x, position_ids.clamp(max=limit - 1), *args, **kwargs)
-        # One position more, at the limit, makes `forward` take the row for a long one.
-        long = forward(x, torch.cat([position_ids, far], -1), *args, **kwargs)
-        is_long = (of_tokens > limit).unsqueeze(-1)
-        return tree_map(lambda a, b: torch.where(is_long, b[:, :-1], a), short, long)
+    def wrap(inner: ModuleForward) -> ModuleForward:
+        def angles(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+            of_tokens = lengths()
+            if of_tokens is None:
+                return inner(x, position_ids, *args, **kwargs)
+            far = torch.full_like(position_ids[..., :1], limit)
+            short = inner(x, position_ids.clamp(max=limit - 1), *args, **kwargs)
+            # One position more, at the limit, makes the forward take the row for a long one.
+            long = inner(x, torch.cat([position_ids, far], -1), *args, **kwargs)
+            is_long = (of_tokens > limit).unsqueeze(-1)
+            return tree_map(lambda a, b: torch.where(is_long, b[:, :-1], a), short, long)
 
-    return angles
+        return angles
+
+    return wrap

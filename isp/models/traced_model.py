@@ -21,6 +21,7 @@ from isp.core.mesh.config import ParallelConfig, PipelineConfig
 from isp.core.mesh.sequence_split import Windows
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.recompute.config import Recomputation
+from isp.models.forwards import Forwards, Wrap
 from isp.models.huggingface.config_json import check_layout, check_model_config
 from isp.models.huggingface.initial_weights import InitialWeights
 from isp.models.huggingface.interface import (
@@ -33,14 +34,17 @@ from isp.models.meta import copied, leave_alone, on_meta
 from isp.models.moe.dispatch import check_spread
 from isp.models.moe.load_balance import ExpertLoad, experts_of
 from isp.models.moe.router_losses import check_router_losses, make_router_losses
+from isp.models.positions import by_document
 from isp.models.roles import ParameterRole
-from isp.models.runtime.call_follower import CallFollower, local_of
+from isp.models.runtime.blocks import Blocks
+from isp.models.runtime.mixers import TracedMixers, local_of
 from isp.models.runtime.share import check_shares, run_with_a_share
 from isp.models.runtime.stage_module import StageModule
 from isp.models.runtime.weight_holders import WeightHolders
 from isp.models.sharding.pipeline_split import Stage, check_stages, stages_of, tied_weight
 from isp.models.sharding.tensor_plan import TensorPlan, tensor_plan
 from isp.models.tracing.long_rows import LengthCheck
+from isp.models.tracing.position import Position
 from isp.models.tracing.probe import check_local
 from isp.models.tracing.trace import check_supported, trace_model
 
@@ -371,7 +375,7 @@ class TracedModel:
 
         def share() -> None:
             build = partial(self._chunk, stages=stages_of(self.shape, self.trace, 1))
-            run_with_a_share(build, self.trace, self._tensor_plan, size)
+            run_with_a_share(build, self.shape, self.trace, self._tensor_plan, size)
 
         def shares() -> None:
             if self._probed:  # otherwise the model is not known to run on the CPU
@@ -428,8 +432,25 @@ class TracedModel:
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
         plan = self._tensor_plan if layers.splits_features else None
-        follower = CallFollower(self.trace, layers, self.recomputation, stages, local)
-        holders = WeightHolders(model, layers, follower, plan, stages)
+        # [Note: Forwards] Position and blocks run what the wrappers enclose; the wrappers are
+        # collected first, and installed when there is one for each module that needs one.
+        position, forwards = Position(layers.communicator), Forwards()
+        position.mixers = TracedMixers(layers, position, local, self.trace.attentions)
+        blocks = Blocks(self.trace, layers, self.recomputation, stages, position)
+        holders = WeightHolders(
+            model,
+            self.trace,
+            layers,
+            position=position,
+            blocks=blocks,
+            forwards=forwards,
+            plan=plan,
+            stages=stages,
+            tile_tokens=self.recomputation.mlp_tile_tokens,
+        )
+        for part, limit in self.interface.length_limits(model).items():
+            forwards.add(part, Wrap.COMPUTE, by_document(limit, position.document_lengths))
+        forwards.install()
         routers = load = None
         if layers.device.type != "meta":
             of, experts = self._router_losses(), experts_of(self.shape, self.trace)
@@ -445,6 +466,7 @@ class TracedModel:
         return StageModule(
             self.interface,
             holders,
+            blocks,
             weights=self._weights,
             loss_chunk_tokens=self.loss_chunk_tokens,
             compile=self.compile,

@@ -49,6 +49,7 @@ from isp.core.torch_private import (
 )
 from isp.core.weights.declare import WeightHolder
 from isp.core.weights.wp_communicator import FullWeights, LocalWeights, WPCommunicator
+from isp.models.forwards import set_forward
 from isp.planner.record import Compute, EventRecorder, GradientReady, PeakMemory, Reach, Read, Work
 
 __all__ = [
@@ -372,7 +373,7 @@ def fuse_norms(model: nn.Module) -> None:
     """Make each `nn.RMSNorm` a single autograd node, as on CUDA [Note: One node]."""
     for norm in model.modules():
         if type(norm) is nn.RMSNorm:
-            setattr(norm, "forward", partial(_normed, norm))  # noqa: B010
+            set_forward(norm, partial(_normed, norm))
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:

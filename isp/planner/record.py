@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -19,6 +19,7 @@ from isp.core.tensors import memory_of, tensors_in
 from isp.core.torch_private import TorchDispatchMode, storage_key
 from isp.core.weights.declare import DeclaredBlock, WeightHolder
 from isp.core.weights.uses import Block
+from isp.models.tracing.position import Position
 
 __all__ = [
     "Event",
@@ -172,8 +173,8 @@ class EventRecorder:
         """Memory kept for backward, by storage."""
         self._places: dict[int, tuple[int, int]] = {}
         """Block and use, by the id of the module whose call starts the use."""
-        self._lasts: set[int] = set()
-        """Ids of the modules of each block's last use."""
+        self._lasts: set[tuple[int, int]] = set()
+        """The use of each block, with the number of the block, whose call is its last."""
         self._inside: set[int] = set()
         """Ids of layers that are used inside the call that started another use."""
         self._events: defaultdict[tuple[int, bool], list[Event]] = defaultdict(list)
@@ -193,25 +194,40 @@ class EventRecorder:
         self._offloaded: Counter[int] = Counter()
         """Bytes on the host, by block."""
 
-    def follow(self, blocks: Sequence[DeclaredBlock]) -> None:
-        """Install the hooks that record the start of each use of `blocks`."""
+    def follow(self, blocks: Sequence[DeclaredBlock], position: Position) -> None:
+        """Install the hooks that record the start of each use of `blocks`.
+
+        `position`: that of the model, which calls hooks where tokens are mixed.
+        """
         for b, block in enumerate(blocks):
             block.module.register_forward_pre_hook(partial(self._enters, b))
             block.module.register_forward_hook(partial(self._leaves, b))
             called: set[int] = set()
             for v, place in enumerate(block.uses):
-                module = place.layer if place.at is None else place.at
-                assert isinstance(module, nn.Module), f"nothing is called at {place.use.name}"
-                if id(module) in called:  # the layer has no call of its own to hook
+                at = place.at
+                if at is None:  # tokens are mixed; backward gets here with the gradient of x
+                    self._mixes(place.key, b, v, position)
+                    continue
+                if id(at) in called:  # the layer has no call of its own to hook
                     self._places[id(place.layer)] = b, v
                     self._inside.add(id(place.layer))
                     continue
-                assert id(module) not in self._places, f"{place.use.name} is called twice"
-                self._places[id(module)] = self._places[id(place.layer)] = b, v
-                called.add(id(module))
-                module.register_forward_pre_hook(self._begins)
-                module.register_forward_hook(self._ends)
-            self._lasts.add(id(module))
+                assert id(at) not in self._places, f"{place.use.name} is called twice"
+                self._places[id(at)] = self._places[id(place.layer)] = b, v
+                called.add(id(at))
+                at.register_forward_pre_hook(partial(self._begins, b, v))
+                at.register_forward_hook(partial(self._ends, b, v))
+            # A layer without a call of its own ends with the call that it is in.
+            self._lasts.add((b, v) if at is None else self._places[id(at)])
+
+    def _mixes(self, key: Hashable, block: int, use: int, position: Position) -> None:
+        """Record the start of each call that mixes tokens at the place `key`."""
+
+        def hook(x: Tensor) -> None:
+            self._begins(block, use)
+            self._ends(block, use, None, (), x)
+
+        position.register_mixing_hook(key, hook)
 
     def forget(self) -> None:
         """Discard what was recorded so far, as a warm-up."""
@@ -333,9 +349,8 @@ class EventRecorder:
         if self.phase is Phase.FORWARD and y.requires_grad:
             y.register_hook(lambda _: self._goes_back(block))
 
-    def _begins(self, module: nn.Module, _: Any) -> None:
-        """Record the start of a use."""
-        block, use = self._places[id(module)]
+    def _begins(self, block: int, use: int, *_: object) -> None:
+        """Record the start of a use; a forward pre-hook."""
         if self.phase is Phase.FORWARD:
             if (block, use) in self._reached:  # a loss may run the layers after the head twice
                 return
@@ -343,12 +358,11 @@ class EventRecorder:
         self._enters(block)
         self.note(Reach(use, self.phase))
 
-    def _ends(self, module: nn.Module, _: Any, y: Tensor) -> None:
-        """Switch to the block as soon as the gradient of a use's output is there."""
+    def _ends(self, block: int, use: int, _: nn.Module | None, __: Any, y: Tensor) -> None:
+        """Switch to the block as soon as the gradient of a use's output y is there; a hook."""
         if self.phase is not Phase.FORWARD or not y.requires_grad:
             return  # a layer that computes its own gradient runs its parts without autograd
-        block, _ = self._places[id(module)]
-        self._ahead = block + (id(module) in self._lasts)
+        self._ahead = block + ((block, use) in self._lasts)
         y.register_hook(lambda _: self._goes_back(block))
 
     def _goes_back(self, block: int) -> None:

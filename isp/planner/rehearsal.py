@@ -225,7 +225,7 @@ def _rehearsed(
     (declared,) = as_chunks((blocks,))
     shapes = {p.name: p.layout.global_shape for p in parameters}
     kinds = [kind_of(block, shapes) for block in declared]
-    recorder.follow(blocks)
+    recorder.follow(blocks, whole.position)
     # Token ids are this rank's slice; a vocab-parallel loss needs the labels of all tokens.
     own = tokens // tensor.size if mode.slices_batch else tokens
     ids = torch.empty(rows, own, dtype=torch.int64, device=META)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -15,7 +15,10 @@ from isp.core.comm import CommLog, DeviceClock, TimedTransfer, streams
 from isp.core.mesh.phase import Phase
 from isp.metrics import MemoryMeter, peak_memory_gib
 
-__all__ = ["Mark", "RankRecord", "Recorder"]
+__all__ = ["Mark", "RankRecord", "Recorder", "RegisterHook"]
+
+RegisterHook = Callable[[Callable[..., None]], RemovableHandle]
+"""A function that lets a hook be called at a place of the forward, until its handle is removed."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,16 @@ _Moment = tuple[streams.Event | None, Mark]
 class Recorder:
     """Context manager that records what happens in `log`.
 
-    `parts` are the modules that a forward calls in order, `sites` the uses of weights within them,
-    each by name. Hooks on them exist only within the context. On CUDA times come from events on the
-    streams; the recorder does not wait for the device before the context is left.
+    `parts` are the modules that a forward calls in order, by name; `sites` the uses of weights
+    within them, each with the function that registers a hook on it. Hooks exist only within the
+    context. On CUDA times come from events on the streams; the recorder does not wait for the
+    device before the context is left.
     """
 
     log: CommLog
     device: torch.device
     parts: Mapping[str, nn.Module]
-    sites: Iterable[tuple[str, nn.Module]] = ()
+    sites: Iterable[tuple[str, RegisterHook]] = ()
     _clock: DeviceClock | None = field(default=None, init=False)
     _transfers: list[TimedTransfer] = field(default_factory=list, init=False)
     _moments: list[_Moment] = field(default_factory=list, init=False)
@@ -83,7 +87,7 @@ class Recorder:
             self._handles.append(part.register_forward_pre_hook(self._begins_forward(name)))
             self._handles.append(part.register_forward_hook(self._begins_backward(name)))
         for name, site in self.sites:
-            self._handles.append(site.register_forward_pre_hook(self._reaches(name)))
+            self._handles.append(site(self._reaches(name)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -150,9 +154,9 @@ class Recorder:
         return hook
 
     def _reaches(self, name: str) -> Any:
-        """Return a forward pre-hook that marks the use `name`."""
+        """Return a hook that marks the use `name`, whatever it is called with."""
 
-        def hook(_: nn.Module, __: Any) -> None:
+        def hook(*_: object) -> None:
             self._moments.append(self._moment(self.log.phase, self.log.block, site=name))
 
         return hook

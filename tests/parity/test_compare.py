@@ -26,7 +26,7 @@ from isp.models.huggingface import tiny
 from isp.models.huggingface.tiny import tiny_config
 from isp.models.runtime import sharded_modules
 from isp.models.runtime.tiles import TiledModule
-from isp.models.tracing import forward_pass
+from isp.models.tracing import position
 from isp.parity.api import _subject_of, keys_from
 from isp.parity.compare import CASES, TOLERANCE, Check
 from isp.parity.forked import RankError, run_ranks
@@ -129,10 +129,8 @@ def test_a_window_that_is_ignored(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a check that is blind to masks: the first layer of Gemma 3 has a window."""
-    right = forward_pass.AttentionMask
-    monkeypatch.setattr(
-        forward_pass, "AttentionMask", lambda **keys: right(**{**keys, "window": None})
-    )
+    right = position.AttentionMask
+    monkeypatch.setattr(position, "AttentionMask", lambda **keys: right(**{**keys, "window": None}))
     assert main(["check", folder, "--layouts", "2x1"]) == 1
     said = capsys.readouterr().out
     assert "DIFFERS" in _rows(said)["isp 2x1"]
@@ -144,9 +142,9 @@ def test_packing_that_is_lost(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches packing that lets a document attend to those before it."""
-    right = forward_pass.AttentionMask
+    right = position.AttentionMask
     monkeypatch.setattr(
-        forward_pass, "AttentionMask", lambda **keys: right(**{**keys, "cu_seqlens": None})
+        position, "AttentionMask", lambda **keys: right(**{**keys, "cu_seqlens": None})
     )
     assert main(["check", folder, "--layouts", "2x1"]) == 1
     assert "in 2 of 4 cases, such as rows packed" in capsys.readouterr().out

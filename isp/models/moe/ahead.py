@@ -12,7 +12,6 @@ N tokens, D and E features
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isp.core.autograd import Function, once_differentiable
 from isp.core.torch_private import has_full_backward_hooks
+from isp.models.forwards import ModuleForward
 from isp.models.tracing.calls import Ahead, same_rows
-from isp.models.tracing.forward_pass import ForwardPass
+from isp.models.tracing.position import Position
 
 __all__ = ["ComputedAhead"]
 
@@ -30,13 +30,17 @@ __all__ = ["ComputedAhead"]
 class ComputedAhead:
     """A module [.., D] -> [.., E] that acts on each token alone and is computed before its call."""
 
-    def __init__(
-        self, module: nn.Module, ahead: Ahead, under_way: Callable[[str], ForwardPass]
-    ) -> None:
-        """Replace the forward of `module`; `under_way` returns the current pass, given its name."""
+    def __init__(self, module: nn.Module, ahead: Ahead, position: Position) -> None:
+        """Prepare to compute `module`, once its forward has the wrapper `wrap`."""
         self._name, self._dims = ahead
-        self._module, self._forward, self._under_way = module, module.forward, under_way
-        module.forward = self._called
+        self._module, self._position = module, position
+        self._forward: ModuleForward = module.forward
+        """The module's forward without this wrapper; `wrap` sets it."""
+
+    def wrap(self, inner: ModuleForward) -> ModuleForward:
+        """Return a forward that gives what was computed ahead; the wrapper `Wrap.AHEAD`."""
+        self._forward = inner
+        return self._called
 
     @property
     def _is_hooked(self) -> bool:
@@ -49,14 +53,15 @@ class ComputedAhead:
         if self._is_hooked:
             x = _Hooked.apply(x, call)
         # Kept in the pass: a recompute is a pass of its own, and computes its own result.
-        self._under_way(self._name).ahead[self._name] = tokens, self._forward(x), call
+        self._position.current(self._name).ahead[self._name] = tokens, self._forward(x), call
 
     def _called(self, x: Tensor) -> Tensor:
         """Return the result for x [.., D]: the one computed ahead if there is one, else a new one.
 
         Raises RuntimeError if that was computed from other tokens than x.
         """
-        tokens, y, call = self._under_way(self._name).ahead.pop(self._name, (x, None, []))
+        now = self._position.current(self._name)
+        tokens, y, call = now.ahead.pop(self._name, (x, None, []))
         if self._is_hooked and x.grad_fn is not None:
             call.append((get_gradient_edge(x), x.shape))
         if y is None:

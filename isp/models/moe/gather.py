@@ -36,6 +36,7 @@ from isp.core.torch_private import (
     version_of,
 )
 from isp.core.weights.wp_communicator import WPCommunicator
+from isp.models.forwards import ModuleForward
 from isp.models.moe.ahead import ComputedAhead
 from isp.models.moe.dispatch import ExpertExchange, ExpertSubset, on_other_tokens
 from isp.models.roles import expert_stacks
@@ -77,14 +78,12 @@ class ShardedExperts:
         module: nn.Module,
         name: str,
         communicator: WPCommunicator,
-        called: Callable[[], object],
         place: Callable[[], ExpertPlace],
         exchange: ExpertExchange | None = None,
         ahead: ComputedAhead | None = None,
     ) -> None:
-        """Replace the forward of `module` if its weights are gathered or its tokens exchanged.
+        """`place` returns the place of the current call in its block.
 
-        `called` is called before each call; `place` returns the place of the current call.
         `exchange`: the exchange with ranks that have other experts; None: all experts are here, or
         gathered. `ahead`: the module that is computed while tokens or weights are in flight.
         """
@@ -100,10 +99,12 @@ class ShardedExperts:
         gathered = {weight.weight_name for weight in self.weights}
         self._module, self._call = module, _Call(module, exchange)
         self._others = [n for n, _ in module.named_parameters() if n not in gathered]
-        # A hook must return None, or its result would replace the arguments.
-        module.register_forward_pre_hook(lambda *_: called() and None)
-        if communicator.gathers_weights or exchange is not None:
-            module.forward = self.__call__
+
+    def wrap(self, inner: ModuleForward) -> ModuleForward:
+        """Return the forward of the experts on this rank; the wrapper `Wrap.COMPUTE`."""
+        if self.communicator.gathers_weights or self._exchange is not None:
+            return self.__call__
+        return inner
 
     @contextmanager
     def whole(self, phase: Phase) -> Iterator[Sequence[Tensor]]:

@@ -11,7 +11,7 @@ B batch, S sequence, N tokens, I in features, Oi out features of linear i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
@@ -34,6 +34,7 @@ from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
+from isp.models.forwards import ModuleForward, Wrapper
 from isp.models.roles import ParameterRole
 from isp.models.tracing.calls import Call, Kind
 from isp.models.tracing.trace import ModelTrace
@@ -114,14 +115,12 @@ class FusedLinears:
         self,
         linears: Mapping[str, nn.Module],
         communicator: WPCommunicator,
-        called: Callable[[str], object],
         weight: ShardedParameter,
         bias: ShardedParameter | None,
     ) -> None:
-        """Replace the forwards of `linears`, which are in order of their calls.
+        """`linears`: in order of their calls.
 
-        `called` is called with the name of each linear that is called. `weight` [sum of Oi, I] and
-        `bias` [sum of Oi] are the fused shards.
+        `weight` [sum of Oi, I] and `bias` [sum of Oi] are the fused shards.
         """
         self._names = [*linears]
         self.name = _name(self._names)
@@ -134,25 +133,27 @@ class FusedLinears:
             self.layouts["bias"] = bias.layout
         self.sizes = [cast(nn.Linear, linear).out_features for linear in linears.values()]
         self.weights = (self,)
-        self._called = called
         self.first = self._names[0]
         """The linear whose call gathers the weights and computes all outputs."""
         self._x: Tensor | None = None
         """The input of the first linear, until all linears have been called."""
         self._outputs: list[Tensor] = []
         """The outputs of the linears that have not been called yet, the last linear's first."""
-        for number, linear in enumerate(linears.values()):
-            linear.forward = partial(self._forward, number, linear.forward)
 
-    def _forward(self, number: int, original: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def wrapper(self, linear: str) -> Wrapper:
+        """Return the wrapper `Wrap.COMPUTE` of one of the linears."""
+        number = self._names.index(linear)
+        return lambda inner: partial(self._forward, number, inner)
+
+    def _forward(self, number: int, original: ModuleForward, x: Tensor) -> Tensor:
         """Return the output of one linear: x [B, S, I] -> [B, S, Oi].
 
         Raises RuntimeError if x is not the tensor that the first linear was called with.
         """
-        self._called(self._names[number])
         # The parameters are whole and no gradient is computed, so the module's own code will do.
         if not (self.communicator.gathers_weights or torch.is_grad_enabled()):
-            return original(x)
+            own: Tensor = original(x)
+            return own
         if number == 0:
             # Reversed, so that `pop` below takes the output of the linear that is called.
             self._x, self._outputs = x, list(self._multiply(x))[::-1]

@@ -1,7 +1,7 @@
 """Replacement of a model's parameters by shards, and of forwards that read them as whole weights.
 
-The model keeps its modules and names: `module.weight` becomes this rank's shard, and the `forward`
-of the instance multiplies by the whole weight.
+The model keeps its modules and names: `module.weight` becomes this rank's shard, and the forward
+(`isp.models.forwards`) multiplies by the whole weight.
 
 O out features, I in features
 """
@@ -22,6 +22,7 @@ from isp.core.layers.linear import Moves, Role, WeightGradientRoute, multiply
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.models.forwards import ModuleForward
 from isp.models.moe.load_balance import router_dtype
 from isp.models.roles import (
     ParameterRole,
@@ -33,14 +34,11 @@ from isp.models.runtime.fused_linears import FusedRows
 from isp.models.sharding.matrices import matrices_in
 from isp.models.sharding.region import Entrance
 from isp.models.sharding.tensor_plan import TensorPlan
+from isp.models.tracing.position import Position
 from isp.models.tracing.trace import ModelTrace
 from isp.models.tracing.weight_reads import looked_up
 
 __all__ = ["ShardedEmbedding", "ShardedLinear", "shard_parameters"]
-
-
-Called = Callable[[], Callable[[Tensor], Tensor] | None]
-"""A function that each call calls first; it returns the function to call in its place, or None."""
 
 
 class _ShardedModule:
@@ -74,8 +72,9 @@ class _ShardedModule:
 
     @property
     def weight(self) -> nn.Parameter:
-        weight = self.module.weight
-        assert isinstance(weight, nn.Parameter)
+        # Not `module.weight`, which torch looks up in three places: this runs in each call.
+        weight = self.module._parameters["weight"]
+        assert weight is not None
         return weight
 
 
@@ -92,42 +91,41 @@ class ShardedLinear(_ShardedModule):
         module: nn.Module,
         name: str,
         layers: RankLayers,
-        called: Called,
         plan: TensorPlan | None,
         entrance: Entrance | None,
         bias_is_whole: bool,
     ) -> None:
-        """Replace the forward of `module`; `called` is called first in each call.
-
-        `entrance`: that of the region that the linear is a column of; None: it is no column.
-        """
+        """`entrance`: that of the region that the linear is a column of; None: it is no column."""
         moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
         super().__init__(module, name, layers, moves)
         self.transposed = is_transposed(module)
         self.weight_gradients: WeightGradientRoute | None = None
-        original, is_local = module.forward, self._sends_nothing and entrance is None
+        self._entrance = entrance
         self._bias_after_move = bias_is_whole or (plan is not None and plan.is_row(name))
 
+    def wrap(self, inner: ModuleForward) -> ModuleForward:
+        """Return the linear's forward on this rank; the wrapper `Wrap.COMPUTE`."""
+        entrance, bias_after_move = self._entrance, self._bias_after_move
+        is_local = self._sends_nothing and entrance is None
+
         def forward(x: Tensor) -> Tensor:
-            instead = called()
-            if instead is not None:
-                return instead(x)
             if is_local and not torch.is_grad_enabled():  # the module's own code is right and fast
-                own: Tensor = original(x)
+                own: Tensor = inner(x)
                 return own
-            with nullcontext() if entrance is None else entrance.column(x):
+            if entrance is None:
                 y = multiply(x, self.weight, self.bias, self)
-            bias = module.bias if self._bias_after_move else None
+            else:
+                with entrance.column(x):
+                    y = multiply(x, self.weight, self.bias, self)
+            bias = self.module.bias if bias_after_move else None
             return y + bias.to(y.dtype) if isinstance(bias, Tensor) else y
 
-        module.forward = forward
+        return forward
 
     @property
     def bias(self) -> nn.Parameter | None:
         """The bias that is added with the product; None: none, or it is added after the product."""
-        bias = None if self._bias_after_move else self.module.bias
-        assert bias is None or isinstance(bias, nn.Parameter)
-        return bias
+        return None if self._bias_after_move else self.module._parameters["bias"]
 
 
 class ShardedEmbedding(_ShardedModule):
@@ -140,24 +138,27 @@ class ShardedEmbedding(_ShardedModule):
     deterministic = False
 
     def __init__(
-        self, module: nn.Module, name: str, layers: RankLayers, called: Called, moves: Moves
+        self, module: nn.Module, name: str, layers: RankLayers, position: Position, moves: Moves
     ) -> None:
-        """Replace the forward of `module`; `called` is called first in each call."""
+        """`position` says which function stands in for the lookup in the current pass, if any."""
         super().__init__(module, name, layers, moves)
-        original = module.forward
+        self._position = position
+
+    def wrap(self, inner: ModuleForward) -> ModuleForward:
+        """Return a forward in which the lookup is replaced; the wrapper `Wrap.COMPUTE`."""
 
         def look_up_own(ids: Tensor) -> Tensor:
             return look_up(ids, self.weight, self)
 
         # Any arguments: OPT's table of positions takes more than ids.
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            instead = called()
+            instead = self._position.instead(self.name)
             is_local = self._sends_nothing and instead is None and not torch.is_grad_enabled()
-            with nullcontext() if is_local else _Lookup(module, instead or look_up_own):
-                y: Tensor = original(*args, **kwargs)
+            with nullcontext() if is_local else _Lookup(self.module, instead or look_up_own):
+                y: Tensor = inner(*args, **kwargs)
             return y
 
-        module.forward = forward
+        return forward
 
     @property
     def padding_idx(self) -> int:

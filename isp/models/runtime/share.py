@@ -30,11 +30,12 @@ from isp.core.comm.channel import DryChannel
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import Mode
 from isp.core.weights.wp_communicator import LocalWeights
+from isp.models.forwards import replaced_forward
 from isp.models.runtime.stage_module import StageModule
 from isp.models.sharding.region import OnlyColumnsRead
 from isp.models.sharding.tensor_plan import TensorPlan
 from isp.models.tracing.probe import Forward, ProbeRun, local_calls, without_weights
-from isp.models.tracing.recorder import experts_passed, replaced_forward
+from isp.models.tracing.recorder import experts_passed
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = ["check_shares", "run_with_a_share"]
@@ -42,11 +43,12 @@ __all__ = ["check_shares", "run_with_a_share"]
 
 def run_with_a_share(
     build: Callable[[RankLayers, LocalAttention], StageModule],
+    shape: nn.Module,
     trace: ModelTrace,
     plan: TensorPlan,
     size: int,
 ) -> None:
-    """Run the stage module that `build` makes for one of `size` ranks, on the meta device.
+    """Run the stage module that `build` makes of `shape` for one of `size` ranks, on meta tensors.
 
     The mode is always msp, in which the number of tokens inside a region differs from that outside.
     Raises ValueError, or an error of the model's code, if the model does not run on a rank's share
@@ -77,10 +79,11 @@ def run_with_a_share(
             raise ValueError(f"{call.block} calls attention with heads of other ranks")
         return q.new_empty(*q.shape[:-1], v.shape[-1])
 
-    chunk = build(layers, attend)
+    with experts_passed(shape):  # while it is copied, so that the copy's calls of experts count
+        chunk = build(layers, attend)
     ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     reads = OnlyColumnsRead(tuple(chunk.holders.entrances.values()))
-    with experts_passed(chunk.model), reads, torch.no_grad():
+    with reads, torch.no_grad():
         chunk.logits(chunk(ids, ids, None))
 
 

@@ -28,11 +28,12 @@ from isp.models.huggingface.initial_weights import InitialWeights
 from isp.models.huggingface.interface import ModelInterface, check_row
 from isp.models.moe.load_balance import ExpertLoad
 from isp.models.moe.router_losses import RouterLosses
-from isp.models.positions import by_document, token_lengths
+from isp.models.positions import token_lengths
+from isp.models.runtime.blocks import Blocks
 from isp.models.runtime.weight_holders import WeightHolders
 from isp.models.sharding.pipeline_split import Stage
 from isp.models.tracing.calls import Call, ForwardEnd, Kind
-from isp.models.tracing.forward_pass import ForwardPass, Instead, Masks
+from isp.models.tracing.position import ForwardPass, Instead, Masks
 from isp.models.tracing.trace import check_not_compiled
 
 __all__ = ["StageModule"]
@@ -42,13 +43,14 @@ class StageModule:
     """A traced model on one rank, whose modules hold shards and whose calls are checked.
 
     A rank with several pipeline stages has one such object for each of them (`of_stage`); they
-    share model, shards and call follower, and differ in the stage that they run.
+    share model, shards and position, and differ in the stage that they run.
     """
 
     def __init__(
         self,
         interface: ModelInterface,
         holders: WeightHolders,
+        blocks: Blocks,
         *,
         weights: InitialWeights | None,
         loss_chunk_tokens: int,
@@ -71,25 +73,24 @@ class StageModule:
         """The losses of routers; None: their coefficients are 0, or the model is on meta."""
         self.expert_load = expert_load
         """The load of experts; None: the model has no experts, or is on meta."""
-        self.model, self.trace = holders.model, holders.follower.trace
+        self.model, self.trace = holders.model, holders.trace
         self.splits_logits = holders.layers.splits_logits
         """True if losses need the labels of the whole sequence, False if those of this rank's
         tokens."""
         self._interface, self._layers = interface, holders.layers
-        self.holders, self._follower = holders, holders.follower
+        self.holders, self.position, self._blocks = holders, holders.position, blocks
+        # Listed once: walking through the model in each forward takes 0.01 ms a layer.
+        self._modules = tuple(self.model.named_modules())
         self._weights = weights
         self._outer_calls = tuple(
             calls[0] if calls[0].block is None else Call(Kind.BLOCK, name, name)
             for name, calls in self.trace.parts()
         )
-        self._blocks = frozenset(self.trace.blocks)
         self._outside = frozenset(self.trace.called_at)
         # Instead of the head's product the forward ends with its input: the loss computes logits.
         self._ends = {} if self.trace.head is None else {self.trace.head: _end}
-        self._length_limits = interface.length_limits(self.model)
+        self._needs_lengths = bool(interface.length_limits(self.model))
         self._most_tokens = interface.most_tokens(self.model)
-        for part, limit in self._length_limits.items():
-            part.forward = by_document(limit, self._document_lengths, part.forward)
         self._loss: HeadLoss | None = None
         """The loss computed from the head's input; None: the trace has no head."""
         if self.trace.head is not None:
@@ -110,7 +111,7 @@ class StageModule:
     @property
     def learns(self) -> bool:
         """True if the first forward finds out what later ones need not keep [Note: Watched]."""
-        return self._follower.blocks.learns
+        return self._blocks.learns
 
     # -- the interface for the runtime -------------------------------------------------------
 
@@ -137,7 +138,7 @@ class StageModule:
             # their input) on, and linears and tables of other stages return zeros.
             outside = self._outside - stage.parts
             instead = Instead(
-                left_out=self._blocks - stage.parts,
+                left_out=frozenset(self.trace.blocks) - stage.parts,
                 received=None if stage.is_first else x,
                 last_block=None if stage.is_last else stage.blocks[-1],
                 calls={**self.holders.zeros_of(outside), **self._ends},
@@ -244,32 +245,26 @@ class StageModule:
     ) -> Tensor:
         """Run one forward of the stage, with `instead` in place of parts of the model."""
         masks = self._masks(positions, cu_seqlens)
-        blocks = self._follower.blocks
-        # The first block that runs identifies the stage, whose recomputation starts over.
-        blocks.begin(next(b for b in blocks.recomputed if b not in instead.left_out))
+        self._blocks.begin(instead.left_out)
         with _random_numbers(self.model.training, self._layers):
             return self._passed(x, positions, masks, instead)
 
     def _passed(self, x: Tensor, positions: Tensor, masks: Masks, instead: Instead) -> Tensor:
         """Return the result of the model's own forward, or the tensor that ended it early."""
         forward_pass = ForwardPass("the model", self._outer_calls, masks, instead=instead)
-        with self._follower.passing(forward_pass):
+        with self.position.passing(forward_pass):
             try:
                 return self._interface.forward(self.model, x, positions)
             except ForwardEnd as end:  # raised at the head, or after a stage's last block
                 forward_pass.end()
                 return end.hidden
 
-    def _document_lengths(self) -> Tensor | None:
-        """Return the length of the document of each of this rank's tokens, in this forward."""
-        return self._follower.under_way("rotary positions").masks.lengths
-
     def _masks(self, positions: Tensor, cu_seqlens: Tensor | None) -> Masks:
         """Return the masks of a micro-batch with these positions, [B, S'] or [B, S]."""
-        check_not_compiled(self.model)  # it may have been compiled after it was built
+        check_not_compiled(self._modules)  # it may have been compiled after it was built
         parts = self._layers.tensor.size if self._layers.mode.slices_batch else 1
         check_row(self._most_tokens, positions.shape[1] * parts)
-        if not self._length_limits:
+        if not self._needs_lengths:
             return Masks(cu_seqlens)
         return Masks(cu_seqlens, token_lengths(positions, cu_seqlens, self._layers))
 
@@ -294,7 +289,7 @@ class StageModule:
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
         assert self.trace.head is not None
         calls = {**self.holders.zeros_of(self._outside), self.trace.head: lambda _: y}
-        instead = Instead(self._blocks, calls=calls)
+        instead = Instead(frozenset(self.trace.blocks), calls=calls)
         before = generator_states(self._layers.device) if self.model.training else None
         try:
             return self._passed(ids, positions, Masks(None), instead)

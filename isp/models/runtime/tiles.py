@@ -36,10 +36,12 @@ from isp.core.mesh.phase import Phase
 from isp.core.rng import RngStatesTracker
 from isp.core.torch_private import tree_leaves
 from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
+from isp.models.forwards import ModuleForward
 from isp.models.moe.gather import ShardedExperts
 from isp.models.runtime.fused_linears import FusedLinears
 from isp.models.runtime.sharded_modules import ShardedEmbedding, ShardedLinear
-from isp.models.tracing.calls import TokenOutput
+from isp.models.tracing.calls import Call, Kind, TokenOutput
+from isp.models.tracing.position import ForwardPass, Position
 
 __all__ = ["Holder", "TiledModule"]
 
@@ -51,18 +53,26 @@ class TiledModule:
 
     def __init__(
         self,
+        name: str,
         module: nn.Module,
         output: TokenOutput,
+        calls: tuple[Call, ...],
         holders: Sequence[Holder],
         tokens: int,
         layers: RankLayers,
+        position: Position,
     ) -> None:
-        """`holders`: the holders of weights in the module, in order of their calls.
+        """`calls`: the traced calls inside; `holders`: those of weights inside, in order of calls.
 
         `tokens`: tokens of a tile over all rows of the batch; each tile has at least one token of
         each row. `output`: the form of the module's output, packed here as one tensor [B, S', E].
         """
-        self._forward, self._output = module.forward, output
+        self._name, self._calls, self._position = name, calls, position
+        self._forward: ModuleForward = module.forward
+        """The module's forward for one tile; `wrap` sets it."""
+        self._stay = [c.module for c in calls if c.kind is Kind.EXPERTS and layers.experts_stay]
+        """The experts inside whose weights are not gathered."""
+        self._output = output
         self._dtypes: tuple[torch.dtype, ...] = ()
         """The dtypes of the tensors that the module returns; the packed one has the widest."""
         self.tokens, self.layers = tokens, layers
@@ -78,6 +88,29 @@ class TiledModule:
         own |= dict.fromkeys(p for f in fused for p in (f.weight, f.bias) if p is not None)
         self.parameters = tuple(own)
         self.tracker = RngStatesTracker(layers.device)
+
+    def wrap(self, inner: ModuleForward) -> ModuleForward:
+        """Return the module's forward in tiles of tokens; the wrapper `Wrap.TILES`."""
+        self._forward = inner
+        return self._through
+
+    def _through(self, x: Tensor) -> Any:
+        """Run the forward in tiles: x [B, S', D] -> the module's output.
+
+        The calls inside count once in the pass around it; each tile is a pass of its own.
+        """
+        around = self._position.current(self._name)
+        around.skip(self._name, self._calls)
+        for experts in self._stay:
+            self._position.pass_experts(experts)
+        # Taken now: backward runs tiles again, when another micro-batch may be the current one.
+        masks = around.masks
+
+        def inside() -> AbstractContextManager[None]:
+            return self._position.passing(ForwardPass(self._name, self._calls, masks))
+
+        y = around.keep(Kind.TILED, lambda: self(x, inside), x)
+        return self._output.unpacked(y, self._dtypes)
 
     def __call__(self, x: Tensor, inside: Callable[[], AbstractContextManager[None]]) -> Tensor:
         """Compute all tiles: x [B, S', D] -> [B, S', E]; each tile runs in a context `inside()`."""
@@ -112,10 +145,6 @@ class TiledModule:
             given = self._forward(x)
         self._dtypes = tuple(leaf.dtype for leaf in tree_leaves(given))
         return self._output.packed(given, len(x))
-
-    def unpacked(self, y: Tensor) -> Any:
-        """Return the module's output in its own form, from the packed y [B, S', E]."""
-        return self._output.unpacked(y, self._dtypes)
 
     def computed(
         self, x: Tensor, tiles: list[slice], inside: Callable[[], AbstractContextManager[None]]

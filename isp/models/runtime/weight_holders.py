@@ -6,7 +6,7 @@ it has shards, and its forward reads the whole weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,18 +18,21 @@ from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.config import LaunchPoint
 from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.core.weights.uses import Use
+from isp.models.forwards import Forwards, Wrap, Wrapper
 from isp.models.moe.ahead import ComputedAhead
 from isp.models.moe.dispatch import ExpertExchange
-from isp.models.moe.gather import ExpertWeight, ShardedExperts
+from isp.models.moe.gather import ExpertPlace, ExpertWeight, ShardedExperts
 from isp.models.roles import ParameterRole, expert_stacks
-from isp.models.runtime.call_follower import CallFollower
+from isp.models.runtime.blocks import Blocks
 from isp.models.runtime.fused_linears import FusedLinears, groups_of, rows_of
 from isp.models.runtime.sharded_modules import ShardedEmbedding, ShardedLinear, shard_parameters
-from isp.models.runtime.tiles import Holder
+from isp.models.runtime.tiles import Holder, TiledModule
 from isp.models.sharding.pipeline_split import Stage
 from isp.models.sharding.region import Entrance
 from isp.models.sharding.tensor_plan import TensorPlan, in_features
-from isp.models.tracing.calls import Call, Kind
+from isp.models.tracing.calls import Ahead, Call, Kind
+from isp.models.tracing.position import Position, mixing_key
+from isp.models.tracing.trace import ModelTrace
 
 __all__ = ["WeightHolders"]
 
@@ -37,41 +40,54 @@ __all__ = ["WeightHolders"]
 class WeightHolders:
     """The shards of a traced model on a rank, and the holders through which its forward reads them.
 
-    The model is changed in place: its parameters become shards, and forwards are replaced.
+    The model is changed in place: its parameters become shards, and its forwards get the wrappers
+    through which calls are counted and holders compute.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        trace: ModelTrace,
         layers: RankLayers,
-        follower: CallFollower,
+        *,
+        position: Position,
+        blocks: Blocks,
+        forwards: Forwards,
         plan: TensorPlan | None,
         stages: Iterable[Stage],
+        tile_tokens: int,
     ) -> None:
-        """Shard `model` in place, and let its calls go through `follower`.
+        """Shard `model` in place, and add its wrappers to `forwards`.
 
         `plan`: the tensor-parallel plan of modes that split features; None: isp. `stages`: the
-        pipeline stages of the rank; parameters of other stages take no memory.
+        pipeline stages of the rank; parameters of other stages take no memory. `tile_tokens`:
+        tokens of a tile; 0: no tiles.
         """
-        self.model, self.follower, self.layers = model, follower, layers
-        self._plan = plan
+        self.model, self.trace, self.layers = model, trace, layers
+        self.position, self._blocks, self._forwards = position, blocks, forwards
+        self._plan, self._tile_tokens = plan, tile_tokens
+        self._tiled = trace.by_token if tile_tokens else {}
+        """By module that runs in tiles, the form of its output."""
         self.entrances: dict[str, Entrance] = {}
         """By column linear, the entrance of the region that it lies in."""
         self._of: dict[str, Holder] = {}
         """The holders, by name of the module."""
-        trace = follower.trace
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
         # With a plan each rank needs its share of each linear, but fused linears are cut as one.
         groups = groups_of(model, trace) if plan is None else ()
         rows = rows_of(model, groups)
         self.named = tuple(shard_parameters(model, trace, layers, plan, own, rows))
         """The shards of the rank's parameters, each once, with their names in the model."""
-        # In this order: holders of columns take entrances, and fused linears get no other holder.
+        # In this order: columns take entrances, fused linears get no other holder, and tiles need
+        # all holders inside.
         self._enter_regions()
         self._fuse(groups)
-        self._swap()
+        self._hold_others()
+        self._cut_into_tiles()
+        for block in trace.blocks:
+            module = model.get_submodule(block)
+            forwards.add(module, Wrap.BLOCK, blocks.wrapper(block, module))
         self._give_layouts()
-        follower.follow(model, self._of)
 
     def linear(self, name: str) -> ShardedLinear:
         """Return the holder of a linear that is not fused with others."""
@@ -94,7 +110,7 @@ class WeightHolders:
         A module that is never called as a whole may hold parameters that other code reads; for
         these, the whole model is returned under the name "".
         """
-        model, trace = self.model, self.follower.trace
+        model, trace = self.model, self.trace
         parts = {block: model.get_submodule(block) for block in trace.blocks}
         inside = tuple(f"{block}." for block in parts)
         for name, module in model.named_modules():
@@ -114,8 +130,7 @@ class WeightHolders:
         `stage`: the pipeline stage; None: the whole model. `head_in_backward`: True if backward
         reads the weight of the head.
         """
-        follower, holders = self.follower, self._gathered
-        trace, blocks = follower.trace, follower.blocks
+        trace, blocks = self.trace, self._blocks
         # Weights that backward does not read: those that only choose keys (indexers run without a
         # graph), and the head's, unless results need gradients: those of the loss are computed in
         # forward.
@@ -125,7 +140,7 @@ class WeightHolders:
             DeclaredBlock(
                 name=name,
                 module=self.model.get_submodule(name),
-                uses=tuple(_uses_of(self.model, calls, holders, follower, forward_only)),
+                uses=tuple(self._uses_of(calls, forward_only)),
                 recomputed=blocks.recomputed.get(name, False),
                 input_kept=blocks.input_kept.get(name, True),
             )
@@ -148,10 +163,9 @@ class WeightHolders:
         """Make the entrances of the plan's regions, if features are split over several ranks."""
         tensor = self.layers.tensor
         for region in () if self._plan is None or tensor.size == 1 else self._plan.regions:
-            module = self.model.get_submodule(region.module)
             width = in_features(self.model.get_submodule(region.columns[0]))
-            mode = self.layers.mode
-            entrance = Entrance(region.module, module, width, mode, tensor, region.attends)
+            entrance = Entrance(region.module, width, self.layers.mode, tensor, region.attends)
+            self._forwards.add(self.model.get_submodule(region.module), Wrap.REGION, entrance.wrap)
             self.entrances |= dict.fromkeys(region.columns, entrance)
 
     def _fuse(self, groups: Iterable[tuple[str, ...]]) -> None:
@@ -162,50 +176,107 @@ class WeightHolders:
             if weight is None or weight.whole is None:  # the block belongs to another stage
                 continue
             linears = {name: self.model.get_submodule(name) for name in group}
-            called = partial(self.follower.arrive, Kind.LINEAR)
             # The shard of the fused weight; the parameters of the linears are views of it.
             whole = weight.whole, None if bias is None else bias.whole
-            fused = FusedLinears(linears, self.layers.communicator, called, *whole)
+            fused = FusedLinears(linears, self.layers.communicator, *whole)
             self._of |= dict.fromkeys(group, fused)
+            for name in group:
+                self._wrap(Kind.LINEAR, name, fused.wrapper(name), in_block=True)
 
-    def _swap(self) -> None:
+    def _hold_others(self) -> None:
         """Give each of the other linears, tables and experts that are called a holder."""
-        follower, layers, plan = self.follower, self.layers, self._plan
+        layers, plan, trace = self.layers, self._plan, self.trace
         # Blocks of other stages do not run; what is outside of the blocks (None) does, on each
         # stage.
-        own = {None, *follower.blocks.input_kept}
-        here = (call for call in follower.trace.calls if call.block in own)
+        own = {None, *self._blocks.input_kept}
+        here = (call for call in trace.calls if call.block in own)
         # A module that is called several times has one holder.
         for (kind, name), call in {(call.kind, call.module): call for call in here}.items():
             if name in self._of or kind.mixes:
                 continue
-            module, called = self.model.get_submodule(name), partial(follower.arrive, kind, name)
+            module = self.model.get_submodule(name)
+            holder: Holder
             if kind is Kind.LINEAR:
-                entrance, role = self.entrances.get(name), follower.trace.roles.get(f"{name}.bias")
-                self._of[name] = ShardedLinear(
-                    module, name, layers, called, plan, entrance, role is ParameterRole.VECTOR
-                )
+                entrance, role = self.entrances.get(name), trace.roles.get(f"{name}.bias")
+                whole_bias = role is ParameterRole.VECTOR
+                holder = ShardedLinear(module, name, layers, plan, entrance, whole_bias)
             elif kind is Kind.TABLE:
                 moves = Moves() if plan is None else moves_for(layers.mode, Role.ROW, layers.tensor)
-                self._of[name] = ShardedEmbedding(module, name, layers, called, moves)
+                holder = ShardedEmbedding(module, name, layers, self.position, moves)
             else:
-                self._of[name] = self._experts(call, module, called)
+                holder = self._experts(call, module)
+            self._of[name] = holder
+            self._wrap(kind, name, holder.wrap, in_block=call.block is not None)
 
-    def _experts(
-        self, call: Call, module: nn.Module, called: Callable[[], object]
-    ) -> ShardedExperts:
+    def _wrap(self, kind: Kind, name: str, compute: Wrapper, *, in_block: bool) -> None:
+        """Add the wrappers of a linear, a table or experts; `compute` is the innermost."""
+        module, add = self.model.get_submodule(name), self._forwards.add
+        # Experts that stay on their rank are not gathered. In a tiled module they are passed once
+        # for all tiles.
+        stay = kind is Kind.EXPERTS and self.layers.experts_stay and self._tile_of(name) is None
+        called = self.position.called(
+            kind,
+            name,
+            reads_shard=not stay,
+            substituted=kind is Kind.LINEAR and not in_block,  # a table replaces its lookup alone
+            kept=self._blocks.between_linears and in_block,
+        )
+        add(module, Wrap.CALL, called)
+        add(module, Wrap.COMPUTE, compute)
+
+    def _cut_into_tiles(self) -> None:
+        """Let the modules that compute each token independently run in tiles of tokens."""
+        own = [call for call in self.trace.calls if call.block in self._blocks.input_kept]
+        for name, output in self._tiled.items():
+            calls = tuple(call for call in own if call.module.startswith(f"{name}."))
+            if calls:
+                module = self.model.get_submodule(name)
+                inside = dict.fromkeys(self._of[c.module] for c in calls if c.module in self._of)
+                tiled = TiledModule(
+                    name,
+                    module,
+                    output,
+                    calls,
+                    [*inside],
+                    self._tile_tokens,
+                    self.layers,
+                    self.position,
+                )
+                self._forwards.add(module, Wrap.TILES, tiled.wrap)
+
+    def _tile_of(self, module: str) -> str | None:
+        """Return the name of the tiled module that is, or contains, `module`; None: no module."""
+        return next((name for name in self._tiled if f"{module}.".startswith(f"{name}.")), None)
+
+    def _ahead_of(self, call: Call) -> Ahead | None:
+        """Return the module that is computed ahead with the experts of `call`; None: no module.
+
+        Nothing is computed ahead if module and experts are not in the same tiled module, nor if
+        everything between linears is recomputed.
+        """
+        if call.ahead is None or self._blocks.between_linears:
+            return None
+        within = self._tile_of(call.module) == self._tile_of(call.ahead.module)
+        return call.ahead if within else None
+
+    def _experts(self, call: Call, module: nn.Module) -> ShardedExperts:
         """Return the holder of experts, with their exchange and what is computed ahead of them."""
         name, communicator = call.module, self.layers.communicator
         exchange = self._exchange(name, module)
         # Computing ahead hides transfers, of weights or of tokens; without any there is no gain.
         travels = communicator.gathers_weights or exchange is not None
-        what = self.follower.ahead_of(call) if travels else None
+        what = self._ahead_of(call) if travels else None
         ahead = None
         if what is not None:
             ahead_module = self.model.get_submodule(what.module)
-            ahead = ComputedAhead(ahead_module, what, self.follower.under_way)
-        place = self.follower.place
-        return ShardedExperts(module, name, communicator, called, place, exchange, ahead)
+            ahead = ComputedAhead(ahead_module, what, self.position)
+            self._forwards.add(ahead_module, Wrap.AHEAD, ahead.wrap)
+        return ShardedExperts(module, name, communicator, self._place, exchange, ahead)
+
+    def _place(self) -> ExpertPlace:
+        """Return the place in their block of the experts that are called now."""
+        now = self.position.current("experts")
+        return ExpertPlace(now.passed, self._blocks.recomputed.get(now.name, False))
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
         """Return the exchange of tokens between the ranks that share these experts.
@@ -239,72 +310,66 @@ class WeightHolders:
                     if parameter in layouts
                 }
 
+    def _uses_of(
+        self, calls: Sequence[Call], forward_only: Collection[str]
+    ) -> Iterator[DeclaredUse]:
+        """Yield the uses of weights in a part of the model that makes these `calls`, in order.
+
+        `forward_only`: linears whose weights backward does not read.
+        """
+        holders = self._gathered  # experts without a holder are not gathered
+
+        def turn(index: int) -> float:
+            """Return the place of a call in the order in which weights are read.
+
+            Weights of experts are read after those of the module that is computed ahead of them
+            [Note: Computed ahead]: they get the place after its last call. In a tiled module all
+            weights are read together, so the order of the calls stays.
+            """
+            call = calls[index]
+            own = call.module in holders and self._tile_of(call.module) is None
+            ahead = self._ahead_of(call) if own else None
+            inside = (
+                () if ahead is None else (c.module.startswith(f"{ahead.module}.") for c in calls)
+            )
+            return max((i + 0.5 for i, within in enumerate(inside) if within), default=index)
+
+        of = {i: holders.get(call.module) for i, call in enumerate(calls)}
+        # The first of fused linears reads the weights of all, the other calls read none.
+        later = {
+            i for i, h in of.items() if isinstance(h, FusedLinears) and h.first != calls[i].module
+        }
+        reached = sorted((i for i in of if i not in later), key=turn)
+        named, latest = _launch_points(calls, reached), None
+        for index in reached:
+            call, launch_point = calls[index], named.get(index)
+            name, holder = _name(call), of[index]
+            if isinstance(holder, FusedLinears):
+                name = holder.name.removeprefix(f"{call.block}.")
+            outer = self._tile_of(call.module)
+            # What marks this place: the call of a module, or the position when tokens are mixed.
+            at = None if call.kind.mixes else self.model.get_submodule(outer or call.module)
+            key = mixing_key(call.module, index) if call.kind.mixes else call.module
+            for number, weight in enumerate((None,) if holder is None else holder.weights):
+                inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
+                use = Use(
+                    f"{name}{inner}",
+                    launch_point=None if number else launch_point,  # a call reaches it once
+                    weight_in_backward=call.kind is not Kind.TABLE
+                    and call.module not in forward_only,
+                    with_previous=number > 0 if outer is None else latest == outer,
+                    passes=0 if weight is None else _passes(weight, call),
+                    in_recompute=outer is None,
+                )
+                yield DeclaredUse(use, weight, at, None if weight is not None else key)
+                latest = outer
+
 
 def _zeros(width: int, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return zeros of the shape that a linear or table with this output width gives for x."""
     if x.is_floating_point():  # a linear; x of a table is token ids
         return x.new_zeros(*x.shape[:-1], width)
     return torch.zeros(*x.shape, width, dtype=dtype, device=x.device)
-
-
-# -- declared uses: where a forward reads weights, in order --------------------------------------
-
-
-def _uses_of(
-    model: nn.Module,
-    calls: Sequence[Call],
-    holders: Mapping[str, Holder],
-    follower: CallFollower,
-    forward_only: Collection[str],
-) -> Iterator[DeclaredUse]:
-    """Yield the uses of weights in a part of `model` that makes these `calls`, in order.
-
-    `holders`: holders by module; experts without one are whole. `forward_only`: linears whose
-    weights backward does not read.
-    """
-
-    def turn(index: int) -> float:
-        """Return the place of a call in the order in which weights are read.
-
-        Weights of experts are read after those of the module that is computed ahead of them
-        [Note: Computed ahead]: they get the place after its last call. In a tiled module all
-        weights are read together, so the order of the calls stays.
-        """
-        call = calls[index]
-        own = call.module in holders and follower.tile_of(call.module) is None
-        ahead = follower.ahead_of(call) if own else None
-        inside = () if ahead is None else (c.module.startswith(f"{ahead.module}.") for c in calls)
-        return max((i + 0.5 for i, within in enumerate(inside) if within), default=index)
-
-    of = {i: holders.get(call.module) for i, call in enumerate(calls)}
-    # The call of the first of fused linears reads the weights of all, the other calls read none.
-    later = {i for i, h in of.items() if isinstance(h, FusedLinears) and h.first != calls[i].module}
-    reached = sorted((i for i in of if i not in later), key=turn)
-    named, latest = _launch_points(calls, reached), None
-    for index in reached:
-        call, launch_point = calls[index], named.get(index)
-        name, holder = _name(call), of[index]
-        if isinstance(holder, FusedLinears):
-            name = holder.name.removeprefix(f"{call.block}.")
-        outer = follower.tile_of(call.module)
-        # The module whose hooks mark this place. Mixing has none, so `mix` calls one for it.
-        at = model.get_submodule(outer or call.module)
-        key: Hashable = call.module
-        if call.kind.mixes:
-            key = call.module, index
-            at = follower.points[key]
-        for number, weight in enumerate((None,) if holder is None else holder.weights):
-            inner = f".{weight.weight_name}" if isinstance(weight, ExpertWeight) else ""
-            use = Use(
-                f"{name}{inner}",
-                launch_point=None if number else launch_point,  # a call reaches it once
-                weight_in_backward=call.kind is not Kind.TABLE and call.module not in forward_only,
-                with_previous=number > 0 if outer is None else latest == outer,
-                passes=0 if weight is None else _passes(weight, call),
-                in_recompute=outer is None,
-            )
-            yield DeclaredUse(use, weight, at, None if weight is not None else key)
-            latest = outer
 
 
 def _passes(weight: WeightHolder, call: Call) -> int:

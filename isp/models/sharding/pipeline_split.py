@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from isp.core.pipeline.order import split_layers
+from isp.models.forwards import set_forward
 from isp.models.meta import copied
 from isp.models.roles import ParameterRole
 from isp.models.tracing.calls import BlockOutput, ForwardEnd
@@ -130,7 +131,7 @@ def with_blocks(
         # A copy of the block, because code around it may read its class and attributes.
         empty[id(block)] = instead = copy.copy(block)
         vars(instead).update(_modules={}, _parameters={}, _buffers={})
-        instead.forward = _handing_on(form)
+        set_forward(instead, _handing_on(form))
     inside = tuple(f"{name}." for name in others)
     return copied(shape, empty), trace._replace(
         calls=tuple(call for call in trace.calls if call.block not in others),
@@ -201,9 +202,10 @@ def _cut(model: nn.Module, trace: ModelTrace, stage: Stage, received: Tensor) ->
         if part not in stage.parts:
             form = trace.outputs.get(part) if part in trace.blocks else None
             instead = partial(_zeros, module.forward)
-            module.forward = instead if form is None else partial(_given, form.around, received)
+            given = instead if form is None else partial(_given, form.around, received)
+            set_forward(module, given)
         elif part == stage.blocks[-1] and not stage.is_last:
-            module.forward = partial(_ended, module.forward, trace.outputs[part].hidden_of)
+            set_forward(module, partial(_ended, module.forward, trace.outputs[part].hidden_of))
 
 
 def _zeros(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -12,13 +12,12 @@ One transfer serves all columns of the region (q, k and v, or gate and up).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -28,6 +27,7 @@ from isp.core.comm.tag import Purpose, Tag
 from isp.core.mesh import Mode
 from isp.core.tensors import tensors_in
 from isp.core.torch_private import storage_key
+from isp.models.forwards import ModuleForward
 
 __all__ = ["Entrance", "OnlyColumnsRead"]
 
@@ -39,10 +39,8 @@ class Entrance:
     order of tokens does not matter.
     """
 
-    def __init__(
-        self, name: str, module: nn.Module, width: int, mode: Mode, tensor: Channel, attends: bool
-    ) -> None:
-        """Replace the forward of `module`; `width`: features of its input, to recognize that.
+    def __init__(self, name: str, width: int, mode: Mode, tensor: Channel, attends: bool) -> None:
+        """`name`: that of the module; `width`: features of its input, by which it is recognized.
 
         `tensor`: the tensor ranks; `attends`: True if the module contains attention.
         """
@@ -56,7 +54,14 @@ class Entrance:
         """True while a column multiplies, see `OnlyColumnsRead`."""
         self._width = width
         self._dims = (3,) if attends else (2, 3)
-        module.forward = partial(self._inside, module.forward)
+
+    def wrap(self, inner: ModuleForward) -> ModuleForward:
+        """Return the module's forward with its input replaced; the wrapper `Wrap.REGION`."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._inside(inner, args, kwargs)
+
+        return forward
 
     @contextmanager
     def column(self, x: Tensor) -> Iterator[None]:
@@ -79,7 +84,7 @@ class Entrance:
         finally:
             self.in_column = False
 
-    def _inside(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _inside(self, forward: ModuleForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward with its input replaced by the output of the entrance.
 
         Raises ValueError if not exactly one of the arguments looks like the input.

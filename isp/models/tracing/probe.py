@@ -50,9 +50,9 @@ from isp.core.mixers.api import mix_by
 from isp.core.mixers.key_choice import Indexer
 from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.core.torch_private import AnyBatchNorm, AnyDropout, tree_leaves, tree_map, version_of
+from isp.models.forwards import replaced_forward
 from isp.models.meta import copied
 from isp.models.roles import ParameterRole, holds_experts
-from isp.models.tracing.recorder import replaced_forward
 from isp.models.tracing.trace import ModelTrace
 
 __all__ = [

@@ -6,7 +6,7 @@ B batch, S sequence, H heads, d head size, D hidden size, N tokens, k experts of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from isp.core.attention.api import AttentionOptions
 from isp.core.mixers.key_choice import Indexer
 from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.core.torch_private import tree_leaves, version_of
+from isp.models.forwards import replaced_forward
 from isp.models.roles import holds_experts, is_linear
 from isp.models.tracing.calls import (
     Ahead,
@@ -38,7 +39,6 @@ __all__ = [
     "experts_passed",
     "list_entries",
     "list_of",
-    "replaced_forward",
 ]
 
 TOKENS = 17
@@ -280,20 +280,6 @@ def experts_passed(model: nn.Module) -> Iterator[None]:
             if holds_experts(module):
                 stack.enter_context(replaced_forward(module, lambda x, *_, **__: x.clone()))
         yield
-
-
-@contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the module's forward in this context."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
 def list_entries(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

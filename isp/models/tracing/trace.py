@@ -157,7 +157,7 @@ def check_supported(model: nn.Module) -> None:
                 f" the original model"
             )
         _check_computed(name, module)
-    check_not_compiled(model)
+    check_not_compiled(model.named_modules())
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise ValueError(f"{name} is a scalar, which cannot be sharded: give it shape [1]")
@@ -190,9 +190,9 @@ def _check_computed(name: str, module: nn.Module) -> None:
         )
 
 
-def check_not_compiled(model: nn.Module) -> None:
-    """Raise ValueError if a module was compiled in place."""
-    for name, module in model.named_modules():
+def check_not_compiled(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError if one of a model's `modules`, with their names, was compiled in place."""
+    for name, module in modules:
         if compiled_call(module) is not None:
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is compiled, but isp runs"

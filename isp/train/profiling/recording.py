@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from isp.metrics import device_name, shared_cores
 from isp.models.rank_plans import schedule_text
 from isp.profile import ModeProfile, Profile, RankProfile
 from isp.profile.collectives import align
-from isp.profile.recorder import RankRecord, Recorder
+from isp.profile.recorder import RankRecord, Recorder, RegisterHook
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
@@ -38,13 +39,14 @@ __all__ = ["Measured", "record_of", "recorder_for", "torch_profiler", "write_pro
 def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
     """Return a recorder of the parts, the uses of weights and the transfers of `step`."""
     parts: dict[str, nn.Module] = {}
-    sites: list[tuple[str, nn.Module]] = []
+    sites: list[tuple[str, RegisterHook]] = []
     for chunk in step.chunks:
         parts.update(chunk.parts())
         for place in (place for block in chunk.weight_blocks() for place in block.uses):
-            module = place.layer if place.at is None else place.at
-            assert isinstance(module, nn.Module)
-            sites.append((place.use.name, module))
+            register: RegisterHook = partial(chunk.position.register_mixing_hook, place.key)
+            if place.at is not None:  # else a call that mixes tokens, which no module makes
+                register = place.at.register_forward_pre_hook
+            sites.append((place.use.name, register))
     return Recorder(step.mesh.log, device, parts, sites)
 
 

@@ -184,7 +184,7 @@ def test_every_stage_chooses_attention_of_all_when_it_is_built(
         made.append(kind.scale)
         return CpuAttention(scale=kind.scale)
 
-    monkeypatch.setattr("isp.models.runtime.call_follower.make_attention", make)
+    monkeypatch.setattr("isp.models.runtime.mixers.make_attention", make)
     layers = local_layers()
     traced = TracedModel(model, in_place=False)
     for stage in (0, 1):

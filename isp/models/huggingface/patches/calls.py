@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.core.mixers.api import causal_conv1d, current_mixers, gated_delta_rule, state_space_scan
+from isp.models.forwards import set_forward
 from isp.models.huggingface.patches.attention import OWN_FORWARDS, OWN_METHODS
 from isp.models.huggingface.patches.indexers import (
     COMPRESSORS,
@@ -99,8 +100,10 @@ def use_registered_mixers(model: nn.Module) -> bool:
     found = False
     for module in model.modules():
         for method, name in _registered(module):
-            instead = (_forwards if method == "forward" else _methods)[name]
-            setattr(module, method, as_wide(module, partial(instead, module)))
+            if method == "forward":
+                set_forward(module, as_wide(module, partial(_forwards[name], module)))
+            else:
+                setattr(module, method, as_wide(module, partial(_methods[name], module)))
             found = True
     return found
 

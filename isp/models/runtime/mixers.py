@@ -1,0 +1,157 @@
+"""`TracedMixers`: attention, convolutions and scans of a traced model, over the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from isp.core.attention.api import AttentionOptions
+from isp.core.attention.backend import AttentionBackend
+from isp.core.attention.kinds import AttentionKind, make_attention
+from isp.core.attention.local import LocalAttention
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.attention.ulysses import DistributedAttention
+from isp.core.layers.rank_layers import RankLayers
+from isp.core.mesh.config import SequenceScan
+from isp.core.mixers.convolution import convolve
+from isp.core.mixers.key_choice import Indexer, choose
+from isp.core.mixers.recurrence import Inputs, Recurrence
+from isp.core.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
+from isp.models.tracing.calls import AttentionSizes, Kind
+from isp.models.tracing.position import Position
+
+__all__ = ["LocalOf", "TracedMixers", "local_of"]
+
+logger = logging.getLogger(__name__)
+
+LocalOf = Callable[[AttentionKind], LocalAttention]
+
+
+def local_of(
+    layers: RankLayers, backend: AttentionBackend, given: LocalAttention | None
+) -> LocalOf:
+    """Return a function from a kind of attention to its implementation over whole sequences.
+
+    That is `given` for all kinds, or, if it is None, what `backend` has for each kind.
+    """
+
+    def local(kind: AttentionKind) -> LocalAttention:
+        if given is not None:
+            return given
+        return make_attention(
+            kind,
+            backend,
+            device=layers.device,
+            dtype=layers.dtype,
+            everyone=layers.everyone,
+        )
+
+    return local
+
+
+class TracedMixers:
+    """The mixers of a traced model on a rank, which implement the `Mixers` protocol.
+
+    `isp.attention` and the functions of `isp.core.mixers` come here while the model runs. Each call
+    is counted, and a recompute may take its kept result. `__init__` makes attention of every kind
+    in the model, also of other pipeline stages: all ranks choose backends together, and if they did
+    so in a forward, the stages of a pipeline would wait for each other.
+    """
+
+    def __init__(
+        self,
+        layers: RankLayers,
+        position: Position,
+        local_attention: LocalOf,
+        attentions: Iterable[AttentionSizes],
+    ) -> None:
+        """`attentions`: the sizes of all calls of attention in the model."""
+        self._layers = layers
+        self._sequence = layers.sequence or SequenceRanks.by_heads(layers.token_ranks)
+        self._position = position
+        self._local_attention = local_attention
+        self._cores: dict[AttentionKind, DistributedAttention] = {}
+        for sizes in attentions:
+            self._core(sizes.attention_kind)
+        self._reported = False
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Compute attention over the sequence of all ranks, as `Mixers.attend`."""
+        now, call = self._position.mix(Kind.ATTENTION, q)
+        causal, window, scale, softcap, _, chunk, chosen, _ = options
+
+        def compute() -> Tensor:
+            extras: dict[str, Any] = {"sinks": options.of_heads(q.shape[2]), "chosen": chosen}
+            extras = {name: extra for name, extra in extras.items() if extra is not None}
+            assert call.sizes is not None
+            # Heads and features are as traced; scale and softcap are those of this very call.
+            core = self._core(call.sizes.attention_kind._replace(scale=scale, softcap=softcap))
+            parts = 1 if self._layers.splits_features else self._layers.tensor.size
+            mask = now.masks(causal, window, chunk, (len(q), q.shape[1] * parts))
+            out = core(q, k, v, mask=mask, **extras)
+            # Backward needs the output as it was, so a model that writes into it gets a copy.
+            return out.clone() if call.written else out.contiguous()
+
+        return now.keep(Kind.ATTENTION, compute)
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:
+        """Compute a causal convolution, as `Mixers.convolve`."""
+        now, _ = self._position.mix(Kind.CONVOLUTION, x)
+
+        def compute() -> Tensor:
+            # Rows of the batch are joined, since `placement` separates them.
+            placement = now.masks.placement(self._sequence, self._layers.token_ranks, x)
+            return convolve(x.flatten(0, 1), weight, bias, placement, dilation).view(x.shape)
+
+        return now.keep(Kind.CONVOLUTION, compute)
+
+    def scan(self, recurrence: Recurrence, inputs: Inputs) -> Tensor:
+        """Compute a scan, as `Mixers.scan`: its tokens exchanged for heads, or its states passed.
+
+        Which of the two is `parallel.sequence_scan`; auto takes the one that moves fewer bytes.
+        """
+        x = inputs.of_heads[0]
+        now, _ = self._position.mix(Kind.SCAN, x)
+
+        def compute() -> Tensor:
+            flat = inputs.flat()
+            placement = now.masks.placement(self._sequence, self._layers.token_ranks, x)
+            way = self._sequence.scan
+            if way is SequenceScan.AUTO:
+                way = cheaper_way(recurrence, flat, placement)
+                if not self._reported and placement.channel.size > 1:
+                    self._reported = True
+                    logger.info("scans: by %s (auto: fewest bytes received per rank)", way)
+            scan = scan_by_heads if way is SequenceScan.HEADS else scan_by_state
+            return scan(self._layers.recurrence(recurrence), flat, placement).view(x.shape)
+
+        return now.keep(Kind.SCAN, compute)
+
+    def choose(self, indexer: Indexer) -> Tensor:
+        """Return the numbers of the keys that an indexer chooses, as `Mixers.choose`.
+
+        They are kept whenever attention is, and no call of the trace is counted for them. Raises
+        ValueError in modes that split features.
+        """
+        now, keys, layers = self._position.current("an indexer"), indexer.keys, self._layers
+
+        def compute() -> Tensor:
+            if layers.splits_features:
+                raise ValueError(f"{now.name} uses an indexer to choose keys for attention")
+            placement = now.masks.placement(self._sequence, layers.tensor, keys)
+            numbers = choose(indexer, placement, on_cpu=layers.on_cpu, tiles=layers.tiles)
+            return numbers.view(*keys.shape[:2], indexer.num_choices, -1)
+
+        return now.keep(Kind.ATTENTION, compute)
+
+    def _core(self, kind: AttentionKind) -> DistributedAttention:
+        """Return the distributed attention of a kind, making it if it is new."""
+        if kind not in self._cores:
+            local = self._local_attention(kind)
+            self._cores[kind] = self._layers.attention(
+                local, scale=kind.scale, softcap=kind.softcap
+            )
+        return self._cores[kind]

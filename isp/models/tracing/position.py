@@ -1,0 +1,294 @@
+"""`Position`: where the forward that runs now is in the model's trace, and so in the prefetch plan.
+
+B batch, S sequence, S' tokens of this rank
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from isp.core.attention.mask import AttentionMask
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel
+from isp.core.mixers.api import Mixers, mix_by
+from isp.core.mixers.placement import Placement
+from isp.core.recompute.kept_calls import KeptCalls
+from isp.core.weights.wp_communicator import WPCommunicator
+from isp.models.forwards import ModuleForward, Wrapper
+from isp.models.tracing.calls import Call, Kind
+
+__all__ = ["ForwardPass", "Instead", "Masks", "Position", "mixing_key"]
+
+
+class Masks:
+    """The attention masks and the placement of one micro-batch, each made once."""
+
+    def __init__(self, cu_seqlens: Tensor | None, lengths: Tensor | None = None) -> None:
+        """`cu_seqlens`: starts of the documents [documents + 1], int32; None: not packed.
+
+        `lengths` [B, S']: the length of each token's document; None: the model does not need it.
+        """
+        self.lengths = lengths
+        self._cu_seqlens = cu_seqlens
+        self._made: dict[tuple[Any, ...], AttentionMask] = {}
+        self._placement: Placement | None = None
+
+    def __call__(
+        self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
+    ) -> AttentionMask:
+        """Return the mask of rows of this `shape` = (B, S).
+
+        `chunk`: tokens of the attention chunks that documents are cut into; None: no chunks.
+        """
+        key = causal, window, chunk, shape
+        if key not in self._made:
+            self._made[key] = self._make(causal, window, chunk, shape)
+        return self._made[key]
+
+    def _make(
+        self, causal: bool, window: int | None, chunk: int | None, shape: tuple[int, int]
+    ) -> AttentionMask:
+        if chunk is None:
+            return AttentionMask(causal=causal, window=window, cu_seqlens=self._cu_seqlens)
+        rows, tokens = shape
+        ends = self._cu_seqlens
+        lengths = [tokens] * rows if ends is None else ends.diff().tolist()
+        parts = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
+        return AttentionMask.of_documents(parts, causal=causal, window=window)
+
+    def placement(self, sequence: SequenceRanks, channel: Channel, x: Tensor) -> Placement:
+        """Return which rank of `channel` has which tokens; x [B, S', ..]: those of this rank."""
+        if self._placement is None:
+            cu = self._cu_seqlens
+            rows = x.shape[0], x.shape[1] * channel.size
+            if cu is not None and sequence.context.size > 1:  # all rows are one packed sequence
+                rows = 1, int(cu[-1])
+            bounds: Sequence[int] = () if cu is None else cu.tolist()
+            self._placement = Placement.of(sequence, channel, rows, bounds)
+        return self._placement
+
+
+class Instead(NamedTuple):
+    """The parts of the model that a forward leaves out, and their replacements."""
+
+    left_out: frozenset[str] = frozenset()
+    """Blocks that return `received`, or their input if that is None."""
+    received: Tensor | None = None
+    """Hidden states from the pipeline stage before; None on the first stage."""
+    last_block: str | None = None
+    """The block after which the forward ends; None: it ends as the model's does."""
+    calls: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    """By name of a linear or table outside of the blocks, the function to call in its place."""
+
+
+_AS_TRACED = Instead()
+
+
+class ForwardPass:
+    """A pass through a block, a tile or the rest of the model: its calls, and how many were made.
+
+    The calls must come in the order of the trace, because the prefetch plan follows that order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        calls: tuple[Call, ...],
+        masks: Masks,
+        *,
+        kept: KeptCalls | None = None,
+        instead: Instead = _AS_TRACED,
+        planned: bool = True,
+    ) -> None:
+        """`calls`: the traced calls of the pass, in order; `kept`: the kept calls of a block.
+
+        `planned`: False for a pass that the prefetch plan does not contain: the recompute of what
+        lies between the linears of a block, which reads no weight.
+        """
+        self.name = name
+        self.masks = masks
+        self.kept = kept
+        self.instead = instead
+        self.planned = planned
+        self.ahead: dict[str, tuple[Tensor, Tensor, list[Any]]] = {}
+        """By name of a module that is computed before its call: the tokens, the output, and a list
+        to which the call is added."""
+        self._calls = calls
+        self.passed = 0
+        """The number of calls so far."""
+
+    def arrive(self, kind: Kind, module: str) -> Call:
+        """Count a call and return it as traced; raise RuntimeError if it is not the next one."""
+        if self.passed < len(self._calls):
+            expected = self._calls[self.passed]
+            if expected.kind is kind and expected.module == module:
+                self.passed += 1
+                return expected
+        raise self._error(f"{kind} of {module} was called")
+
+    def keep(self, kind: Kind, call: Callable[[], Tensor], dropped: Tensor | None = None) -> Tensor:
+        """Return `call()`, or its kept result in a recompute, see `KeptCalls`.
+
+        `dropped`: the input of the call, if that is not kept.
+        """
+        return call() if self.kept is None else self.kept(kind, call, dropped)
+
+    def skip(self, module: str, calls: tuple[Call, ...]) -> None:
+        """Count all `calls` of a module at once; raise RuntimeError if they are not the next."""
+        if self._calls[self.passed : self.passed + len(calls)] != calls:
+            raise self._error(f"{module} was called")
+        self.passed += len(calls)
+
+    def end(self) -> None:
+        """Expect no further call: the forward ended early, as it was meant to."""
+        self.passed = len(self._calls)
+
+    def finish(self) -> None:
+        """End the pass.  Raises RuntimeError if calls of the trace are missing."""
+        if self.passed < len(self._calls):
+            raise self._error("the end was reached")
+
+    def _error(self, found: str) -> RuntimeError:
+        """Return the error for something that the trace does not have here."""
+        rest = self._calls[self.passed :]
+        expected = f"{rest[0].kind} of {rest[0].module}" if rest else "nothing more"
+        return RuntimeError(
+            f"in {self.name}, {found} where {expected} came when the model was traced: isp"
+            f" supports models whose calls come in one order"
+        )
+
+
+def mixing_key(block: str, number: int) -> Hashable:
+    """Return the key, for the prefetch plan, of call `number` of a block, which mixes tokens."""
+    return block, number
+
+
+class Position:
+    """Where the forward that runs now is in the trace: the current pass, and its next call.
+
+    Passes nest: a tile runs in a block's pass, a block in that of the model around the blocks.
+    Each call counts here, by a wrapper of its module or, if it mixes tokens, by the mixers. Where
+    the prefetch plan has a place without a sharded weight, the communicator is told by `pass_by`;
+    a layer with a sharded weight tells it by `unshard`. So trace and plan advance together.
+    """
+
+    def __init__(self, communicator: WPCommunicator) -> None:
+        self.now: ForwardPass | None = None
+        """The current pass; None outside of a forward that ISP runs."""
+        self.mixers: Mixers | None = None
+        """The mixers of the passes; set once, since they count their calls here."""
+        self._communicator = communicator
+        self._mixing_hooks: dict[Hashable, OrderedDict[int, Callable[[Tensor], object]]] = {}
+
+    def register_mixing_hook(
+        self, key: Hashable, hook: Callable[[Tensor], object]
+    ) -> RemovableHandle:
+        """Call `hook` with the tokens of each call that mixes them at the place `key`.
+
+        For recorders: such a call has no module to hook into. `key`: that of `mixing_key`.
+        """
+        hooks = self._mixing_hooks.setdefault(key, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def current(self, called: str) -> ForwardPass:
+        """Return the current pass; raise RuntimeError, naming what was `called`, without one."""
+        if self.now is None:
+            raise self._outside(called)
+        return self.now
+
+    @contextmanager
+    def passing(self, forward_pass: ForwardPass) -> Iterator[None]:
+        """Make `forward_pass` the current one in this context, nested in the one before.
+
+        Raises RuntimeError at the end if calls of the trace are missing, unless the context ends
+        with an exception: a recompute ends with one as soon as it has all that it is for.
+        """
+        assert self.mixers is not None
+        before, self.now = self.now, forward_pass
+        try:
+            # Set again in each pass: backward runs recomputes in a thread of its own on CUDA, and
+            # threads do not share the context variables that send attention to the mixers.
+            with mix_by(self.mixers):
+                yield
+            forward_pass.finish()
+        finally:
+            self.now = before
+
+    def mix(self, kind: Kind, x: Tensor) -> tuple[ForwardPass, Call]:
+        """Count a call that mixes the tokens x; return the current pass and the call as traced."""
+        now = self.current(kind)
+        key = mixing_key(now.name, now.passed)
+        call = now.arrive(kind, now.name)  # calls that mix tokens have the name of their block
+        if now.planned:
+            self._communicator.pass_by(key)
+        if self._mixing_hooks:
+            for hook in [*self._mixing_hooks.get(key, {}).values()]:
+                hook(x)
+        return now, call
+
+    def pass_experts(self, module: str) -> None:
+        """Tell the communicator that experts are reached whose weights it does not gather."""
+        self._communicator.pass_by(module)
+
+    def document_lengths(self) -> Tensor | None:
+        """Return the length of the document of each of this rank's tokens, in this forward."""
+        return self.current("rotary positions").masks.lengths
+
+    def called(
+        self,
+        kind: Kind,
+        module: str,
+        *,
+        reads_shard: bool = True,
+        substituted: bool = False,
+        kept: bool = False,
+    ) -> Wrapper:
+        """Return the wrapper `Wrap.CALL` of a linear, a table or experts of the trace.
+
+        `reads_shard`: False for experts whose weights the communicator does not gather, which do
+        not tell it themselves. `substituted`: another function may stand in for the module in a
+        pass, see `Instead`. `kept`: a recompute may take the result of the forward.
+        """
+
+        def wrap(inner: ModuleForward) -> ModuleForward:
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                now = self.now
+                if now is None:
+                    raise self._outside(module)
+                now.arrive(kind, module)  # first, so that a call counts whatever stands in for it
+                if not reads_shard and now.planned:
+                    self.pass_experts(module)
+                if substituted and (instead := now.instead.calls.get(module)) is not None:
+                    return instead(*args, **kwargs)
+                if kept:
+                    # The input of a linear is recomputed, not kept: it lies between linears.
+                    dropped = args[0] if kind is Kind.LINEAR else None
+                    return now.keep(kind, lambda: inner(*args, **kwargs), dropped)
+                return inner(*args, **kwargs)
+
+            return forward
+
+        return wrap
+
+    def instead(self, module: str) -> Callable[[Tensor], Tensor] | None:
+        """Return the function to call in place of a linear or table in this pass; None: itself."""
+        return self.current(module).instead.calls.get(module)
+
+    @staticmethod
+    def _outside(called: str) -> RuntimeError:
+        """Return the error for a call without a current pass."""
+        return RuntimeError(
+            f"{called} was called outside of a forward that isp runs: call a parallelised"
+            f" model through the run's `loss` or isp.integrations.transformers.Trainer only,"
+            f" and use model.checkpoint for recomputation, not the model's own gradient"
+            f" checkpointing"
+        )
