@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isp.core.autograd import after_gradients
 from isp.core.comm import Channel, Channels
 from isp.core.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, MainGradient
-from isp.core.weights.gather_reduce import WriteGradient
+from isp.core.weights.gradients import OutputGradient, weight_gradient
 from isp.core.weights.sharded_parameter import ShardedParameter, by_whole
 
 __all__ = ["MainGradients"]
@@ -125,13 +125,16 @@ class MainGradients(BucketManager):
             self._accumulate(found, new)
         self._keep_promise(found)
 
-    def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
-        """Call `write` to write or add a gradient to the main gradient; keeps a promise."""
+    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
+        """Add the weight gradient dy^T x of dy [N, O] and x [N, I], without a tensor in between.
+
+        Keeps no promise: code that made one calls `withdraw`. Raises RuntimeError if the
+        parameter's gradient is final already.
+        """
         gradient = self._whole_of[id(parameter)]
         self._require_open(gradient)
         buffer, fresh = gradient.sum_in()
-        write(into=buffer, add=not fresh)
-        self._keep_promise(gradient)
+        weight_gradient(dy, x, into=buffer, add=not fresh)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Count a promise as kept without a gradient."""

@@ -46,9 +46,9 @@ from isp.core.weights.gather_reduce import (
     ErrorLatch,
     GatheredLayer,
     GradientReducer,
-    GradientSink,
     WeightGatherer,
 )
+from isp.core.weights.gradients import GradientSink
 from isp.core.weights.pool import MemoryPool
 from isp.core.weights.prefetch_plan import PlanCursor, PlanEntry, PrefetchPlan, WeightOpKind, plan
 from isp.core.weights.sharded_parameter import ShardedParameter

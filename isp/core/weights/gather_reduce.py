@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from isp.core.comm import Channels, Pending, streams
 from isp.core.mesh.topology import Axis
 from isp.core.torch_private import version_of
+from isp.core.weights.gradients import GradientSink, ParameterGradients
 from isp.core.weights.pool import Lease, MemoryPool
 from isp.core.weights.prefetch_plan import WeightOp, WeightOpKind
 from isp.core.weights.sharded_parameter import ShardedParameter
@@ -30,10 +31,7 @@ __all__ = [
     "ErrorLatch",
     "GatheredLayer",
     "GradientReducer",
-    "GradientSink",
-    "ParameterGradients",
     "WeightGatherer",
-    "WriteGradient",
     "gather",
 ]
 
@@ -239,46 +237,6 @@ def _optimizer_steps() -> list[int]:
 
 
 # -- gradients -------------------------------------------------------------------------------
-
-
-class WriteGradient(Protocol):
-    """A function that writes a gradient `into` a tensor, or adds it there."""
-
-    def __call__(self, *, into: Tensor, add: bool) -> object: ...
-
-
-class GradientSink(Protocol):
-    """A receiver of reduced gradients, such as `MainGradients`."""
-
-    def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Announce one `add`.  Raises RuntimeError if no more are expected.
-
-        May return a tensor in which to receive the gradient, if that has dtype `dtype`; the same
-        tensor is then passed to `add`.
-        """
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a promised gradient; the tensor must not be kept."""
-
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        """Take a promise back."""
-
-
-class ParameterGradients:
-    """The default sink: adds into `parameter.grad`, as autograd would."""
-
-    def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        return None
-
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        pass
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        gradient = gradient.to(parameter.dtype)
-        if parameter.grad is None:  # contiguous as shards are: fused optimizers rely on it
-            parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
-        else:
-            parameter.grad += gradient
 
 
 class _Sum(NamedTuple):

@@ -21,7 +21,8 @@ from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.optim.main_grads import MainGradients
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.core.weights.gather_reduce import GradientReducer, ParameterGradients, ShardedParameter
+from isp.core.weights.gather_reduce import GradientReducer, ShardedParameter
+from isp.core.weights.gradients import ParameterGradients
 from isp.core.weights.pool import MemoryPool
 from isp.planner.rank import Heard
 from tests.ranks import run_ranks
