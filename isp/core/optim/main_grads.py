@@ -104,7 +104,8 @@ class MainGradients(BucketManager):
         Raises RuntimeError if the parameter's gradient is final already.
         """
         gradient = self._whole_of[id(parameter)]
-        self._require_open(gradient)
+        if self.reduced or gradient.ready:
+            raise self._too_late(gradient)
         gradient.owed += 1
         if not gradient.untouched or gradient.view.dtype != dtype:
             return None
@@ -123,7 +124,9 @@ class MainGradients(BucketManager):
             new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
             self._accumulate(found, new)
-        self._keep_promise(found)
+        if found.owed:
+            found.owed -= 1
+        self._settle(found)
 
     def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
         """Add the weight gradient dy^T x of dy [N, O] and x [N, I], without a tensor in between.
@@ -132,13 +135,17 @@ class MainGradients(BucketManager):
         parameter's gradient is final already.
         """
         gradient = self._whole_of[id(parameter)]
-        self._require_open(gradient)
+        if self.reduced or gradient.ready:
+            raise self._too_late(gradient)
         buffer, fresh = gradient.sum_in()
         weight_gradient(dy, x, into=buffer, add=not fresh)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Count a promise as kept without a gradient."""
-        self._keep_promise(self._whole_of[id(parameter)])
+        gradient = self._whole_of[id(parameter)]
+        if gradient.owed:
+            gradient.owed -= 1
+        self._settle(gradient)
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Move `parameter.grad`, if any, here, and mark the parameter as done in this backward.
@@ -146,11 +153,12 @@ class MainGradients(BucketManager):
         The leaves' hooks call this; code that computes gradients without autograd's accumulation
         calls it itself.
         """
-        gradient = self._whole_of[id(parameter)]
-        if parameter.grad is not None:
-            self._accumulate(gradient, parameter.grad)
+        gradient, value = self._whole_of[id(parameter)], parameter.grad
+        if value is not None:
+            self._accumulate(gradient, value)
             parameter.grad = None
-        gradient.passed = gradient.passed or self._last
+        if self._last:
+            gradient.passed = True
         self._settle(gradient)
 
     def reduce(self) -> None:
@@ -197,31 +205,28 @@ class MainGradients(BucketManager):
         self._hooks.clear()
 
     def _accumulate(self, gradient: MainGradient, value: Tensor) -> None:
-        self._require_open(gradient)
+        if self.reduced or gradient.ready:
+            raise self._too_late(gradient)
         buffer, fresh = gradient.sum_in()
         if fresh:
             buffer.copy_(value)
         else:
             buffer.add_(value)
 
-    def _require_open(self, gradient: MainGradient) -> None:
-        if self.reduced or gradient.ready:
-            raise RuntimeError(
-                f"a gradient of {gradient.name} came after its last one: zero() begins a new step,"
-                f" expect_last() must be called before the last backward pass of a step, and"
-                f" gradients delivered after a backward pass must be announced; between steps,"
-                f" torch.autograd.grad gives gradients that are not kept"
-            )
-
-    def _keep_promise(self, gradient: MainGradient) -> None:
-        if gradient.owed:
-            gradient.owed -= 1
-        self._settle(gradient)
+    def _too_late(self, gradient: MainGradient) -> RuntimeError:
+        """Return the error for a gradient whose bucket may be in flight already."""
+        return RuntimeError(
+            f"a gradient of {gradient.name} came after its last one: zero() begins a new step,"
+            f" expect_last() must be called before the last backward pass of a step, and"
+            f" gradients delivered after a backward pass must be announced; between steps,"
+            f" torch.autograd.grad gives gradients that are not kept"
+        )
 
     def _settle(self, gradient: MainGradient) -> None:
         """Mark the gradient as ready if it is final [Note: When a gradient is final]."""
         if gradient.passed and not gradient.owed and not gradient.receives:
-            gradient.value()
+            if gradient.untouched:
+                gradient.value()  # zeros
             self.mark_ready(gradient)
 
     def _owed_names(self) -> list[str]:
