@@ -5,7 +5,6 @@ a tracker that is handed over, and several toolkits over different groups live s
 """
 
 from isp.core.attention.all_to_all import all_to_all_hp2sp, all_to_all_sp2hp
-from isp.core.layers.linear import DeferredWeightGradients, IntoMainGradients
 from isp.core.layers.vocab_loss import IGNORED, vocab_parallel_cross_entropy
 from isp.core.megatron.broadcast import broadcast_data
 from isp.core.megatron.inference import (
@@ -17,6 +16,7 @@ from isp.core.megatron.inference import (
 )
 from isp.core.megatron.layers import (
     ColumnParallelLinear,
+    IntoMainGradients,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -40,6 +40,7 @@ from isp.core.recompute.recompute import (
     split_tensor_into_1d_equal_chunks,
 )
 from isp.core.rng import RngStatesTracker, RngStream, model_parallel_manual_seed
+from isp.core.weights.wp_communicator import DeferredWeightGradients
 
 __all__ = [
     "IGNORED",

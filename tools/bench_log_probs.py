@@ -38,7 +38,7 @@ CONFIG = f"model: {{loss_chunk_tokens: {CHUNK}}}\ntraining: {{dtype: float32}}\n
 class _Head(nn.Module):
     """What a loss needs of a linear."""
 
-    name, weight_name, bias, transposed, weight_gradients = "head", "weight", None, False, None
+    name, weight_name, bias, transposed = "head", "weight", None, False
     moves, communicator = Moves(), LocalWeights()
 
     def __init__(self, hidden: int) -> None:

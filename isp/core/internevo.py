@@ -33,9 +33,10 @@ from isp.core.mesh.phase import Phase
 from isp.core.mesh.topology import Axis
 from isp.core.weights.communicator import ISPCommunicator
 from isp.core.weights.declare import WeightHolder
-from isp.core.weights.gather_reduce import DeclaredWeight, GradientSink
+from isp.core.weights.gather_reduce import DeclaredWeight
+from isp.core.weights.gradients import GradientSink, OutputGradient
 from isp.core.weights.uses import Action
-from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
+from isp.core.weights.wp_communicator import FullWeights, ShardedLayer, WPCommunicator
 
 __all__ = [
     "EmbeddingWeightParallelCommunicator",
@@ -157,6 +158,19 @@ class _Delegating(WPCommunicator):
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.communicator.gradient_dtype(dtype)
+
+    def add_product(
+        self,
+        dy: OutputGradient,
+        x: Tensor,
+        *,
+        module: ShardedLayer,
+        parameter: nn.Parameter | None,
+        returned: bool = False,
+    ) -> Tensor | None:
+        return self.communicator.add_product(
+            dy, x, module=module, parameter=parameter, returned=returned
+        )
 
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None

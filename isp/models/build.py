@@ -15,7 +15,6 @@ from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel, Mesh
 from isp.core.comm.cuda import registered
 from isp.core.comm.host_offload import HostMemory
-from isp.core.layers.linear import LinearLayer, linears_of
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh import Axis, Mode, ParallelConfig, WeightConfig
 from isp.core.mesh.layout import ParameterLayout
@@ -41,12 +40,17 @@ class BuiltModel:
     """The number of the pipeline stage of each stage module."""
     order: PipelineOrder
     """The stages of all ranks, and the order in which they run."""
-    communicator: ISPCommunicator | None
-    """The communicator that gathers weights; None if no weight is gathered."""
+    weights: ISPCommunicator | LocalWeights
+    """The communicator by which layers read their weights and deliver gradients."""
     sequence: SequenceRanks
     """The ranks that share a sequence."""
     host: HostMemory
     """The host memory for block inputs that are offloaded from the device."""
+
+    @property
+    def communicator(self) -> ISPCommunicator | None:
+        """The communicator that gathers weights; None if no weight is gathered."""
+        return self.weights if isinstance(self.weights, ISPCommunicator) else None
 
     @property
     def parameters(self) -> tuple[ShardedParameter, ...]:
@@ -70,11 +74,6 @@ class BuiltModel:
         memory = nn.Parameter(self.chunks[0].model.get_buffer(name), requires_grad=False)
         layout = ParameterLayout(global_shape=shape, reduce_over=Axis.STAGE)
         return ShardedParameter(name, memory, layout)
-
-    @property
-    def linears(self) -> tuple[LinearLayer, ...]:
-        """The linears of the stage modules, in forward order."""
-        return tuple(linears_of(chunk.weight_blocks() for chunk in self.chunks))
 
     @property
     def shared(self) -> tuple[nn.Parameter, ...]:
@@ -110,11 +109,12 @@ def build_model(
 
     seed None: weights are not initialized, as they will be loaded.
     """
-    order, communicator = PipelineOrder(parallel.pipeline), None
+    order = PipelineOrder(parallel.pipeline)
+    weights: ISPCommunicator | LocalWeights = LocalWeights()
     # One rank has whole weights: following a plan would do nothing, and would take a fifth of the
     # time of a step of 64 tokens.
     if mesh.topology.mode.gathers_weights and mesh[Axis.WEIGHT].size > 1:
-        communicator = _communicator(parallel.weight, mesh, device)
+        weights = _communicator(parallel.weight, mesh, device)
     host = HostMemory(device, log=mesh.log)
     sequence = SequenceRanks.of(
         mesh,
@@ -129,7 +129,7 @@ def build_model(
         expert=mesh[Axis.EXPERT],
         expert_chunks=parallel.expert.num_chunks,
         experts_stay=mesh.topology.experts_stay,
-        communicator=communicator or LocalWeights(),
+        communicator=weights,
         embed_split_hidden=parallel.weight.embed_split_hidden,
         vocab_parallel_loss=parallel.weight.vocab_parallel_loss,
         sequence=sequence,
@@ -142,14 +142,14 @@ def build_model(
     chunks = model.build(layers, stages, order.num_stages)
     for chunk in chunks:
         chunk.init_weights(seed)
-    if communicator is not None:
-        communicator.declare([chunk.weight_blocks() for chunk in chunks])
+    if isinstance(weights, ISPCommunicator):
+        weights.declare([chunk.weight_blocks() for chunk in chunks])
     return BuiltModel(
         model=model,
         chunks=chunks,
         stages=stages,
         order=order,
-        communicator=communicator,
+        weights=weights,
         sequence=sequence,
         host=host,
     )

@@ -33,9 +33,7 @@ from isp.core.attention.backends.mask_blocks import document_lengths
 from isp.core.attention.mask import AttentionMask, Chosen
 from isp.core.comm.host_offload import TO_HOST, HostChannel
 from isp.core.comm.tag import Transfer
-from isp.core.layers.linear import LinearLayer
 from isp.core.layers.rank_layers import RankLayers
-from isp.core.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.mixers.recurrence import Inputs, Recurrence
@@ -48,7 +46,13 @@ from isp.core.torch_private import (
     storage_key,
 )
 from isp.core.weights.declare import WeightHolder
-from isp.core.weights.wp_communicator import FullWeights, LocalWeights, WPCommunicator
+from isp.core.weights.gradients import OutputGradient, weight_gradient
+from isp.core.weights.wp_communicator import (
+    FullWeights,
+    LocalWeights,
+    ShardedLayer,
+    WPCommunicator,
+)
 from isp.models.forwards import set_forward
 from isp.planner.record import Compute, EventRecorder, GradientReady, PeakMemory, Reach, Read, Work
 
@@ -135,7 +139,7 @@ class DryProducts:
         return self._main.values()
 
     def __call__(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
+        self, layer: ShardedLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
     ) -> None:
         weight_gradient(dy, x, into=self._main.get(weight), add=True)
         self._recorder.note(GradientReady(self._recorder.use_of(layer), is_bias=False))

@@ -19,7 +19,7 @@ from isp.core.mesh import Axis
 from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Publisher, Zero1Optimizer
 from isp.core.weights.communicator import ISPCommModelConfig
-from isp.core.weights.gather_reduce import GradientReducer, gather
+from isp.core.weights.gather_reduce import ErrorLatch, GradientReducer, gather
 from isp.core.weights.pool import MemoryPool
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.planner.case import Coordinates, PlanCase
@@ -97,6 +97,7 @@ class DryRank:
         reducer = GradientReducer(
             {a: self._channel(a, f"{a}{apart}") for a in _OF_WEIGHTS},
             self.pool,
+            ErrorLatch(),
             dtype=config.reduce_dtype,
             # Without overlap each reduction is waited for at once.
             max_bytes_in_flight=config.max_reduce_bytes if weight.overlap else 0,
@@ -128,8 +129,7 @@ class DryRank:
         sharded = self.travels(name)
         dtype = sharded.parameter.dtype
         full = torch.empty(sharded.layout.global_shape, dtype=dtype, device=META)
-        place = self.reducer.promise(sharded, full.dtype)
-        self.reducer.launch(sharded, full, place)
+        self.reducer.add(sharded, full)
 
     def expect_last(self, uses: Mapping[str, int]) -> None:
         """Let buckets be reduced as soon as each parameter has as many gradients as `uses` says.

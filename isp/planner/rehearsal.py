@@ -32,7 +32,6 @@ from isp.core.comm import Channel
 from isp.core.comm.channel import DryChannel
 from isp.core.comm.host_offload import HostMemory
 from isp.core.layers.head import num_loss_chunks
-from isp.core.layers.linear import linears_of
 from isp.core.mesh import Axis, ContextExchange, Mode, SequenceScan, Topology
 from isp.core.mesh.sequence_split import Windows
 from isp.core.weights.declare import as_chunks
@@ -234,8 +233,7 @@ def _rehearsed(
     logits = rows * tokens * own_model.vocab_size // tensor.size
     products = DryProducts(recorder, weights, on_cpu=on_cpu)
     if not part.gathers_weights:  # weight gradients are computed straight into main gradients
-        for linear in linears_of([blocks]):
-            linear.weight_gradients = products
+        layers.communicator.route = products
     recorder.know((*weights, *products.main_gradients, ids))
     with Products(recorder):
         if whole.learns:  # its first forward keeps more than later ones, so it is not recorded

@@ -19,7 +19,6 @@ from isp.config import JobConfig
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel, Mesh, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.linear import DeferredWeightGradients, IntoMainGradients, WeightGradientRoute
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
@@ -29,6 +28,7 @@ from isp.core.optim.torch_optimizer import MakeOptimizer
 from isp.core.optim.update_rules import rules_in_words
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.pipeline.stage import ISPCommunicatorSchedulerHook, Pipeline
+from isp.core.weights.wp_communicator import DeferredWeightGradients
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.moe.router_losses import RouterLosses
 from isp.models.traced_model import TracedModel
@@ -233,15 +233,12 @@ class TrainStep:
         """Cache of functions that wait for the updated weights of each part: looking them up walks
         all of its parameters."""
         self._actions = built.order.actions(self._stages.rank, micro_num)
-        route: WeightGradientRoute = IntoMainGradients(gradients)
+        built.weights.deliver_to(gradients)
         if self._stages.size > 1 and built.order.config.schedule.splits_backward:
-            route = self._deferred = DeferredWeightGradients(gradients)
-        for linear in built.linears:
-            linear.weight_gradients = route
+            built.weights.route = self._deferred = DeferredWeightGradients(gradients)
         self.communicator = communicator = built.communicator
         self.hook = ISPCommunicatorSchedulerHook(communicator, mesh.log)
         if communicator is not None:
-            communicator.deliver_to(gradients)
             # A gather reads the shards: it has to wait for the update that publishes them.
             communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
         # Weights that are not gathered are read by the part itself, so its forward waits too.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isp.core.comm import Mesh
 from isp.core.mesh import Mode
+from isp.core.weights.wp_communicator import LocalWeights
 from isp.step.train_step import TrainStep
 from model.config import ModelConfig
 from tests.core.megatron.layers import Made
@@ -24,8 +25,8 @@ def _gradients(micro: int, *, beside: bool) -> tuple[dict[str, Tensor], int]:
     run = make_run(Mesh(layout.topology(), 0), layout, TASK, dtype=torch.float32)
     step: TrainStep = run.step
     if beside:
-        for linear in step.built.linears:
-            linear.weight_gradients = None
+        assert isinstance(step.built.weights, LocalWeights)
+        step.built.weights.deliver_to(None)
     work = step.start([TASK.batch(1, place) for place in range(micro)])
     with Made((56, 24)) as made:
         for index in range(micro):

@@ -21,8 +21,8 @@ from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.compiled import CompileWhen, compiles
 from isp.core.layers.linear import LinearLayer, Moves, NeedsGrad, needs_grad
 from isp.core.layers.vocab_loss import losses_and_gradient
-from isp.core.layers.weight_gradients import weight_gradient
 from isp.core.mesh.phase import Phase
+from isp.core.weights.gradients import weight_gradient
 from isp.core.weights.wp_communicator import FullWeights
 
 __all__ = ["HeadGradients", "HeadLoss", "deliver", "num_loss_chunks", "one_ahead"]

@@ -1,4 +1,4 @@
-"""The linear of every mode, y = x W^T + b, and the routes that its weight gradient takes.
+"""The linear of every mode, y = x W^T + b.
 
 B batch, S sequence, N tokens, I in features, O out features; x is [B, S, I], W is [O, I], y is
 [B, S, O].
@@ -19,13 +19,12 @@ Source: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), InternEvo (C
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,27 +34,19 @@ from isp.core.autograd import Function, once_differentiable, writable
 from isp.core.comm import Channel, Pending
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.module import ParallelModule
-from isp.core.layers.weight_gradients import OutputGradient, weight_gradient
 from isp.core.mesh import Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.phase import Phase
 from isp.core.torch_private import will_run
-from isp.core.weights.declare import DeclaredBlock, WeightHolder
-from isp.core.weights.gather_reduce import GradientSink, WriteGradient
-from isp.core.weights.wp_communicator import WPCommunicator
+from isp.core.weights.wp_communicator import ShardedLayer, WPCommunicator
 
 __all__ = [
-    "DeferredWeightGradients",
-    "IntoMainGradients",
     "LinearLayer",
     "Moves",
     "NeedsGrad",
     "ParallelLinear",
     "Role",
-    "WeightGradientRoute",
-    "delivered_gradient",
     "in_dtype",
-    "linears_of",
     "moves_for",
     "multiply",
     "needs_grad",
@@ -147,33 +138,12 @@ _X, _Y = (Purpose.ACTIVATION, "x"), (Purpose.ACTIVATION, "y")
 _DX, _DY = (Purpose.INPUT_GRADIENT, "dx"), (Purpose.OUTPUT_GRADIENT, "dy")
 
 
-WeightGradientRoute: TypeAlias = (
-    "Callable[[LinearLayer, nn.Parameter, OutputGradient, Tensor], Tensor | None]"
-)
-"""A function that computes a weight gradient, or delivers it elsewhere, now or later.
-
-Its arguments are a layer, the parameter that the layer multiplied by (its own, or one given at the
-call), dy [N, O] and x [N, I]. It returns dW = dy^T x [O, I], or None if it delivers dW itself.
-"""
-
-
-class LinearLayer(WeightHolder, Protocol):
+class LinearLayer(ShardedLayer, Protocol):
     """A layer that multiplies by its weight: a `ParallelLinear`, or a user's linear adapted."""
 
-    communicator: WPCommunicator
     moves: Moves
-    weight_gradients: WeightGradientRoute | None
     transposed: bool
     """Whether the weight is [I, O]."""
-
-
-def linears_of(chunks: Iterable[Iterable[DeclaredBlock]]) -> Iterator[LinearLayer]:
-    """Yield the linears that the blocks of model `chunks` declare, once for each use of each."""
-    for use in (use for blocks in chunks for block in blocks for use in block.uses):
-        # Not isinstance with the protocol: since Python 3.12 it does not find parameters, which
-        # a module keeps out of its own attributes.
-        if hasattr(use.layer, "weight_gradients"):
-            yield cast(LinearLayer, use.layer)
 
 
 class _Linear(Function):
@@ -197,7 +167,7 @@ class _Linear(Function):
         full_x = _moved(moves.x, x, layer, _X)
         with communicator.unshard(layer, _FORWARD, weight, bias) as full:
             y = F.linear(full_x, full.weight.T if layer.transposed else full.weight, full.bias)
-        # Routes find a main gradient by its parameter. The saved weight will not do: where a part
+        # Main gradients are found by their parameter. The saved weight will not do: where a part
         # is recomputed, `saved_tensors` holds another tensor.
         ctx.layer, ctx.parameter = layer, weight if isinstance(weight, nn.Parameter) else None
         need_x, need_w, _, _ = ctx.needs_input_grad
@@ -229,7 +199,15 @@ class _Linear(Function):
             if needs_w:
                 full_x = x if x_arriving is None else x_arriving.wait()
                 flat_dy, flat_x = dy.flatten(0, -2), in_dtype(full_x.flatten(0, -2), dy.dtype)
-                dw = delivered_gradient(flat_dy, flat_x, layer, ctx.parameter, needs_w)
+                # W [I, O] of a transposed layer has the gradient x^T dy.
+                left, right = (flat_x, flat_dy) if layer.transposed else (flat_dy, flat_x)
+                dw = communicator.add_product(
+                    left,
+                    right,
+                    module=layer,
+                    parameter=ctx.parameter,
+                    returned=needs_w is _VALUE,
+                )
             if needs_b:
                 db = dy.flatten(0, -2).sum(0)
                 returned = needs_b is _VALUE
@@ -261,33 +239,6 @@ def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _input_gradient(dy: Tensor, weight: Tensor, layer: LinearLayer) -> Tensor:
     """Return dx = dy W, with W in the dtype of dy [Note: Autocast]."""
     return dy @ in_dtype(weight.T if layer.transposed else weight, dy.dtype)
-
-
-def delivered_gradient(
-    dy: OutputGradient,
-    x: Tensor,
-    layer: LinearLayer,
-    parameter: nn.Parameter | None,
-    needs: NeedsGrad,
-) -> Tensor | None:
-    """Deliver dW = dy^T x, of dy [N, O] and x [N, I], by the layer's route and communicator.
-
-    Returns dW where autograd has to deliver it, else None.
-    """
-    left, right = dy, x
-    if layer.transposed:  # W is [I, O], so its gradient is x^T dy
-        assert isinstance(dy, Tensor)
-        left, right = x, dy
-    route = layer.weight_gradients
-    # A route needs a parameter that it knows, and may put the product off, which
-    # `torch.autograd.grad` cannot wait for.
-    if route is None or parameter is None or needs is not _FLOW:
-        dw: Tensor | None = _gradient_of(layer, left, right)
-    else:
-        dw = route(layer, parameter, left, right)
-    if dw is None:
-        return None
-    return layer.communicator.grad_hook(dw, module=layer, returned=needs is _VALUE)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LinearLayer) -> Tensor:
@@ -327,7 +278,6 @@ class ParallelLinear(ParallelModule):
         bias_layout: ParameterLayout | None = None,
         bias_after_move: bool = False,
         skip_bias_add: bool = False,
-        weight_gradients: WeightGradientRoute | None = None,
         has_weight: bool = True,
         device: torch.device,
         dtype: torch.dtype,
@@ -337,8 +287,6 @@ class ParallelLinear(ParallelModule):
         self.moves = moves
         self.bias_after_move = bias_after_move
         self.skip_bias_add = skip_bias_add
-        self.weight_gradients = weight_gradients
-        """Route of the weight gradient; None: autograd or the communicator delivers it."""
         if has_weight:
             self.add_shard("weight", layout, device=device, dtype=dtype)
         else:
@@ -353,8 +301,9 @@ class ParallelLinear(ParallelModule):
         """Return y [B, S, O] for x [B, S, I]; without the bias if `skip_bias_add`.
 
         `weight` [O, I] replaces the layer's own, in modes that gather no weights. If it is a
-        parameter, its gradient takes the layer's route, else autograd's. Raises ValueError if
-        `weight` does not have the shape of the layer's shard, or if weights are gathered.
+        parameter, its gradient is delivered as the layer's own is, else autograd delivers it.
+        Raises ValueError if `weight` does not have the shape of the layer's shard, or if weights
+        are gathered.
         """
         y = self.multiply(x, weight)
         if self.bias_after_move and not self.skip_bias_add and self.bias is not None:
@@ -381,90 +330,3 @@ class ParallelLinear(ParallelModule):
             )
         if self.communicator.gathers_weights:
             raise ValueError(f"{self.title}: in isp mode only a layer's own weight is gathered")
-
-
-def _gradient_of(layer: LinearLayer, dy: OutputGradient, x: Tensor) -> Tensor:
-    """Return a layer's weight gradient, in the dtype in which the communicator reduces it."""
-    return weight_gradient(dy, x, dtype=layer.communicator.gradient_dtype(x.dtype))
-
-
-class ProductSink(GradientSink, Protocol):
-    """A gradient sink whose buffers a product can be written into, such as `MainGradients`."""
-
-    def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
-        """Call `write` to add a gradient to the parameter's buffer; needs `promise` like `add`."""
-
-
-class IntoMainGradients:
-    """The route that multiplies straight into the main gradient, without a dW in between.
-
-    It serves weights that stay on their rank. A gradient that has to be reduced over the weight
-    group needs a buffer of its own, so for such a layer the route only multiplies.
-    """
-
-    def __init__(self, gradients: ProductSink) -> None:
-        self._gradients = gradients
-
-    def __call__(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
-    ) -> Tensor | None:
-        if layer.communicator.gathers_weights:
-            return _gradient_of(layer, dy, x)
-        self._gradients.promise(weight)
-        self._gradients.add_by(weight, partial(weight_gradient, dy, x))
-        return None
-
-
-class DeferredWeightGradients:
-    """The route that keeps both factors and multiplies later, in the order of the backward passes.
-
-    `drain` is for the embedding and the head of a pipeline, whose weight gradients fill the
-    cool-down; `take` is for schedules that split the backward. At most `limit` products wait
-    (None: no limit); beyond it, a product is computed at once. Gradients are added to `sink`, by
-    the communicator where they are reduced over the weight group.
-    """
-
-    def __init__(self, sink: ProductSink, *, limit: int | None = None) -> None:
-        if limit is not None and limit < 0:
-            raise ValueError(f"limit={limit} must be at least 0, or None to defer all")
-        self._sink = sink
-        self._limit = limit
-        self._waiting: deque[tuple[LinearLayer, nn.Parameter, OutputGradient, Tensor]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __call__(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
-    ) -> Tensor | None:
-        if self._limit is not None and len(self._waiting) >= self._limit:
-            return _gradient_of(layer, dy, x)
-        self._sink.promise(weight)  # else the sink reduces its bucket before this product
-        self._waiting.append((layer, weight, dy, x))
-        return None
-
-    def drain(self, count: int | None = None) -> None:
-        """Compute the oldest `count` deferred products; None: all."""
-        for _ in range(len(self._waiting) if count is None else min(count, len(self._waiting))):
-            self._compute(*self._waiting.popleft())
-
-    def take(self) -> Callable[[], None]:
-        """Return a function that computes all products deferred so far, and forget them here."""
-        taken = self._waiting
-        self._waiting = deque()
-
-        def compute() -> None:
-            while taken:
-                self._compute(*taken.popleft())
-
-        return compute
-
-    @torch.no_grad()
-    def _compute(
-        self, layer: LinearLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
-    ) -> None:
-        if not layer.communicator.gathers_weights:
-            self._sink.add_by(weight, partial(weight_gradient, dy, x))
-            return
-        layer.communicator.grad_hook(_gradient_of(layer, dy, x), module=layer)
-        self._sink.withdraw(weight)  # the communicator made a promise of its own for the reduction

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from isp.core.comm import Channel
 from isp.core.comm.channel import check_channel
 from isp.core.layers.embedding import look_up
-from isp.core.layers.linear import ParallelLinear, Role, WeightGradientRoute, moves_for
+from isp.core.layers.linear import ParallelLinear, Role, moves_for
 from isp.core.layers.module import ParallelModule
 from isp.core.megatron.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -29,9 +29,20 @@ from isp.core.megatron.mappings import (
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.partition import chunk_range
-from isp.core.weights.wp_communicator import LocalWeights, WPCommunicator
+from isp.core.weights.gradients import GradientSink, OutputGradient
+from isp.core.weights.wp_communicator import (
+    LocalWeights,
+    ShardedLayer,
+    WeightGradientRoute,
+    WPCommunicator,
+)
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ = [
+    "ColumnParallelLinear",
+    "IntoMainGradients",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+]
 
 InitMethod = Callable[[Tensor], object]
 """A function that fills a full weight, float32 on CPU, as those of `torch.nn.init`."""
@@ -64,7 +75,33 @@ class _Initialized(ParallelModule):
             parameter.copy_(layout.shard(full))
 
 
-class ColumnParallelLinear(_Initialized, ParallelLinear):
+class IntoMainGradients:
+    """The route that multiplies straight into the main gradient, without a dW in between."""
+
+    def __init__(self, gradients: GradientSink) -> None:
+        self._gradients = gradients
+
+    def __call__(
+        self, layer: ShardedLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
+    ) -> None:
+        self._gradients.add_product(weight, dy, x)
+
+
+class _Linear(_Initialized, ParallelLinear):
+    """A linear with a communicator of its own, and so with a route of its own."""
+
+    @property
+    def weight_gradients(self) -> WeightGradientRoute | None:
+        """Route of the weight gradient, `IntoMainGradients` or `DeferredWeightGradients`; None:
+        autograd delivers it."""
+        return self.communicator.route
+
+    @weight_gradients.setter
+    def weight_gradients(self, route: WeightGradientRoute | None) -> None:
+        self.communicator.route = route
+
+
+class ColumnParallelLinear(_Linear):
     """y = x W^T + b with sharded outputs: W [O/p, I], b [O/p].
 
         y, bias = layer(x)
@@ -111,11 +148,11 @@ class ColumnParallelLinear(_Initialized, ParallelLinear):
             moves=moves_for(mode, Role.COLUMN, group, sequence_dim=sequence_dim),
             communicator=LocalWeights(),
             skip_bias_add=skip_bias_add,
-            weight_gradients=weight_gradients,
             has_weight=not skip_weight_param_allocation,
             device=device,
             dtype=dtype,
         )
+        self.weight_gradients = weight_gradients
         self.group, self.gather_output, self.init_method = group, gather_output, init_method
         self.input_size = input_size
         self.reset_parameters()
@@ -152,7 +189,7 @@ class ColumnParallelLinear(_Initialized, ParallelLinear):
         return joined
 
 
-class RowParallelLinear(_Initialized, ParallelLinear):
+class RowParallelLinear(_Linear):
     """y = x W^T + b with sharded inputs: W [O, I/p], and b [O] on all ranks.
 
         y, bias = layer(x)
@@ -208,10 +245,10 @@ class RowParallelLinear(_Initialized, ParallelLinear):
             moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
             communicator=LocalWeights(),
             skip_bias_add=skip_bias_add,
-            weight_gradients=weight_gradients,
             device=device,
             dtype=dtype,
         )
+        self.weight_gradients = weight_gradients
         self.group, self.init_method = group, init_method
         self.input_size, self.input_is_parallel = input_size, input_is_parallel
         self.sequence_parallel = sequence_parallel

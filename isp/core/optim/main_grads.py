@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isp.core.autograd import after_gradients
 from isp.core.comm import Channel, Channels
 from isp.core.optim.buckets import DEFAULT_BUCKET_BYTES, BucketManager, MainGradient
-from isp.core.weights.gather_reduce import WriteGradient
+from isp.core.weights.gradients import OutputGradient, weight_gradient
 from isp.core.weights.sharded_parameter import ShardedParameter, by_whole
 
 __all__ = ["MainGradients"]
@@ -104,7 +104,8 @@ class MainGradients(BucketManager):
         Raises RuntimeError if the parameter's gradient is final already.
         """
         gradient = self._whole_of[id(parameter)]
-        self._require_open(gradient)
+        if self.reduced or gradient.ready:
+            raise self._too_late(gradient)
         gradient.owed += 1
         if not gradient.untouched or gradient.view.dtype != dtype:
             return None
@@ -123,19 +124,28 @@ class MainGradients(BucketManager):
             new, found.waiting, found.receives = found.waiting, None, False
         if new is not None:
             self._accumulate(found, new)
-        self._keep_promise(found)
+        if found.owed:
+            found.owed -= 1
+        self._settle(found)
 
-    def add_by(self, parameter: nn.Parameter, write: WriteGradient) -> None:
-        """Call `write` to write or add a gradient to the main gradient; keeps a promise."""
+    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
+        """Add the weight gradient dy^T x of dy [N, O] and x [N, I], without a tensor in between.
+
+        Keeps no promise: code that made one calls `withdraw`. Raises RuntimeError if the
+        parameter's gradient is final already.
+        """
         gradient = self._whole_of[id(parameter)]
-        self._require_open(gradient)
+        if self.reduced or gradient.ready:
+            raise self._too_late(gradient)
         buffer, fresh = gradient.sum_in()
-        write(into=buffer, add=not fresh)
-        self._keep_promise(gradient)
+        weight_gradient(dy, x, into=buffer, add=not fresh)
 
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Count a promise as kept without a gradient."""
-        self._keep_promise(self._whole_of[id(parameter)])
+        gradient = self._whole_of[id(parameter)]
+        if gradient.owed:
+            gradient.owed -= 1
+        self._settle(gradient)
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Move `parameter.grad`, if any, here, and mark the parameter as done in this backward.
@@ -143,11 +153,12 @@ class MainGradients(BucketManager):
         The leaves' hooks call this; code that computes gradients without autograd's accumulation
         calls it itself.
         """
-        gradient = self._whole_of[id(parameter)]
-        if parameter.grad is not None:
-            self._accumulate(gradient, parameter.grad)
+        gradient, value = self._whole_of[id(parameter)], parameter.grad
+        if value is not None:
+            self._accumulate(gradient, value)
             parameter.grad = None
-        gradient.passed = gradient.passed or self._last
+        if self._last:
+            gradient.passed = True
         self._settle(gradient)
 
     def reduce(self) -> None:
@@ -194,31 +205,28 @@ class MainGradients(BucketManager):
         self._hooks.clear()
 
     def _accumulate(self, gradient: MainGradient, value: Tensor) -> None:
-        self._require_open(gradient)
+        if self.reduced or gradient.ready:
+            raise self._too_late(gradient)
         buffer, fresh = gradient.sum_in()
         if fresh:
             buffer.copy_(value)
         else:
             buffer.add_(value)
 
-    def _require_open(self, gradient: MainGradient) -> None:
-        if self.reduced or gradient.ready:
-            raise RuntimeError(
-                f"a gradient of {gradient.name} came after its last one: zero() begins a new step,"
-                f" expect_last() must be called before the last backward pass of a step, and"
-                f" gradients delivered after a backward pass must be announced; between steps,"
-                f" torch.autograd.grad gives gradients that are not kept"
-            )
-
-    def _keep_promise(self, gradient: MainGradient) -> None:
-        if gradient.owed:
-            gradient.owed -= 1
-        self._settle(gradient)
+    def _too_late(self, gradient: MainGradient) -> RuntimeError:
+        """Return the error for a gradient whose bucket may be in flight already."""
+        return RuntimeError(
+            f"a gradient of {gradient.name} came after its last one: zero() begins a new step,"
+            f" expect_last() must be called before the last backward pass of a step, and"
+            f" gradients delivered after a backward pass must be announced; between steps,"
+            f" torch.autograd.grad gives gradients that are not kept"
+        )
 
     def _settle(self, gradient: MainGradient) -> None:
         """Mark the gradient as ready if it is final [Note: When a gradient is final]."""
         if gradient.passed and not gradient.owed and not gradient.receives:
-            gradient.value()
+            if gradient.untouched:
+                gradient.value()  # zeros
             self.mark_ready(gradient)
 
     def _owed_names(self) -> list[str]:

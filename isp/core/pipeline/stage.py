@@ -22,11 +22,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from isp.core.autograd import Function, once_differentiable, writable
 from isp.core.comm import Channel, CommLog, Pending
-from isp.core.layers.linear import DeferredWeightGradients
 from isp.core.mesh.phase import Phase
 from isp.core.optim.main_grads import MainGradients
 from isp.core.pipeline.order import Hop, PipelineOrder, program
 from isp.core.weights.uses import Action, ActionKind
+from isp.core.weights.wp_communicator import DeferredWeightGradients
 
 __all__ = [
     "FollowsActions",

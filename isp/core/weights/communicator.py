@@ -20,9 +20,10 @@ last reduce-scatter, which is launched after the last compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +47,19 @@ from isp.core.weights.gather_reduce import (
     ErrorLatch,
     GatheredLayer,
     GradientReducer,
-    GradientSink,
+    PlannedGather,
     WeightGatherer,
 )
+from isp.core.weights.gradients import GradientSink
 from isp.core.weights.pool import MemoryPool
-from isp.core.weights.prefetch_plan import PlanCursor, PlanEntry, PrefetchPlan, WeightOpKind, plan
+from isp.core.weights.prefetch_plan import (
+    PlanCursor,
+    PlanEntry,
+    PrefetchPlan,
+    WeightOp,
+    WeightOpKind,
+    plan,
+)
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.core.weights.uses import Action, ActionKind, Chunks
 from isp.core.weights.wp_communicator import WPCommunicator
@@ -81,6 +90,36 @@ class ISPCommModelConfig:
 
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
 _GATHER = WeightOpKind.GATHER
+_CACHED_PLANS = 8
+
+
+class _Declared(NamedTuple):
+    """A layer of the model: the weight that is gathered for it, and its own parameters."""
+
+    weight: DeclaredWeight
+    own: tuple[ShardedParameter, ...]
+
+
+@dataclass(eq=False, slots=True)
+class _Stop:
+    """An entry of the plan, whose operations refer to weights in place of names."""
+
+    entry: PlanEntry
+    gathers: tuple[PlannedGather, ...]
+    frees: tuple[DeclaredWeight, ...]
+    launches: bool
+    """Whether its last operation is a gather: the site launches gathers for later uses."""
+
+
+class _Itinerary(NamedTuple):
+    """A plan as the communicator follows it: made once, and followed step after step."""
+
+    start: tuple[PlannedGather, ...]
+    """Gathers to launch before the first stop."""
+    stops: tuple[_Stop, ...]
+    entries: tuple[PlanEntry, ...]
+    expected: tuple[tuple[Hashable, Phase], ...]
+    """For each stop, the key and phase of the use that reaches it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -90,12 +129,12 @@ class _Use:
     communicator: ISPCommunicator
     layer: WeightHolder
     with_bias: bool
-    entry: PlanEntry | None
-    """The entry of the plan for this use; None if it is not planned."""
+    stop: _Stop | None
+    """The stop of the plan for this use; None if it is not planned."""
     cursor: PlanCursor | None
     """The cursor at the start of the use; a later one follows another plan."""
     launches: bool
-    """Whether the entry has gathers for later uses to launch."""
+    """Whether the stop has gathers for later uses to launch."""
     held: GatheredLayer | None = None
 
     def __enter__(self) -> _Use:
@@ -181,16 +220,21 @@ class ISPCommunicator(WPCommunicator):
         self._reducer = GradientReducer(
             reduces,
             self.reduce_pool,
+            self._latch,
             dtype=config.reduce_dtype,
             max_bytes_in_flight=config.max_reduce_bytes,
         )
         self._chunks: Chunks = ()
-        self._layers: dict[int, tuple[DeclaredWeight, tuple[ShardedParameter, ...]]] = {}
-        """Weight and parameters of each layer, by the id of the layer and of its weight."""
+        self._layers: dict[int, _Declared] = {}
+        """The layers of the model, by the id of the layer and of its weight."""
         self._keys: dict[tuple[int, int, int], Hashable] = {}
         """The key of the use at each place (chunk, block, use), in forward order."""
         self._launch_points: set[Hashable] = set()
         """The keys of `pass_by`."""
+        self._itineraries: dict[tuple[Action, ...], _Itinerary] = {}
+        """Cache by the actions of a step; a run repeats few of them."""
+        self._stops: tuple[_Stop, ...] = ()
+        """The stops that the cursor counts."""
         self._cursor: PlanCursor | None = None
         self._announced = False
         """Whether `begin` has been called [Note: Unannounced]."""
@@ -222,7 +266,8 @@ class ISPCommunicator(WPCommunicator):
                     a.parameter is not b.parameter for a, b in zip(own[1:], others, strict=True)
                 ):
                     weight.has_other_biases = True
-                self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = weight, own
+                found = _Declared(weight, own)
+                self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = found
             elif use.key is not None:
                 self._launch_points.add(use.key)
 
@@ -259,8 +304,7 @@ class ISPCommunicator(WPCommunicator):
     def finish(self) -> None:
         """Deliver all gradients and give all buffers back; call it after the last backward."""
         self._latch.check()
-        with self._latch:
-            self._reducer.finish()
+        self._reducer.finish()
         self.drain()
 
     def drain(self) -> None:
@@ -289,8 +333,9 @@ class ISPCommunicator(WPCommunicator):
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> _Use:
-        if phase is _FORWARD and (known := self._layers.get(id(module))) is not None:
-            own = known[1]
+        key = id(module)
+        if phase is _FORWARD and (known := self._layers.get(key)) is not None:
+            own = known.own
             if own[0].parameter is not weight or (
                 bias is not None and own[-1].parameter is not bias
             ):
@@ -298,10 +343,9 @@ class ISPCommunicator(WPCommunicator):
                     f"{module.name} has another parameter than when the model was declared: write"
                     f" into the declared one, by copy_ or load_state_dict without assign=True"
                 )
-        entry = self._arrive(id(module), phase)
-        before = () if entry is None else entry.before
-        launches = bool(before) and before[-1].kind is _GATHER  # waits come first
-        use = _Use(self, module, bias is not None, entry, self._cursor, launches)
+        stop = self._arrive(key, phase)
+        launches = stop is not None and stop.launches
+        use = _Use(self, module, bias is not None, stop, self._cursor, launches)
         # A backward has the weight gradient to compute before it reads the weight.
         if launches and phase is _BACKWARD and self.overlap:
             self._launch_ahead(use)
@@ -324,8 +368,8 @@ class ISPCommunicator(WPCommunicator):
     def reshard(self, use: _Use, *, failed: bool) -> None:
         """End a use: its weight and bias are not read any more."""
         if self._latch.error is None:
-            entry = None if failed or use.cursor is not self._cursor else use.entry
-            self._gatherer.free(() if entry is None else entry.after, use.held)
+            stop = None if failed or use.cursor is not self._cursor else use.stop
+            self._gatherer.free(() if stop is None else stop.frees, use.held)
 
     def pass_by(self, key: Hashable) -> None:
         """Report that a forward has reached the launch point without a weight declared as `key`.
@@ -334,9 +378,8 @@ class ISPCommunicator(WPCommunicator):
         """
         if key not in self._launch_points:
             raise KeyError(f"no launch point is declared as {key!r}: pass DeclaredUse(.., key=key)")
-        if (entry := self._arrive(key, _FORWARD)) is not None:
-            self._gatherer.launch(entry.before)
-            self._gatherer.free(entry.after)
+        if (stop := self._arrive(key, _FORWARD)) is not None:
+            self._run(stop)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self._reducer.travels_in(dtype)
@@ -348,45 +391,77 @@ class ISPCommunicator(WPCommunicator):
             self._latch.check()
         sharded = self._parameters(module)[is_bias]
         if returned:
-            with self._latch:
-                return self._reducer.reduce(sharded, grad)
-        # Outside of the latch: a sink that refuses has not broken the group.
-        place = self._reducer.promise(sharded, grad.dtype)
-        with self._latch:
-            self._reducer.launch(sharded, grad, place)
-            if not self.overlap:
-                self._reducer.finish()
+            return self._reducer.reduce(sharded, grad)
+        self._reducer.add(sharded, grad)
+        if not self.overlap:
+            self._reducer.finish()
         return None
 
     # -- where the layers are in the plan ----------------------------------------------------
 
     def _follow(self, actions: Sequence[Action]) -> PlanCursor:
+        """Follow the plan of `actions` from its start."""
+        found = self._itinerary(tuple(actions))
         self.drain()
-        self._cursor = cursor = PlanCursor(self.plan(actions), self._keys)
+        self._stops = found.stops
+        self._cursor = cursor = PlanCursor(found.entries, found.expected)
         self._gatherer.follow()
-        self._gatherer.launch(cursor.plan.start)
+        self._gatherer.launch(found.start)
         return cursor
 
-    def _arrive(self, key: Hashable, phase: Phase) -> PlanEntry | None:
-        """Return the plan's entry for a use, after running the entries skipped before it."""
+    def _itinerary(self, actions: tuple[Action, ...]) -> _Itinerary:
+        """Return the plan of `actions`, whose weights and keys are looked up once."""
+        if (known := self._itineraries.get(actions)) is not None:
+            return known
+        planned, weights = self.plan(actions), self._gatherer.weights
+
+        def gathers(ops: Iterable[WeightOp]) -> tuple[PlannedGather, ...]:
+            # Waits are left to the layers: a weight is waited for where it is read.
+            launched = (op for op in ops if op.kind is _GATHER)
+            return tuple((weights[op.weight], op.bias is not None) for op in launched)
+
+        stops = tuple(
+            _Stop(
+                entry,
+                gathers(entry.before),
+                tuple(weights[op.weight] for op in entry.after),
+                # Waits come first, and before them the gather of a weight that is read here.
+                bool(entry.before) and entry.before[-1].kind is _GATHER,
+            )
+            for entry in planned.entries
+        )
+        expected = tuple((self._keys[e.site[1:]], e.site.phase) for e in planned.entries)
+        if len(self._itineraries) >= _CACHED_PLANS:  # actions that do not repeat
+            self._itineraries.clear()
+        found = _Itinerary(gathers(planned.start), stops, planned.entries, expected)
+        self._itineraries[actions] = found
+        return found
+
+    def _arrive(self, key: Hashable, phase: Phase) -> _Stop | None:
+        """Return the plan's stop for a use, after running the stops skipped before it."""
         if self._latch.error is not None:
             self._latch.check()
         if self.is_recomputing and phase is _FORWARD:  # layers do not know that they recompute
             phase = Phase.RECOMPUTE
-        found = None if self._cursor is None else self._cursor.arrive(key, phase)
-        if not self._announced and phase is _FORWARD and (found is None or found[1]):
-            found = self._begin_pass(key)
-        if found is None:
+        cursor, start, index = self._cursor, 0, None
+        if cursor is not None:
+            start, index = cursor.position, cursor.arrive(key, phase)
+        if not self._announced and phase is _FORWARD and (index is None or index > start):
+            start, index = 0, self._begin_pass(key)
+        if index is None:
             return None
-        entry, skipped = found
-        assert self.model_chunk in (None, entry.site.chunk), (self.model_chunk, entry.site)
-        for passed in skipped:
-            self._gatherer.launch(passed.before)
-            self._gatherer.free(passed.after)
-        return entry
+        for skipped in self._stops[start:index]:
+            self._run(skipped)
+        stop = self._stops[index]
+        chunk = stop.entry.site.chunk
+        assert self.model_chunk in (None, chunk), (self.model_chunk, stop.entry.site)
+        return stop
 
-    def _begin_pass(self, key: Hashable) -> tuple[PlanEntry, tuple[PlanEntry, ...]] | None:
-        """Start following a forward without `begin` that has reached `key` [Note: Unannounced]."""
+    def _begin_pass(self, key: Hashable) -> int | None:
+        """Start following a forward without `begin` that has reached `key` [Note: Unannounced].
+
+        Returns the index of its stop, or None if it is not the start of a pass.
+        """
         keys = self._keys.values()
         if key not in keys:  # an undeclared layer is in no plan
             return None
@@ -396,14 +471,19 @@ class ISPCommunicator(WPCommunicator):
         chunks = range(len(self._chunks))
         forward = [Action(ActionKind.FORWARD, 0, chunk) for chunk in chunks]
         backward = [Action(ActionKind.BACKWARD, 0, chunk) for chunk in reversed(chunks)]
-        return self._follow(forward + backward).arrive(key, Phase.FORWARD)
+        return self._follow(forward + backward).arrive(key, _FORWARD)
+
+    def _run(self, stop: _Stop) -> None:
+        """Run the operations of a stop without a use: a launch point, or one that was skipped."""
+        self._gatherer.launch(stop.gathers)
+        self._gatherer.free(stop.frees)
 
     # -- the weight of a use -----------------------------------------------------------------
 
     def _launch_ahead(self, use: _Use) -> None:
         use.launches = False
-        if use.entry is not None and use.cursor is self._cursor:
-            self._gatherer.launch(use.entry.before)
+        if use.stop is not None and use.cursor is self._cursor:
+            self._gatherer.launch(use.stop.gathers)
 
     def _hold(self, use: _Use) -> GatheredLayer:
         """Return what a use reads, held for it: gathered as planned, or for this use alone."""
@@ -411,7 +491,7 @@ class ISPCommunicator(WPCommunicator):
         known = layers.get(id(layer)) or layers.get(id(layer.weight))
         if known is None:  # an undeclared weight
             return gather(self._parameters(layer)[: 1 + use.with_bias])
-        weight = known[0]
+        weight = known.weight
         if use.with_bias and weight.has_other_biases:  # the plan gathers only one of them
             return gather(self._parameters(layer), weight.block)
         found = weight.gathered
@@ -421,17 +501,17 @@ class ISPCommunicator(WPCommunicator):
             found = None
         if found is not None and (len(found.full) > 1 or not use.with_bias):
             return found.hold()
-        if found is not None or use.entry is None or use.cursor is not self._cursor:
+        if found is not None or use.stop is None or use.cursor is not self._cursor:
             return gather(self._parameters(layer)[: 1 + use.with_bias], weight.block)
         # The weight stays until the plan frees it, with a bias if one is read until then.
-        biases = [op.bias for op in use.entry.before if op.weight == weight.name]
+        biases = [op.bias for op in use.stop.entry.before if op.weight == weight.name]
         with_bias = use.with_bias or any(biases)
         weight.gathered = gather(weight.shards[: 1 + with_bias], weight.block)
         return weight.gathered.hold()
 
     def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:
         known = self._layers.get(id(layer))
-        return parameters_of(layer) if known is None else known[1]
+        return parameters_of(layer) if known is None else known.own
 
 
 def _check_chunks(chunks: object) -> None:

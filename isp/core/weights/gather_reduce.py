@@ -9,20 +9,20 @@ gathered to where they are read and sent from where they are. Any other dim cost
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from isp.core.comm import Channels, Pending, streams
+from isp.core.comm import Channel, Channels, Pending, streams
 from isp.core.mesh.topology import Axis
 from isp.core.torch_private import version_of
+from isp.core.weights.gradients import GradientSink, ParameterGradients
 from isp.core.weights.pool import Lease, MemoryPool
-from isp.core.weights.prefetch_plan import WeightOp, WeightOpKind
 from isp.core.weights.sharded_parameter import ShardedParameter
 
 __all__ = [
@@ -30,14 +30,10 @@ __all__ = [
     "ErrorLatch",
     "GatheredLayer",
     "GradientReducer",
-    "GradientSink",
-    "ParameterGradients",
+    "PlannedGather",
     "WeightGatherer",
-    "WriteGradient",
     "gather",
 ]
-
-_GATHER = WeightOpKind.GATHER  # Python 3.11 looks members up by hand
 
 
 class ErrorLatch:
@@ -77,7 +73,7 @@ class GatheredLayer:
 
     def __init__(self, shards: Sequence[ShardedParameter]) -> None:
         self._shards = shards
-        self._version = self._now()
+        self._version = _version(shards)
         self.full: list[Pending] = []
         """The full weight, and after it the bias."""
         self._leases: list[Lease] = []
@@ -85,7 +81,7 @@ class GatheredLayer:
 
     def is_stale(self) -> bool:
         """Return True if a shard may have changed since its gather was launched."""
-        return self._now() != self._version
+        return _version(self._shards) != self._version
 
     def hold(self) -> GatheredLayer:
         """Add a user, who has to call `let_go`; return itself."""
@@ -101,12 +97,13 @@ class GatheredLayer:
             for lease in self._leases:
                 lease.release()
 
-    def _now(self) -> int:
-        """Return a number that grows with each visible write [Note: Versions]."""
-        number: int = _optimizer_steps()[0]
-        for shard in self._shards:
-            number += version_of(shard.parameter)
-        return number
+
+def _version(shards: Sequence[ShardedParameter]) -> int:
+    """Return a number that grows with each visible write into `shards` [Note: Versions]."""
+    number: int = _optimizer_steps()[0]
+    for shard in shards:
+        number += version_of(shard.parameter)
+    return number
 
 
 @dataclass(eq=False, slots=True)
@@ -121,6 +118,10 @@ class DeclaredWeight:
     has_other_biases: bool = False
     """Whether layers that share the weight have other biases, which are gathered at each use."""
     gathered: GatheredLayer | None = None
+
+
+PlannedGather: TypeAlias = tuple[DeclaredWeight, bool]
+"""A gather of a plan: the weight, and True if its bias is gathered with it."""
 
 
 class WeightGatherer:
@@ -144,34 +145,30 @@ class WeightGatherer:
         """Make gathers wait for work queued so far, such as an update of the weights."""
         streams.follow(self._stream)
 
-    def launch(self, ops: Sequence[WeightOp]) -> None:
-        """Launch the gathers among `ops` of weights that are not gathered yet.
-
-        Waits are left to the layers: a weight is waited for where it is read.
-        """
-        ready = None
+    def launch(self, gathers: Iterable[PlannedGather]) -> None:
+        """Launch those of the `gathers` whose weights are not gathered yet."""
         try:
             with streams.on(self._stream):
-                for kind, name, bias in ops:
-                    weight = self.weights[name]
-                    if kind is _GATHER and weight.gathered is None:
-                        if weight.block is not ready:
-                            ready = weight.block
-                            for fn in self.prerequisites:
-                                fn(ready)
-                        shards = weight.shards[:1] if bias is None else weight.shards
-                        weight.gathered = self._gather(shards)
+                ready = None
+                for weight, with_bias in gathers:
+                    if weight.gathered is not None:
+                        continue
+                    if weight.block is not ready:
+                        ready = weight.block
+                        for fn in self.prerequisites:
+                            fn(ready)
+                    shards = weight.shards if with_bias else weight.shards[:1]
+                    weight.gathered = self._gather(shards)
         except Exception as failed:
             self._latch.error = failed
             raise
 
-    def free(self, ops: Sequence[WeightOp], held: GatheredLayer | None = None) -> None:
-        """Let go of `held`, and drop the weights of `ops`, which are frees, if gathered."""
+    def free(self, weights: Iterable[DeclaredWeight], held: GatheredLayer | None = None) -> None:
+        """Let go of `held`, and drop the gathered tensors of `weights`."""
         try:
             if held is not None:
                 held.let_go()
-            for _, name, _ in ops:
-                weight = self.weights[name]
+            for weight in weights:
                 gathered, weight.gathered = weight.gathered, None
                 if gathered is not None:
                     gathered.let_go()
@@ -241,66 +238,9 @@ def _optimizer_steps() -> list[int]:
 # -- gradients -------------------------------------------------------------------------------
 
 
-class WriteGradient(Protocol):
-    """A function that writes a gradient `into` a tensor, or adds it there."""
-
-    def __call__(self, *, into: Tensor, add: bool) -> object: ...
-
-
-class GradientSink(Protocol):
-    """A receiver of reduced gradients, such as `MainGradients`."""
-
-    def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Announce one `add`.  Raises RuntimeError if no more are expected.
-
-        May return a tensor in which to receive the gradient, if that has dtype `dtype`; the same
-        tensor is then passed to `add`.
-        """
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a promised gradient; the tensor must not be kept."""
-
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        """Take a promise back."""
-
-
-class ParameterGradients:
-    """The default sink: adds into `parameter.grad`, as autograd would."""
-
-    def promise(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor | None:
-        return None
-
-    def withdraw(self, parameter: nn.Parameter) -> None:
-        pass
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        gradient = gradient.to(parameter.dtype)
-        if parameter.grad is None:  # contiguous as shards are: fused optimizers rely on it
-            parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
-        else:
-            parameter.grad += gradient
-
-
-class _Sum(NamedTuple):
-    """A reduce-scatter in flight: this rank's shard of the sum of a gradient."""
-
-    of: ShardedParameter
-    pending: Pending
-    leases: list[Lease]
-    num_bytes: int
-    """Size of the full gradient as sent, which is kept until the sum has arrived."""
-
-    def shard(self) -> Tensor:
-        """Wait for the shard and return it without padding."""
-        layout, piece = self.of.layout, self.pending.wait()
-        if layout.travels_as_it_lies:
-            return piece
-        return piece.movedim(0, layout.dim).narrow(layout.dim, 0, layout.local_shape[layout.dim])
-
-    def release(self) -> None:
-        """Give all buffers back, also that of the shard."""
-        for lease in self.leases:
-            lease.release()
+_InFlight: TypeAlias = tuple[ShardedParameter, Pending, list[Lease], int]
+"""A reduce-scatter in flight: the parameter, this rank's piece of the sum, the buffers to give back
+after it, and the bytes of the full gradient as sent, which is kept until the sum has arrived."""
 
 
 class GradientReducer:
@@ -308,57 +248,63 @@ class GradientReducer:
 
     If rows divide evenly, a gradient is sent from where it was computed, and the sum is received
     in the sink's tensor, if it provides one. At most `max_bytes_in_flight` bytes of full gradients
-    are kept; beyond that the oldest reduction is waited for.
+    are kept; beyond that the oldest reduction is waited for. The order of launches and deliveries
+    follows from the order of calls and from sizes alone, so it is the same on all ranks.
     """
 
     def __init__(
         self,
         channels: Channels,
         pool: MemoryPool,
+        latch: ErrorLatch,
         *,
         dtype: torch.dtype | None,
         max_bytes_in_flight: int,
     ) -> None:
         self._channels = channels
         self.pool = pool
+        self._latch = latch
         self._summed_in = partial(_wider, torch.bool if dtype is None else dtype)
         """Maps a gradient's dtype to that of its sum; every dtype is wider than bool."""
         self.max_bytes_in_flight = max_bytes_in_flight
         self.bytes_in_flight = 0
         """Size of the full gradients whose sums have not arrived."""
         self.sink: GradientSink = ParameterGradients()
-        self._in_flight: deque[_Sum] = deque()
+        self._in_flight: deque[_InFlight] = deque()
 
-    def promise(self, parameter: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
-        """Announce a full gradient of `dtype` to the sink; return where to receive its sum."""
-        into = None
-        if (
-            self._channels[parameter.layout.cut_over].size > 1
-            and parameter.layout.travels_as_it_lies
-        ):
-            into = self._summed_in(dtype)
-        return self.sink.promise(parameter.parameter, into)
-
-    def launch(
-        self, parameter: ShardedParameter, grad: Tensor, place: Tensor | None = None
-    ) -> None:
-        """Launch the reduction of the full `grad`, promised to the sink, into `place`."""
-        if self._channels[parameter.layout.cut_over].size == 1:
-            self.sink.add(parameter.parameter, grad)
-            return
-        num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
-        while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
-            self._deliver_oldest()
-        self._in_flight.append(self._send(parameter, grad, num_bytes, place))
-        self.bytes_in_flight += num_bytes
+    def add(self, parameter: ShardedParameter, grad: Tensor) -> None:
+        """Promise the sink a gradient, and launch the reduction of the full `grad` for it."""
+        layout, sink = parameter.layout, self.sink
+        channel = self._channels[layout.cut_over]
+        received_in = None
+        if channel.size > 1 and layout.travels_as_it_lies:
+            received_in = self._summed_in(grad.dtype)
+        # Outside of the `try`: a sink that refuses has not broken the group.
+        place = sink.promise(parameter.parameter, received_in)
+        try:
+            if channel.size == 1:
+                sink.add(parameter.parameter, grad)
+                return
+            num_bytes = grad.numel() * self.travels_in(grad.dtype).itemsize
+            while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
+                self._deliver_oldest()
+            pending, leases = self._send(parameter, channel, grad, place)
+            self._in_flight.append((parameter, pending, leases, num_bytes))
+            self.bytes_in_flight += num_bytes
+        except Exception as failed:
+            self._latch.error = failed
+            raise
 
     def reduce(self, parameter: ShardedParameter, grad: Tensor) -> Tensor:
         """Reduce the full `grad` over the group, wait, and return this rank's shard."""
-        if self._channels[parameter.layout.cut_over].size == 1:
+        channel = self._channels[parameter.layout.cut_over]
+        if channel.size == 1:
             return grad
-        sent = self._send(parameter, grad, 0, None)
-        shard = sent.shard().clone()
-        sent.release()
+        with self._latch:
+            pending, leases = self._send(parameter, channel, grad, None)
+            shard = parameter.as_it_lies(pending.wait()).clone()
+            for lease in leases:
+                lease.release()
         return shard
 
     def travels_in(self, dtype: torch.dtype) -> torch.dtype:
@@ -367,12 +313,13 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Wait for all reductions in flight and deliver them."""
-        while self._in_flight:
-            self._deliver_oldest()
+        with self._latch:
+            while self._in_flight:
+                self._deliver_oldest()
 
     def _send(
-        self, parameter: ShardedParameter, grad: Tensor, num_bytes: int, place: Tensor | None
-    ) -> _Sum:
+        self, parameter: ShardedParameter, channel: Channel, grad: Tensor, place: Tensor | None
+    ) -> tuple[Pending, list[Lease]]:
         """Launch the reduce-scatter into `place`, or into a buffer of the pool."""
         pieces = parameter.as_it_travels(grad, parameter.buffer_shape[0])
         leases = []
@@ -381,20 +328,20 @@ class GradientReducer:
             leases.append(self.pool.lease(shape, dtype, grad.device))
             place = leases[0].tensor
         received = None
-        channel = self._channels[parameter.layout.cut_over]
         if channel.sums_locally:
             leases.append(self.pool.lease(parameter.buffer_shape, pieces.dtype, grad.device))
             received = leases[-1].tensor
         pending = channel.reduce_scatter_into(
             place, pieces, received=received, tag=parameter.gradient_tag
         )
-        return _Sum(parameter, pending, leases, num_bytes)
+        return pending, leases
 
     def _deliver_oldest(self) -> None:
-        arriving = self._in_flight.popleft()
-        self.bytes_in_flight -= arriving.num_bytes
-        self.sink.add(arriving.of.parameter, arriving.shard())
-        arriving.release()
+        parameter, pending, leases, num_bytes = self._in_flight.popleft()
+        self.bytes_in_flight -= num_bytes
+        self.sink.add(parameter.parameter, parameter.as_it_lies(pending.wait()))
+        for lease in leases:
+            lease.release()
 
 
 _wider = cache(torch.promote_types)  # to torch, an operator

@@ -35,7 +35,7 @@ in, first out, so a wait for the second gather is a wait for the first as well.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -107,29 +107,29 @@ def plan(chunks: Chunks, actions: tuple[Action, ...], prefetch: Prefetch) -> Pre
 
 
 class PlanCursor:
-    """A position in a plan, moved by the uses that layers report.
+    """A position in a plan, moved by the uses that layers report."""
 
-    `keys`: the key with which the use at each (chunk, block, use) calls `arrive`.
-    """
-
-    def __init__(self, plan: PrefetchPlan, keys: Mapping[tuple[int, int, int], Hashable]) -> None:
-        self.plan, self.keys = plan, keys
+    def __init__(
+        self, entries: Sequence[PlanEntry], expected: Sequence[tuple[Hashable, Phase]]
+    ) -> None:
+        """`expected`: for each entry, the key and the phase with which its use calls `arrive`."""
+        self._entries, self._expected = entries, expected
         self.position = 0
         """Index of the next entry that no use has reached."""
 
-    def arrive(self, key: Hashable, phase: Phase) -> tuple[PlanEntry, tuple[PlanEntry, ...]] | None:
-        """Move to the entry of a use; return it and the entries skipped, or None if not planned.
+    def arrive(self, key: Hashable, phase: Phase) -> int | None:
+        """Move past the entry of a use and return its index, or None if it is not planned.
 
-        Searches the rest of the current action and the first block of the next one only. An equal
-        key further ahead belongs to a later use of the same layer.
+        The entries from the position before up to this index were skipped. Searches the rest of the
+        current action and the first block of the next one only. An equal key further ahead belongs
+        to a later use of the same layer.
         """
-        entries, keys, start = self.plan.entries, self.keys, self.position
+        entries, expected, start = self._entries, self._expected, self.position
+        wanted = key, phase
         # The usual case, on every use of every layer: nothing was skipped.
-        if start < len(entries):
-            entry = entries[start]
-            if entry.site.phase is phase and keys[entry.site[1:]] == key:
-                self.position = start + 1
-                return entry, ()
+        if start < len(expected) and expected[start] == wanted:
+            self.position = start + 1
+            return start
         current = _action(entries[start - 1]) if start else None
         action_ahead: tuple[int, int, bool] | None = None
         for index in range(start, len(entries)):
@@ -139,9 +139,9 @@ class PlanCursor:
                     action_ahead, first_block = _action(entry), entry.site.block
                 if _action(entry) != action_ahead or entry.site.block != first_block:
                     return None
-            if entry.site.phase is phase and keys[entry.site[1:]] == key:
+            if expected[index] == wanted:
                 self.position = index + 1
-                return entry, entries[start:index]
+                return index
         return None
 
 

@@ -50,6 +50,13 @@ class ShardedParameter:
             return x.contiguous()
         return pad_rows(x.movedim(self.layout.dim, 0), length)
 
+    def as_it_lies(self, piece: Tensor) -> Tensor:
+        """Return the shard of a piece as a reduction delivers it: without padding, as a view."""
+        layout = self.layout
+        if layout.travels_as_it_lies:
+            return piece
+        return piece.movedim(0, layout.dim).narrow(layout.dim, 0, layout.local_shape[layout.dim])
+
 
 def by_whole(
     parameters: Iterable[ShardedParameter],

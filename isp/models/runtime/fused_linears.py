@@ -25,8 +25,6 @@ from isp.core.autograd import Function, once_differentiable, writable
 from isp.core.layers.linear import (
     Moves,
     NeedsGrad,
-    WeightGradientRoute,
-    delivered_gradient,
     in_dtype,
     needs_grad,
 )
@@ -125,7 +123,6 @@ class FusedLinears:
         self._names = [*linears]
         self.name = _name(self._names)
         self.communicator, self.moves = communicator, Moves()
-        self.weight_gradients: WeightGradientRoute | None = None
         self.weight = weight.parameter
         self.bias = None if bias is None else bias.parameter
         self.layouts: dict[str, ParameterLayout] = {"weight": weight.layout}
@@ -210,7 +207,13 @@ class _Fused(Function):
         with use as full:
             if needs_w:  # first, so that its reduce-scatter overlaps with the product for dx
                 flat_x = in_dtype(x.flatten(0, -2), dys[0].dtype)
-                dw = delivered_gradient(dys, flat_x, layer, ctx.parameter, needs_w)
+                dw = communicator.add_product(
+                    dys,
+                    flat_x,
+                    module=layer,
+                    parameter=ctx.parameter,
+                    returned=needs_w is NeedsGrad.VALUE,
+                )
             if needs_b:
                 db = torch.cat([dy.sum(0) for dy in dys])
                 returned = needs_b is NeedsGrad.VALUE

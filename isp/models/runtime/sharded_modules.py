@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from isp.core.layers.embedding import look_up
-from isp.core.layers.linear import Moves, Role, WeightGradientRoute, multiply
+from isp.core.layers.linear import Moves, Role, multiply
 from isp.core.layers.rank_layers import RankLayers
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.weights.sharded_parameter import ShardedParameter
@@ -99,7 +99,6 @@ class ShardedLinear(_ShardedModule):
         moves = Moves() if plan is None else plan.moves(name, layers.mode, layers.tensor)
         super().__init__(module, name, layers, moves)
         self.transposed = is_transposed(module)
-        self.weight_gradients: WeightGradientRoute | None = None
         self._entrance = entrance
         self._bias_after_move = bias_is_whole or (plan is not None and plan.is_row(name))
 

@@ -13,19 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isp.core.comm import Mesh
-from isp.core.layers.linear import DeferredWeightGradients, IntoMainGradients
 from isp.core.layers.module import bind_names, named_parameters
 from isp.core.mesh import Axis, Mode
 from isp.core.optim.main_grads import MainGradients
 from isp.core.recompute.recompute import Recomputer
 from isp.core.rng import RngStatesTracker
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.core.weights.wp_communicator import LocalWeights
+from isp.core.weights.wp_communicator import DeferredWeightGradients, LocalWeights
 from tests.ranks import run_ranks
 from tests.toolkit import CPU, ToolkitLayers, topology
 
 B, S, D, F_, V = 2, 4, 6, 8, 10
-ROUTES = ("at once", "into main gradients", "deferred")
+ROUTES = AT_ONCE, INTO, DEFERRED = ("at once", "into main gradients", "deferred")
 Full = dict[str, Tensor]
 
 
@@ -64,14 +63,14 @@ class Bench:
 
     def __init__(self, mesh: Mesh, mode: Mode, route: str, *, recomputes: bool) -> None:
         self.mesh = mesh
-        self.communicator = None
+        self.communicator: ISPCommunicator | LocalWeights = LocalWeights()
         if mode is Mode.ISP:
             self.communicator = ISPCommunicator(mesh[Axis.WEIGHT], ISPCommModelConfig(device=CPU))
         layers = ToolkitLayers(
             mode=mode,
             tensor=mesh[Axis.TENSOR],
             weight=mesh[Axis.WEIGHT],
-            communicator=self.communicator or LocalWeights(),
+            communicator=self.communicator,
         )
         self.net = Net(layers, recomputes=recomputes)
         self.items = list(named_parameters(self.net))
@@ -84,12 +83,11 @@ class Bench:
             with torch.no_grad():
                 parameter.copy_(layout.shard(value))
         self.gradients = MainGradients(self.items, mesh)
-        if self.communicator is not None:
+        if mode is Mode.ISP or route == INTO:
             self.communicator.deliver_to(self.gradients)
         self.put_off = DeferredWeightGradients(self.gradients)
-        routes = (None, IntoMainGradients(self.gradients), self.put_off)
-        for layer in (self.net.up, self.net.down, self.net.head):
-            layer.weight_gradients = routes[ROUTES.index(route)]
+        if route == DEFERRED:
+            self.communicator.route = self.put_off
         all_ids = torch.randint(V, (B * mesh[Axis.DATA].size, S), generator=random)
         y, x = plainly(all_ids, self.full)
         expected = torch.autograd.grad(y.square().sum(), [x, *self.full.values()])
@@ -114,7 +112,7 @@ class Bench:
     def settle(self) -> None:
         """Deliver what is on its way or put off."""
         self.put_off.drain()
-        if self.communicator is not None:
+        if isinstance(self.communicator, ISPCommunicator):
             self.communicator.finish()
 
     def check(self, name: str, found: Tensor, times: int = 1) -> None:

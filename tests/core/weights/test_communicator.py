@@ -286,7 +286,8 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     order = sequential_actions(2)
     planned = plan(chunks, order, Prefetch())
     places = [step.site[1:] for step in planned.entries]
-    cursor = PlanCursor(planned, {place: place for place in places})
+    expected = [(step.site[1:], step.site.phase) for step in planned.entries]
+    cursor = PlanCursor(planned.entries, expected)
     forward = places[: places.index((0, 3, 0)) + 1]
     for place in forward:
         assert cursor.arrive(place, Phase.FORWARD) is not None
@@ -295,9 +296,10 @@ def test_cursor_looks_no_further_than_the_next_block() -> None:
     assert cursor.arrive((0, 2, 0), Phase.BACKWARD) is None  # not B0's first
     assert cursor.position == position
     assert cursor.arrive((0, 3, 0), Phase.BACKWARD) is not None
+    skipped = cursor.position
     found = cursor.arrive((0, 1, 0), Phase.BACKWARD)  # but within B0 it looks
     assert found is not None
-    assert [step.site.block for step in found[1]] == [2, 2, 2, 2, 1, 1, 1]
+    assert [step.site.block for step in planned.entries[skipped:found]] == [2, 2, 2, 2, 1, 1, 1]
 
 
 def test_launch_points_are_declared() -> None:

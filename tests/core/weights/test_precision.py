@@ -21,7 +21,8 @@ from isp.core.mesh import Axis
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.optim.main_grads import MainGradients
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
-from isp.core.weights.gather_reduce import GradientReducer, ParameterGradients, ShardedParameter
+from isp.core.weights.gather_reduce import ErrorLatch, GradientReducer, ShardedParameter
+from isp.core.weights.gradients import ParameterGradients
 from isp.core.weights.pool import MemoryPool
 from isp.planner.rank import Heard
 from tests.ranks import run_ranks
@@ -153,14 +154,18 @@ def test_bytes_in_flight_are_those_that_travel(sum_locally: bool, item_bytes: in
     channel = DryChannel("weight", WORLD, 0, Heard(), sum_locally=sum_locally)
     limit = 2 * O * I * item_bytes
     reducer = GradientReducer(
-        {Axis.WEIGHT: channel}, MemoryPool(), dtype=torch.float32, max_bytes_in_flight=limit
+        {Axis.WEIGHT: channel},
+        MemoryPool(),
+        ErrorLatch(),
+        dtype=torch.float32,
+        max_bytes_in_flight=limit,
     )
     layout = ParameterLayout(global_shape=(O, I), parts=WORLD, reduce_over=Axis.WEIGHT_DATA)
     weight = nn.Parameter(torch.empty(layout.local_shape, dtype=torch.bfloat16, device="meta"))
     sharded = ShardedParameter("layer.weight", weight, layout)
     for count in (1, 2, 2):
         grad = torch.empty(O, I, dtype=torch.bfloat16, device="meta")
-        reducer.launch(sharded, grad)
+        reducer.add(sharded, grad)
         assert reducer.bytes_in_flight == count * O * I * item_bytes
     reducer.finish()
     assert reducer.bytes_in_flight == 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isp.core.layers.weight_gradients import weight_gradient
+from isp.core.weights.gradients import weight_gradient
 from isp.planner.record import PeakMemory
 
 N, O, I = 7, 3, 4  # noqa: E741
