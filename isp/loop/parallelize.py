@@ -22,6 +22,7 @@ from isp.core.section import KeyRole, defaults_of, section
 from isp.loop.parallel_run import ParallelRun
 from isp.loop.parameter_guard import refuse_data_parallel, refuse_optimizers
 from isp.models.build import trained_layouts
+from isp.models.forwards import set_forward
 from isp.models.huggingface.initial_weights import InitialWeights
 from isp.models.huggingface.make import limited_model
 from isp.models.known_code import check_code
@@ -161,7 +162,7 @@ def _spoil(model: nn.Module) -> None:
     def forward(*_: object, **__: object) -> None:
         raise RuntimeError(f"isp.parallelize failed while it sharded this {type(model).__name__}")
 
-    model.forward = forward
+    set_forward(model, forward)
 
 
 def loop_config(file: str | Path) -> JobConfig:

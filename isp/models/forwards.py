@@ -1,4 +1,9 @@
-"""Forwards of a model's modules on a rank: the module's own code inside wrappers, in one order."""
+"""Forwards of a model's modules on a rank: the module's own code inside wrappers, in one order.
+
+Once a model is traced, only `Forwards` replaces the forward of one of its modules. Before that,
+`set_forward` does where transformers' own code cannot run on a part of the sequence: the trace
+then sees that forward as the module's own code.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +24,24 @@ Wrapper = Callable[[ModuleForward], ModuleForward]
 class Wrap(IntEnum):
     """The wrappers of a module's forward, from the outermost to the innermost.
 
-    Their order decides what each of them encloses, so it stands here and nowhere else.
+    Their order decides what each of them encloses, so it is given here and nowhere else.
     """
 
     BLOCK = auto()
-    """A block: a pass of its own, recomputed in backward, left out on other pipeline stages."""
+    """Runs a block in a pass of its own, recomputes it in backward, or leaves it out on other
+    pipeline stages."""
     TILES = auto()
-    """A module that runs once for each tile of tokens. A tile contains the modules inside, whole
-    regions and experts included."""
+    """Runs a module once for each tile of tokens, with the regions and experts inside of it."""
     AHEAD = auto()
-    """A module that may have been computed before its call, region and all."""
+    """Returns what was computed before the call of the module, with its region."""
     REGION = auto()
-    """A module of a tensor-parallel region, whose input is replaced (gathered over ranks)."""
+    """Replaces the input of a tensor-parallel region (in msp and fsp by the gathered one)."""
     CALL = auto()
-    """A call of the trace: it counts, and may be replaced by its kept result in a recompute, or by
-    another function."""
+    """Counts a call of the trace, and may take its kept result in a recompute, or call another
+    function."""
     COMPUTE = auto()
-    """What computes in place of the module's own code, or calls that with other arguments."""
+    """Computes from shards in place of the module's own code, or calls that with other
+    arguments."""
 
 
 class Forwards:

@@ -432,8 +432,7 @@ class TracedModel:
                 model.get_parameter(name).requires_grad_(False)
         local = local_of(layers, self.attention_backend, attention)
         plan = self._tensor_plan if layers.splits_features else None
-        # [Note: Forwards] Position and blocks run what the wrappers enclose; the wrappers are
-        # collected first, and installed when there is one for each module that needs one.
+        # All wrappers are collected before one is installed: their order is that of `Wrap`.
         position, forwards = Position(layers.communicator), Forwards()
         position.mixers = TracedMixers(layers, position, local, self.trace.attentions)
         blocks = Blocks(self.trace, layers, self.recomputation, stages, position)
@@ -451,6 +450,7 @@ class TracedModel:
         for part, limit in self.interface.length_limits(model).items():
             forwards.add(part, Wrap.COMPUTE, by_document(limit, position.document_lengths))
         forwards.install()
+        logger.debug("forwards of %s:\n%s", type(model).__name__, forwards.describe(model))
         routers = load = None
         if layers.device.type != "meta":
             of, experts = self._router_losses(), experts_of(self.shape, self.trace)

@@ -206,6 +206,7 @@ class EventRecorder:
             for v, place in enumerate(block.uses):
                 at = place.at
                 if at is None:  # tokens are mixed; backward gets here with the gradient of x
+                    assert place.layer is None, f"nothing is called at {place.use.name}"
                     self._mixes(place.key, b, v, position)
                     continue
                 if id(at) in called:  # the layer has no call of its own to hook

@@ -5,36 +5,46 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import isp
+from isp.core.mixers.api import Mixers
+from isp.core.weights.wp_communicator import LocalWeights
 from isp.models.forwards import Forwards, ModuleForward, Wrap
+from isp.models.tracing.calls import Call, Kind
+from isp.models.tracing.position import ForwardPass, Masks, Position, mixing_key
 
 ISP = Path(isp.__file__).parent
-ELSEWHERE = {
-    "models/forwards.py": "the one place",
-    "loop/parallelize.py": "a model that was left half sharded refuses to run",
+CALLERS = {
+    "models/positions.py": "tables that count tokens, before the trace",
+    "models/huggingface/patches/calls.py": "modules of transformers that mix tokens, before it",
+    "models/sharding/pipeline_split.py": "copies that are compared before ranks start",
+    "planner/dry.py": "norms of a rehearsal, which have no wrappers",
+    "loop/parallelize.py": "a model that was left half sharded, which refuses to run",
 }
+"""The other files that call `set_forward`, and for what."""
 
 
 def test_no_other_file_replaces_a_forward() -> None:
     """Catches a forward whose owner depends on the order in which files replaced it."""
-    found = set()
+    assigned, callers = set[str](), set[str]()
     for file in ISP.rglob("*.py"):
+        name = str(file.relative_to(ISP))
         for node in ast.walk(ast.parse(file.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else []
-            named = any(isinstance(t, ast.Attribute) and t.attr == "forward" for t in targets)
-            by_name = (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id == "setattr"
-                and getattr(node.args[1], "value", None) == "forward"
-            )
-            if named or by_name:
-                found.add(str(file.relative_to(ISP)))
-    assert found == ELSEWHERE.keys()
+            if any(isinstance(t, ast.Attribute) and t.attr == "forward" for t in targets):
+                assigned.add(name)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                if node.func.id == "setattr" and ast.unparse(node.args[1]) == "'forward'":
+                    assigned.add(name)
+                if node.func.id == "set_forward" and name != "models/forwards.py":
+                    callers.add(name)
+    assert assigned == {"models/forwards.py"}
+    assert callers == CALLERS.keys()
 
 
 def _note(name: str, noted: list[str]) -> Callable[[ModuleForward], ModuleForward]:
@@ -77,3 +87,22 @@ def test_a_wrapper_is_added_once() -> None:
     forwards.install()
     with pytest.raises(AssertionError, match="installed already"):
         forwards.add(module, Wrap.AHEAD, _note("", []))
+
+
+def test_recorders_see_calls_that_mix_tokens() -> None:
+    """Catches a hook of a recorder that is not called, or is called after it was removed."""
+    communicator, noted = LocalWeights(), list[Tensor]()
+    position = Position(communicator)
+    position.mixers = mock.create_autospec(Mixers)
+    calls = (Call(Kind.LINEAR, "a.q", "a"), Call(Kind.ATTENTION, "a", "a"))
+    key, x = mixing_key("a", 1), torch.ones(1)
+    handle = position.register_mixing_hook(key, noted.append)
+    for planned, count in ((True, 1), (False, 1), (True, 2)):  # without a plan nothing is passed
+        with position.passing(ForwardPass("a", calls, Masks(None), planned=planned)):
+            position.current("a.q").arrive(Kind.LINEAR, "a.q")
+            position.mix(Kind.ATTENTION, x)
+        assert len(noted) == count
+    handle.remove()
+    with position.passing(ForwardPass("a", calls[1:], Masks(None))):
+        position.mix(Kind.ATTENTION, x)
+    assert len(noted) == 2

@@ -74,10 +74,6 @@ class KeptCalls:
         """Return whether calls of this kind are kept; none without a graph."""
         return kind in self._kinds and torch.is_grad_enabled()
 
-    def skips(self, kind: str) -> bool:
-        """Return whether a call of this kind would now return its kept result."""
-        return self._again and self._keeps(kind)
-
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Enclose a pass through the part: the first is its forward, others compute it again."""

@@ -270,6 +270,11 @@ class ISPCommunicator(WPCommunicator):
                 self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = found
             elif use.key is not None:
                 self._launch_points.add(use.key)
+            else:
+                raise ValueError(
+                    f"{use.use.name} in {block.name} has neither a layer nor a key, so no forward"
+                    f" could report it: pass DeclaredUse(.., key=key), and call pass_by(key) there"
+                )
 
     def deliver_to(self, sink: GradientSink) -> None:
         """Deliver reduced gradients to `sink`; by default they are added to `parameter.grad`."""

@@ -85,7 +85,8 @@ class WPCommunicator(ABC):
         gather. The tensors may be read any number of times.
         """
 
-    def pass_by(self, key: Hashable) -> None:  # noqa: B027  # only plans have launch points
+    @abstractmethod
+    def pass_by(self, key: Hashable) -> None:
         """Report that a forward has reached the launch point without a weight declared as `key`.
 
         Gathers that the plan launches there are launched. Does nothing if weights are not gathered.
@@ -167,6 +168,9 @@ class LocalWeights(WPCommunicator):
     def deliver_to(self, sink: GradientSink | None) -> None:
         """Let `sink` compute the products of layers; None: autograd delivers them, too."""
         self._sink = sink
+
+    def pass_by(self, key: Hashable) -> None:
+        """Do nothing: no weight is gathered, so there is no plan."""
 
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None

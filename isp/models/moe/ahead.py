@@ -34,7 +34,7 @@ class ComputedAhead:
         """Prepare to compute `module`, once its forward has the wrapper `wrap`."""
         self._name, self._dims = ahead
         self._module, self._position = module, position
-        self._forward: ModuleForward = module.forward
+        self._forward: ModuleForward
         """The module's forward without this wrapper; `wrap` sets it."""
 
     def wrap(self, inner: ModuleForward) -> ModuleForward:

@@ -26,7 +26,7 @@ __all__ = ["Blocks"]
 
 
 class Blocks:
-    """The blocks of a model on this rank: what each keeps for backward, and how it runs."""
+    """The blocks of a model on this rank: what each keeps for backward, and how each runs."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Blocks:
         self._of_recomputed = (*tiled, Kind.ATTENTION) if what.keeps_attention else tiled
         """The kinds of kept calls in recomputed blocks."""
         self._of_others = tuple(Kind) if what.between_linears else ()
-        """The kinds of kept calls in other blocks: all, so that only what lies between is
-        recomputed."""
+        """The kinds of kept calls in other blocks: all, so that only what is computed between them
+        is recomputed."""
         self._between = Recomputer(tracker=tracker, announce=layers.recomputing)
         self._known: dict[Hashable, Needs] = {}
         """The needs of blocks, found in their first pass and shared by all later ones."""
@@ -118,7 +118,7 @@ class Blocks:
         calls, recomputed = self._calls[block], self.recomputed[block]
 
         def run(*args: Any) -> Any:  # once in forward, and again in each recompute
-            # A recompute of what lies between linears reads no weight, so no plan contains it.
+            # A recompute between linears reads no weight, so the plan does not contain it.
             planned = recomputed or not self._layers.communicator.is_recomputing
             own = ForwardPass(block, calls, masks, kept=kept, planned=planned)
             keeping = nullcontext() if kept is None else kept.passing()

@@ -72,9 +72,8 @@ class _ShardedModule:
 
     @property
     def weight(self) -> nn.Parameter:
-        # Not `module.weight`, which torch looks up in three places: this runs in each call.
-        weight = self.module._parameters["weight"]
-        assert weight is not None
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
         return weight
 
 
@@ -124,7 +123,9 @@ class ShardedLinear(_ShardedModule):
     @property
     def bias(self) -> nn.Parameter | None:
         """The bias that is added with the product; None: none, or it is added after the product."""
-        return None if self._bias_after_move else self.module._parameters["bias"]
+        bias = None if self._bias_after_move else self.module.bias
+        assert bias is None or isinstance(bias, nn.Parameter)
+        return bias
 
 
 class ShardedEmbedding(_ShardedModule):
@@ -139,7 +140,7 @@ class ShardedEmbedding(_ShardedModule):
     def __init__(
         self, module: nn.Module, name: str, layers: RankLayers, position: Position, moves: Moves
     ) -> None:
-        """`position` says which function stands in for the lookup in the current pass, if any."""
+        """`position` says which function replaces the lookup in the current pass, if any."""
         super().__init__(module, name, layers, moves)
         self._position = position
 

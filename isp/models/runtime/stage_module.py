@@ -79,7 +79,8 @@ class StageModule:
         tokens."""
         self._interface, self._layers = interface, holders.layers
         self.holders, self.position, self._blocks = holders, holders.position, blocks
-        # Listed once: walking through the model in each forward takes 0.01 ms a layer.
+        # Listed once: walking through the model in each forward takes 0.01 ms a layer. What is
+        # put into the model later is no part of the trace, whose calls must stay as they were.
         self._modules = tuple(self.model.named_modules())
         self._weights = weights
         self._outer_calls = tuple(
@@ -87,6 +88,7 @@ class StageModule:
             for name, calls in self.trace.parts()
         )
         self._outside = frozenset(self.trace.called_at)
+        self._block_names = frozenset(self.trace.blocks)
         # Instead of the head's product the forward ends with its input: the loss computes logits.
         self._ends = {} if self.trace.head is None else {self.trace.head: _end}
         self._needs_lengths = bool(interface.length_limits(self.model))
@@ -138,7 +140,7 @@ class StageModule:
             # their input) on, and linears and tables of other stages return zeros.
             outside = self._outside - stage.parts
             instead = Instead(
-                left_out=frozenset(self.trace.blocks) - stage.parts,
+                left_out=self._block_names - stage.parts,
                 received=None if stage.is_first else x,
                 last_block=None if stage.is_last else stage.blocks[-1],
                 calls={**self.holders.zeros_of(outside), **self._ends},
@@ -289,7 +291,7 @@ class StageModule:
         positions = torch.arange(y.shape[1], device=y.device).expand(y.shape[:2])
         assert self.trace.head is not None
         calls = {**self.holders.zeros_of(self._outside), self.trace.head: lambda _: y}
-        instead = Instead(frozenset(self.trace.blocks), calls=calls)
+        instead = Instead(self._block_names, calls=calls)
         before = generator_states(self._layers.device) if self.model.training else None
         try:
             return self._passed(ids, positions, Masks(None), instead)

@@ -19,7 +19,7 @@ Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -68,7 +68,7 @@ class TiledModule:
         each row. `output`: the form of the module's output, packed here as one tensor [B, S', E].
         """
         self._name, self._calls, self._position = name, calls, position
-        self._forward: ModuleForward = module.forward
+        self._forward: ModuleForward
         """The module's forward for one tile; `wrap` sets it."""
         self._stay = [c.module for c in calls if c.kind is Kind.EXPERTS and layers.experts_stay]
         """The experts inside whose weights are not gathered."""
@@ -191,6 +191,9 @@ class _Sums(WPCommunicator):
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
+
+    def pass_by(self, key: Hashable) -> None:
+        self._communicator.pass_by(key)
 
     def unshard(
         self, module: Any, phase: Phase, weight: Tensor, bias: Tensor | None = None

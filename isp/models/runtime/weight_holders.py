@@ -68,8 +68,10 @@ class WeightHolders:
         self._plan, self._tile_tokens = plan, tile_tokens
         self._tiled = trace.by_token if tile_tokens else {}
         """By module that runs in tiles, the form of its output."""
+        self._called_in_blocks = frozenset(c.module for c in trace.calls if c.block is not None)
+        self._called_outside = frozenset(trace.called_at)
         self.entrances: dict[str, Entrance] = {}
-        """By column linear, the entrance of the region that it lies in."""
+        """By column linear, the entrance of the region that it is in."""
         self._of: dict[str, Holder] = {}
         """The holders, by name of the module."""
         own = frozenset[str]().union(*(stage.parameters for stage in stages))
@@ -181,7 +183,7 @@ class WeightHolders:
             fused = FusedLinears(linears, self.layers.communicator, *whole)
             self._of |= dict.fromkeys(group, fused)
             for name in group:
-                self._wrap(Kind.LINEAR, name, fused.wrapper(name), in_block=True)
+                self._wrap(Kind.LINEAR, name, fused.wrapper(name))
 
     def _hold_others(self) -> None:
         """Give each of the other linears, tables and experts that are called a holder."""
@@ -206,9 +208,9 @@ class WeightHolders:
             else:
                 holder = self._experts(call, module)
             self._of[name] = holder
-            self._wrap(kind, name, holder.wrap, in_block=call.block is not None)
+            self._wrap(kind, name, holder.wrap)
 
-    def _wrap(self, kind: Kind, name: str, compute: Wrapper, *, in_block: bool) -> None:
+    def _wrap(self, kind: Kind, name: str, compute: Wrapper) -> None:
         """Add the wrappers of a linear, a table or experts; `compute` is the innermost."""
         module, add = self.model.get_submodule(name), self._forwards.add
         # Experts that stay on their rank are not gathered. In a tiled module they are passed once
@@ -218,8 +220,10 @@ class WeightHolders:
             kind,
             name,
             reads_shard=not stay,
-            substituted=kind is Kind.LINEAR and not in_block,  # a table replaces its lookup alone
-            kept=self._blocks.between_linears and in_block,
+            # A module may be called in blocks and outside of them. Of a table, the lookup alone
+            # is replaced.
+            substituted=kind is Kind.LINEAR and name in self._called_outside,
+            kept=self._blocks.between_linears and name in self._called_in_blocks,
         )
         add(module, Wrap.CALL, called)
         add(module, Wrap.COMPUTE, compute)

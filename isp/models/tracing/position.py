@@ -109,8 +109,8 @@ class ForwardPass:
     ) -> None:
         """`calls`: the traced calls of the pass, in order; `kept`: the kept calls of a block.
 
-        `planned`: False for a pass that the prefetch plan does not contain: the recompute of what
-        lies between the linears of a block, which reads no weight.
+        `planned`: False for a pass that the prefetch plan does not contain, the recompute of what
+        is between the linears of a block: it reads no weight, so it passes no place of the plan.
         """
         self.name = name
         self.masks = masks
@@ -171,12 +171,12 @@ def mixing_key(block: str, number: int) -> Hashable:
 
 
 class Position:
-    """Where the forward that runs now is in the trace: the current pass, and its next call.
+    """The place of the running forward in the trace: the current pass, and its next call.
 
     Passes nest: a tile runs in a block's pass, a block in that of the model around the blocks.
-    Each call counts here, by a wrapper of its module or, if it mixes tokens, by the mixers. Where
-    the prefetch plan has a place without a sharded weight, the communicator is told by `pass_by`;
-    a layer with a sharded weight tells it by `unshard`. So trace and plan advance together.
+    Each call counts here, by the wrapper of its module or, if it mixes tokens, by the mixers. Where
+    the prefetch plan has a place without a sharded weight, the communicator gets `pass_by`; a layer
+    with a sharded weight calls `unshard`. So trace and plan advance together.
     """
 
     def __init__(self, communicator: WPCommunicator) -> None:
@@ -192,7 +192,8 @@ class Position:
     ) -> RemovableHandle:
         """Call `hook` with the tokens of each call that mixes them at the place `key`.
 
-        For recorders: such a call has no module to hook into. `key`: that of `mixing_key`.
+        For recorders: such a call has no module to hook into. `key`: the one of `mixing_key`. The
+        recompute of a whole block calls it, too; one between linears does not.
         """
         hooks = self._mixing_hooks.setdefault(key, OrderedDict())
         handle = RemovableHandle(hooks)
@@ -230,14 +231,15 @@ class Position:
         call = now.arrive(kind, now.name)  # calls that mix tokens have the name of their block
         if now.planned:
             self._communicator.pass_by(key)
-        if self._mixing_hooks:
-            for hook in [*self._mixing_hooks.get(key, {}).values()]:
-                hook(x)
+            if self._mixing_hooks:
+                for hook in [*self._mixing_hooks.get(key, {}).values()]:
+                    hook(x)
         return now, call
 
     def pass_experts(self, module: str) -> None:
-        """Tell the communicator that experts are reached whose weights it does not gather."""
-        self._communicator.pass_by(module)
+        """Report experts that are reached and whose weights the communicator does not gather."""
+        if self.current(module).planned:
+            self._communicator.pass_by(module)
 
     def document_lengths(self) -> Tensor | None:
         """Return the length of the document of each of this rank's tokens, in this forward."""
@@ -255,8 +257,8 @@ class Position:
         """Return the wrapper `Wrap.CALL` of a linear, a table or experts of the trace.
 
         `reads_shard`: False for experts whose weights the communicator does not gather, which do
-        not tell it themselves. `substituted`: another function may stand in for the module in a
-        pass, see `Instead`. `kept`: a recompute may take the result of the forward.
+        not call it themselves. `substituted`: a pass may name another function to call, see
+        `Instead`. `kept`: a recompute may take the result of the forward.
         """
 
         def wrap(inner: ModuleForward) -> ModuleForward:
@@ -264,13 +266,13 @@ class Position:
                 now = self.now
                 if now is None:
                     raise self._outside(module)
-                now.arrive(kind, module)  # first, so that a call counts whatever stands in for it
-                if not reads_shard and now.planned:
+                now.arrive(kind, module)  # first: a call counts, whatever replaces it
+                if not reads_shard:
                     self.pass_experts(module)
                 if substituted and (instead := now.instead.calls.get(module)) is not None:
                     return instead(*args, **kwargs)
                 if kept:
-                    # The input of a linear is recomputed, not kept: it lies between linears.
+                    # The input of a linear is recomputed, not kept: it is made between linears.
                     dropped = args[0] if kind is Kind.LINEAR else None
                     return now.keep(kind, lambda: inner(*args, **kwargs), dropped)
                 return inner(*args, **kwargs)

@@ -44,6 +44,7 @@ def recorder_for(step: TrainStep, device: torch.device) -> Recorder:
         parts.update(chunk.parts())
         for place in (place for block in chunk.weight_blocks() for place in block.uses):
             register: RegisterHook = partial(chunk.position.register_mixing_hook, place.key)
+            assert place.at is not None or place.layer is None, place.use.name
             if place.at is not None:  # else a call that mixes tokens, which no module makes
                 register = place.at.register_forward_pre_hook
             sites.append((place.use.name, register))

@@ -47,6 +47,18 @@ class _ReadsLinear(OwnBlock):
         return y + 0.1 * F.linear(y, self.out.weight.clamp(-0.2, 0.2))
 
 
+class _Outside(OwnBlock):
+    """Has a linear that the model calls, too, outside of the blocks."""
+
+    def __init__(self, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.extra = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + F.silu(self.extra(F.silu(y)))
+
+
 class _Model(Own):
     """Writes into what its tables and its head give."""
 
@@ -60,6 +72,8 @@ class _Model(Own):
         x += self.positions(positions)
         for block in self.blocks:
             x = block(x)
+        if isinstance(block, _Outside):
+            x = x + block.extra(x)
         logits = self.head(x)
         logits /= 2
         return logits
@@ -98,7 +112,7 @@ def _trained(rank: int, block: type[OwnBlock], rows: Rows, tensor: int, weight: 
 
 @pytest.mark.parametrize(
     ("tensor", "weight", "block"),
-    [(1, 1, _Writing), (4, 2, _Writing), (4, 2, _Twice), (2, 2, _ReadsLinear)],
+    [(1, 1, _Writing), (4, 2, _Writing), (4, 2, _Twice), (2, 2, _ReadsLinear), (2, 2, _Outside)],
 )
 def test_blocks_are_what_they_are_without_isp(
     tensor: int, weight: int, block: type[OwnBlock]
