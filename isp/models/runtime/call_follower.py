@@ -26,7 +26,6 @@ from isp.core.mixers.placement import Placement
 from isp.core.mixers.recurrence import Inputs, Recurrence
 from isp.core.mixers.scan import cheaper_way, scan_by_heads, scan_by_state
 from isp.core.recompute.config import Recomputation
-from isp.models.moe.gather import ExpertPlace
 from isp.models.positions import at_positions, current_positions
 from isp.models.runtime.activation_checkpointing import BlockRecomputer
 from isp.models.runtime.tiles import Holder, TiledModule
@@ -163,12 +162,6 @@ class CallFollower:
         # Fires the hooks of the launch point, if the plan has one here.
         self.points[forward_pass.name, forward_pass.passed - 1](x)
         return forward_pass, call
-
-    def place(self) -> ExpertPlace:
-        """Return the place in their block of the experts that are called now."""
-        forward_pass = self.under_way("experts")
-        recomputed = self.blocks.recomputed.get(forward_pass.name, False)
-        return ExpertPlace(forward_pass.passed, recomputed)
 
     def ahead_of(self, call: Call) -> Ahead | None:
         """Return the module that is computed ahead with the experts of `call`; None: no module.

@@ -36,7 +36,7 @@ from isp.core.mesh.phase import Phase
 from isp.core.rng import RngStatesTracker
 from isp.core.torch_private import tree_leaves
 from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
-from isp.models.moe.gather import ShardedExperts
+from isp.models.moe.whole_weights import ShardedExperts
 from isp.models.runtime.fused_linears import FusedLinears
 from isp.models.runtime.sharded_modules import ShardedEmbedding, ShardedLinear
 from isp.models.tracing.calls import TokenOutput

@@ -19,8 +19,9 @@ from isp.core.mesh.config import LaunchPoint
 from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.core.weights.uses import Use
 from isp.models.moe.ahead import ComputedAhead
-from isp.models.moe.dispatch import ExpertExchange
-from isp.models.moe.gather import ExpertWeight, ShardedExperts
+from isp.models.moe.dispatch import DispatchExperts, ExpertExchange
+from isp.models.moe.gather import GatherExperts
+from isp.models.moe.whole_weights import ExpertWeight, ShardedExperts
 from isp.models.roles import ParameterRole, expert_stacks
 from isp.models.runtime.call_follower import CallFollower
 from isp.models.runtime.fused_linears import FusedLinears, groups_of, rows_of
@@ -204,8 +205,9 @@ class WeightHolders:
         if what is not None:
             ahead_module = self.model.get_submodule(what.module)
             ahead = ComputedAhead(ahead_module, what, self.follower.under_way)
-        place = self.follower.place
-        return ShardedExperts(module, name, communicator, called, place, exchange, ahead)
+        if exchange is None:
+            return GatherExperts(module, name, communicator, called, ahead)
+        return DispatchExperts(module, name, communicator, called, exchange, ahead)
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
         """Return the exchange of tokens between the ranks that share these experts.
