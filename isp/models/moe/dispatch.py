@@ -294,23 +294,40 @@ class ExpertExchange:
         this rank's. `read`: all other tensors that it reads. `recomputed_to_the_end`: True if a
         recompute runs beyond this exchange in any case, see `_Combine`.
         """
+        try:
+            sums = self._sums(compute, sent.parts, read, recomputed_to_the_end)
+        except BaseException:
+            # A recompute ends with one, at the last tensor that it is for. Results of the parts
+            # before are in flight then; nothing else would wait for them and free their buffers.
+            for part in sent.parts:
+                part.route.wait()
+            raise
+        out = sums[0] if len(sums) == 1 else torch.cat(sums)
+        every = gather_from_sequence_parallel_region(
+            out, self.alike, tensor_parallel_output_grad=False
+        )
+        return every if len(every) == sent.num_tokens else every[: sent.num_tokens]
+
+    def _sums(
+        self,
+        compute: Compute,
+        parts: Sequence[_Part],
+        read: Iterable[Tensor],
+        recomputed_to_the_end: bool,
+    ) -> list[Tensor]:
+        """Return the sums of each part of the tokens; all results are sent before any is added."""
         back = []
-        for buffers, route, order in sent.parts:
+        for buffers, route, order in parts:
             x, w = _Arrive.apply(*buffers, route)
             if len(x):
                 y = compute(x, order.numbers, w)
             else:  # [Note: Every rank takes part]; empty, but connected to all inputs
                 y = joined(x * w, *read) * torch.ones_like(w)
             back.append(_Return.apply(y.to(x.dtype), route))
-        sums = [
+        return [
             _Combine.apply(rows, order, route, recomputed_to_the_end)
-            for rows, (_, route, order) in zip(back, sent.parts, strict=True)
+            for rows, (_, route, order) in zip(back, parts, strict=True)
         ]
-        out = sums[0] if len(sums) == 1 else torch.cat(sums)
-        every = gather_from_sequence_parallel_region(
-            out, self.alike, tensor_parallel_output_grad=False
-        )
-        return every if len(every) == sent.num_tokens else every[: sent.num_tokens]
 
     def _routes(self, parts: Sequence[Tensor]) -> list[tuple[_Route, _Order]]:
         """Return route and order of each part of the tokens, given its expert indices [N, k]."""
