@@ -1,13 +1,11 @@
-"""Dispatch of tokens to experts that are spread over ranks, and the sum of their results.
+"""`DispatchExperts`: experts that are spread over ranks; their tokens are sent there and back.
 
 [Note: Launch and wait] A transfer consists of two autograd functions: the first launches it and
 returns the buffer that it fills, the second waits for it. Backward reaches them in the opposite
 order: there the second launches the transfer of the gradient and the first waits for it. Autograd
 runs first what was recorded last. So while the experts compute one part of the tokens, in forward
 and in backward, the next part is in flight; and all parts are in flight while something else is
-computed between `dispatch` and the rest of the exchange. In isp mode the rest is recorded in an
-inner graph [Note: A graph inside], which a recompute records again, while the nodes of the first
-`dispatch` stay: the old and the new nodes find their transfers in `Sent.under_way`.
+computed between `dispatch` and the rest of the exchange.
 
 [Note: Every rank takes part] A rank that receives no token still has the node through which
 gradients are sent, because all ranks must launch the same transfers in backward. That node saves a
@@ -37,18 +35,17 @@ from isp.core.megatron.mappings import (
 )
 from isp.core.mesh.config import ExpertConfig
 from isp.core.mesh.partition import chunk_range
-from isp.core.torch_private import reparametrized, tree_flatten, tree_unflatten
+from isp.core.tensors import tensors_in
+from isp.core.torch_private import TreeSpec, reparametrized, tree_flatten, tree_unflatten
+from isp.core.weights.wp_communicator import WPCommunicator
+from isp.models.forwards import ModuleForward
+from isp.models.moe.ahead import ComputedAhead
+from isp.models.moe.whole_weights import ShardedExperts
 from isp.models.roles import ParameterRole
+from isp.models.tracing.calls import weights_among
 from isp.models.tracing.trace import Kind, ModelTrace
 
-__all__ = [
-    "Compute",
-    "ExpertExchange",
-    "ExpertSubset",
-    "Sent",
-    "check_spread",
-    "on_other_tokens",
-]
+__all__ = ["DispatchExperts", "ExpertExchange", "check_spread"]
 
 
 def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: ExpertConfig) -> None:
@@ -71,14 +68,27 @@ def check_spread(name: str, trace: ModelTrace, config: Mapping[str, Any], of: Ex
             )
 
 
-class ExpertSubset(nn.Module):
-    """A module that runs the code of another one, without its hooks, for some of its experts."""
+class DispatchExperts(ShardedExperts):
+    """Experts of which this rank computes some, for the tokens of all ranks that share them.
 
-    def __init__(self, module: nn.Module, num_experts: int, own: slice) -> None:
-        """`own`: the experts of `num_experts` whose weights `module` has when it is called."""
-        super().__init__()
-        self.module, self._code, self._own = module, module.forward, own
-        self._num_experts = num_experts
+    In isp mode the stacks of its experts are gathered over the ranks that have the same experts.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        communicator: WPCommunicator,
+        exchange: ExpertExchange,
+        ahead: ComputedAhead | None = None,
+    ) -> None:
+        """`exchange`: the exchange with the ranks that have the other experts.
+
+        `ahead`: the module that is computed while tokens are in flight.
+        """
+        super().__init__(module, name, communicator)
+        self._exchange, self._ahead = exchange, ahead
+        num_experts = exchange.bounds[-1]
         self._vectors = [
             name
             for name, p in module.named_parameters(recurse=False)
@@ -92,60 +102,79 @@ class ExpertSubset(nn.Module):
         ]
         """Attributes that hold the number of experts, known by value and name."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as if it had only its own experts."""
+    def wrap(self, inner: ModuleForward) -> ModuleForward:
+        self._own_code = inner
+        return self.__call__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the experts of all tokens, as the module's forward."""
+        if factors := kwargs.get("factors"):  # the factors of adapters, [E, .., ..] each
+            own = {n: tuple(x[self._exchange.own] for x in pair) for n, pair in factors.items()}
+            kwargs = {**kwargs, "factors": own}
+        leaves, spec = tree_flatten((args, kwargs))
+        tokens, numbers = leaves[:2]
+        place = weights_among(leaves, numbers)
+        assert place is not None, "the trace knows"
+        sent = self._exchange.dispatch(tokens, numbers, leaves[place])
+        if self._ahead is not None:
+            self._ahead.compute(tokens)
+        leaves[0] = leaves[place] = None  # received rows take the places of these
+        return self.on_whole(self._compute_received, sent, leaves, place, spec)
+
+    def _compute_received(
+        self, sent: Sent, leaves: list[Any], place: int, spec: TreeSpec
+    ) -> Tensor:
+        """Compute the rows that this rank receives, and send the results back.
+
+        `leaves` and `spec`: the arguments of the call, flattened, without the tokens (leaf 0) and
+        routing weights (leaf `place`) that were sent.
+        """
+
+        def compute(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+            now = [*leaves]
+            now[0], now[1], now[place] = x, numbers.to(leaves[1].dtype), weights
+            args, kwargs = tree_unflatten(now, spec)
+            return self.run_own(self._own_experts, args, kwargs)
+
+        read = [*self.module.parameters(), *tensors_in(leaves)]
+        # With gathered weights, the recompute of a block runs up to `_Leave`, beyond the exchange.
+        return self._exchange(compute, sent, read, self.communicator.gathers_weights)
+
+    def _own_experts(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own code as if the module had only the experts of this rank."""
+        own, num_experts = self._exchange.own, self._exchange.bounds[-1]
         for key in self._counts:
-            setattr(self.module, key, self._own.stop - self._own.start)  # as its weights have
-        own = {name: getattr(self.module, name)[self._own] for name in self._vectors}
+            setattr(self.module, key, own.stop - own.start)  # as many as its stacks have
+        vectors = {name: getattr(self.module, name)[own] for name in self._vectors}
         try:
-            with reparametrized(self.module, own):
-                return self._code(*args, **kwargs)
+            with reparametrized(self.module, vectors):
+                return self._own_code(*args, **kwargs)
         finally:
             for key in self._counts:  # restored, because the model's own code may read it
-                setattr(self.module, key, self._num_experts)
+                setattr(self.module, key, num_experts)
 
+
+# -- the exchange --------------------------------------------------------------------------------
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function from tokens [M, D], expert indices [M, 1] and routing weights [M, 1] to the weighted
 results [M, D]."""
 
 
-def on_other_tokens(code: Callable[..., Tensor], given: Any, place: int) -> Compute:
-    """Return `code` as a function of other tokens, expert indices and routing weights.
-
-    `given`: args and kwargs of the original call, of which leaf 0 is the tokens, leaf 1 the indices
-    and leaf `place` the routing weights; the rest is passed as it is.
-    """
-    leaves, spec = tree_flatten(given)
-    dtype = leaves[1].dtype
-
-    def compute(x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-        now = [*leaves]
-        now[0], now[1], now[place] = x, numbers.to(dtype), weights
-        args, kwargs = tree_unflatten(now, spec)
-        return code(*args, **kwargs)
-
-    return compute
-
-
 @dataclass(eq=False)
 class _Route:
-    """The route of the rows of one part of the tokens, to their experts and back."""
+    """The transfers of one part of the tokens: rows to their experts, and back.
+
+    It joins the autograd nodes of the part, and has no tensors: in a recomputed block it lives as
+    long as the nodes of the first forward.
+    """
 
     channel: Channel
     tag: Tag
-    order: Tensor
-    """[R], the index of each row among the N k entries of the tokens' expert indices."""
-    token: Tensor
-    """[R], the token of each row."""
-    of_token: Tensor
-    """[N, k], the rows of each token, from its lowest expert to its highest."""
     sent: list[int]
     """The number of rows sent to each rank."""
     received: list[int]
     """The number of rows received from each rank."""
-    numbers: Tensor
-    """[M, 1], the expert of each received row, numbered within this rank's experts."""
     under_way: list[Pending] = field(default_factory=list)
     """The transfers in flight, in the order in which they are waited for."""
 
@@ -167,21 +196,40 @@ class _Route:
             buffers.append(buffer)
         return buffers
 
+    def wait(self) -> list[Tensor]:
+        """Wait for all transfers in flight; return the buffers that they filled."""
+        under_way, self.under_way = self.under_way, []
+        return [transfer.wait() for transfer in under_way]
+
+
+class _Order(NamedTuple):
+    """The order of the rows of one part of the tokens."""
+
+    entry: Tensor
+    """[R], the index of each row among the N k entries of the tokens' expert indices."""
+    token: Tensor
+    """[R], the token of each row."""
+    of_token: Tensor
+    """[N, k], the rows of each token, from its lowest expert to its highest."""
+    numbers: Tensor
+    """[M, 1], the expert of each received row, numbered within this rank's experts."""
+
+
+class _Part(NamedTuple):
+    """One part of the tokens in flight to their experts."""
+
+    buffers: tuple[Tensor, ...]
+    """The buffers of received tokens [M, D] and routing weights [M, 1]."""
+    route: _Route
+    order: _Order
+
 
 class Sent(NamedTuple):
-    """Tokens in flight to their experts, in parts."""
+    """Tokens in flight to their experts."""
 
-    parts: list[tuple[Tensor, ...]]
-    """For each part, the buffers of received tokens [M, D] and routing weights [M, 1]."""
-    routes: list[_Route]
-    """The route of each part."""
+    parts: list[_Part]
     num_tokens: int
     """The number of tokens that the experts were called with, without padding."""
-
-    @property
-    def under_way(self) -> list[list[Pending]]:
-        """For each part, the list of its transfers in flight."""
-        return [route.under_way for route in self.routes]
 
 
 class ExpertExchange:
@@ -231,35 +279,58 @@ class ExpertExchange:
         parts = [chunk_range(len(tokens), self.num_chunks, i) for i in range(self.num_chunks)]
         cuts = [slice(part.start, part.stop) for part in parts]
         routes = self._routes([numbers[cut] for cut in cuts])
-        launched = [
-            _Dispatch.apply(tokens[cut], weights[cut], route)
-            for cut, route in zip(cuts, routes, strict=True)
+        sent = [
+            _Part(_Dispatch.apply(tokens[cut], weights[cut], order, route), route, order)
+            for cut, (route, order) in zip(cuts, routes, strict=True)
         ]
-        return Sent(launched, routes, count)
+        return Sent(sent, count)
 
-    def __call__(self, compute: Compute, sent: Sent, parameters: Iterable[nn.Parameter]) -> Tensor:
+    def __call__(
+        self, compute: Compute, sent: Sent, read: Iterable[Tensor], recomputed_to_the_end: bool
+    ) -> Tensor:
         """Return for each token that was `sent` the sum of its experts' results, [N, D].
 
         `compute` is called with the rows that this rank received, and their experts numbered within
-        this rank's. `parameters`: all parameters that it reads.
+        this rank's. `read`: all other tensors that it reads. `recomputed_to_the_end`: True if a
+        recompute runs beyond this exchange in any case, see `_Combine`.
         """
-        routes, back = sent.routes, []
-        for route, buffers in zip(routes, sent.parts, strict=True):
-            x, w = _Arrive.apply(*buffers, route)
-            if len(x):
-                y = compute(x, route.numbers, w)
-            else:  # [Note: Every rank takes part]; empty, but connected to all inputs
-                y = joined(x * w, *parameters) * torch.ones_like(w)
-            back.append(_Return.apply(y.to(x.dtype), route))
-        sums = [_Combine.apply(rows, route) for rows, route in zip(back, routes, strict=True)]
+        try:
+            sums = self._sums(compute, sent.parts, read, recomputed_to_the_end)
+        except BaseException:
+            # A recompute ends with one, at the last tensor that it is for. Results of the parts
+            # before are in flight then; nothing else would wait for them and free their buffers.
+            for part in sent.parts:
+                part.route.wait()
+            raise
         out = sums[0] if len(sums) == 1 else torch.cat(sums)
         every = gather_from_sequence_parallel_region(
             out, self.alike, tensor_parallel_output_grad=False
         )
         return every if len(every) == sent.num_tokens else every[: sent.num_tokens]
 
-    def _routes(self, parts: Sequence[Tensor]) -> list[_Route]:
-        """Return the route of each part of the tokens, given its expert indices [N, k]."""
+    def _sums(
+        self,
+        compute: Compute,
+        parts: Sequence[_Part],
+        read: Iterable[Tensor],
+        recomputed_to_the_end: bool,
+    ) -> list[Tensor]:
+        """Return the sums of each part of the tokens; all results are sent before any is added."""
+        back = []
+        for buffers, route, order in parts:
+            x, w = _Arrive.apply(*buffers, route)
+            if len(x):
+                y = compute(x, order.numbers, w)
+            else:  # [Note: Every rank takes part]; empty, but connected to all inputs
+                y = joined(x * w, *read) * torch.ones_like(w)
+            back.append(_Return.apply(y.to(x.dtype), route))
+        return [
+            _Combine.apply(rows, order, route, recomputed_to_the_end)
+            for rows, (_, route, order) in zip(back, parts, strict=True)
+        ]
+
+    def _routes(self, parts: Sequence[Tensor]) -> list[tuple[_Route, _Order]]:
+        """Return route and order of each part of the tokens, given its expert indices [N, k]."""
         num_experts, size = self.bounds[-1], self.ranks.size
         flat = [part.flatten().long() for part in parts]
         counts = torch.stack(
@@ -277,39 +348,31 @@ class ExpertExchange:
             for i, part in enumerate(parts)
         ]
 
-    def _route(self, numbers: Tensor, own: Tensor, rows: list[list[int]]) -> _Route:
-        """Return the route of tokens with expert indices `numbers` [N, k].
+    def _route(self, numbers: Tensor, own: Tensor, rows: list[list[int]]) -> tuple[_Route, _Order]:
+        """Return route and order of tokens with expert indices `numbers` [N, k].
 
         `own` [ranks, e]: rows from each rank for each expert of this rank. `rows`: rows from each
         rank to each.
         """
         me, k = self.ranks.rank, numbers.shape[1]
-        order = numbers.flatten().argsort(stable=True)  # by expert, then by token
-        token = order // k
+        entry = numbers.flatten().argsort(stable=True)  # by expert, then by token
+        token = entry // k
         received = [of_rank[me] for of_rank in rows]
         # Received rows are sorted by rank, and those of a rank by expert.
         local = torch.arange(own.shape[1], device=own.device).repeat(len(own))
-        return _Route(
-            self.ranks,
-            self._tag,
-            order,
+        order = _Order(
+            entry,
             token,
             token.argsort(stable=True).view(-1, k),
-            rows[me],
-            received,
             local.repeat_interleave(own.flatten(), output_size=sum(received)).unsqueeze(1),
         )
+        return _Route(self.ranks, self._tag, rows[me], received), order
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
     """Return rows from each rank to each, for each part, spread evenly: for the meta device."""
     ranges = [[len(chunk_range(x.numel(), size, i)) for i in range(size)] for x in parts]
     return [ranges] * size
-
-
-def _wait(under_way: list[Pending], count: int = 1) -> list[Tensor]:
-    """Wait for the first `count` transfers in flight; return their buffers."""
-    return [under_way.pop(0).wait() for _ in range(count)]
 
 
 def _sum_by_token(rows: Tensor, of_token: Tensor) -> Tensor:
@@ -329,19 +392,21 @@ class _Dispatch(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, route: _Route) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(route.order, route.of_token)
-        ctx.under_way, ctx.shape = route.under_way, weights.shape
-        rows = x[route.token], weights.flatten()[route.order].unsqueeze(1)
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, order: _Order, route: _Route
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(order.entry, order.of_token)
+        ctx.route, ctx.shape = route, weights.shape
+        rows = x[order.token], weights.flatten()[order.entry].unsqueeze(1)
         return tuple(route.launch(rows, "dispatch"))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        order, of_token = ctx.saved_tensors
-        dx, dw = _wait(ctx.under_way, 2)
-        of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, order, dw[:, 0])
-        return _sum_by_token(dx, of_token), of_weights.view(ctx.shape), None
+        entry, of_token = ctx.saved_tensors
+        dx, dw = ctx.route.wait()
+        of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, entry, dw[:, 0])
+        return _sum_by_token(dx, of_token), of_weights.view(ctx.shape), None, None
 
 
 class _Arrive(Function):
@@ -352,7 +417,7 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, route: _Route) -> tuple[Tensor, ...]:
         ctx.route = route
-        _wait(route.under_way, 2)
+        route.wait()
         return x.view_as(x), weights.view_as(weights)
 
     @staticmethod
@@ -376,23 +441,29 @@ class _Return(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *_wait(ctx.route.under_way), None
+        return *ctx.route.wait(), None
 
 
 class _Combine(Function):
     """forward   waits for the rows and sums those of each token: [R, D] -> [N, D]
     backward  launches their gradient to the experts
+
+    Backward needs the rows' tokens [R]. A recompute ends with the last saved tensor, so saving them
+    here would repeat the transfer of results in it. They are saved only with `saves`, if the
+    recompute goes on in any case; else they are kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: _Route) -> Tensor:
-        ctx.route = route
-        _wait(route.under_way)
-        return _sum_by_token(rows, route.of_token)
+    def forward(ctx: Any, rows: Tensor, order: _Order, route: _Route, saves: bool) -> Tensor:
+        ctx.route, ctx.token = route, None if saves else order.token
+        ctx.save_for_backward(order.token if saves else None)
+        route.wait()
+        return _sum_by_token(rows, order.of_token)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        rows = dy[ctx.route.token]
+        (saved,) = ctx.saved_tensors
+        rows = dy[ctx.token if saved is None else saved]
         ctx.route.launch((rows,), "combine.grad")
-        return rows, None
+        return rows, None, None, None

@@ -37,7 +37,7 @@ from isp.core.rng import RngStatesTracker
 from isp.core.torch_private import tree_leaves
 from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
 from isp.models.forwards import ModuleForward
-from isp.models.moe.gather import ShardedExperts
+from isp.models.moe.whole_weights import ShardedExperts
 from isp.models.runtime.fused_linears import FusedLinears
 from isp.models.runtime.sharded_modules import ShardedEmbedding, ShardedLinear
 from isp.models.tracing.calls import Call, Kind, TokenOutput

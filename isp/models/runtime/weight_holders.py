@@ -20,8 +20,9 @@ from isp.core.weights.declare import DeclaredBlock, DeclaredUse, WeightHolder
 from isp.core.weights.uses import Use
 from isp.models.forwards import Forwards, Wrap, Wrapper
 from isp.models.moe.ahead import ComputedAhead
-from isp.models.moe.dispatch import ExpertExchange
-from isp.models.moe.gather import ExpertPlace, ExpertWeight, ShardedExperts
+from isp.models.moe.dispatch import DispatchExperts, ExpertExchange
+from isp.models.moe.gather import GatherExperts
+from isp.models.moe.whole_weights import ExpertWeight, ShardedExperts
 from isp.models.roles import ParameterRole, expert_stacks
 from isp.models.runtime.blocks import Blocks
 from isp.models.runtime.fused_linears import FusedLinears, groups_of, rows_of
@@ -275,12 +276,9 @@ class WeightHolders:
             ahead_module = self.model.get_submodule(what.module)
             ahead = ComputedAhead(ahead_module, what, self.position)
             self._forwards.add(ahead_module, Wrap.AHEAD, ahead.wrap)
-        return ShardedExperts(module, name, communicator, self._place, exchange, ahead)
-
-    def _place(self) -> ExpertPlace:
-        """Return the place in their block of the experts that are called now."""
-        now = self.position.current("experts")
-        return ExpertPlace(now.passed, self._blocks.recomputed.get(now.name, False))
+        if exchange is None:
+            return GatherExperts(module, name, communicator, ahead)
+        return DispatchExperts(module, name, communicator, exchange, ahead)
 
     def _exchange(self, name: str, module: nn.Module) -> ExpertExchange | None:
         """Return the exchange of tokens between the ranks that share these experts.

@@ -185,6 +185,26 @@ def test_a_layer_asks_once_how_many_rows_come() -> None:
         }
 
 
+def _left_in_flight(rank: int, mode: Mode) -> list[str]:
+    """Exchanges of a step that are never waited for."""
+    run = isp.parallelize(tiny("qwen3_moe"), _config(2, 2, 2, mode=mode, recompute=1.0, chunks=2))
+    log = run.mesh.log
+    log.collect()
+    run.step(run.loss(*_data()[0].part(run.dp_rank, run.dp_size)))
+    found = [t for t in log.take() if t.tag.purpose is Purpose.EXPERTS]
+    assert len({t.tag.tensor for t in found}) == 5
+    return [t.tag.tensor for t in found if not t.waited]
+
+
+def test_a_recompute_waits_for_all_that_it_sends() -> None:
+    """Catches a recompute that ends between two parts of the tokens, with results in flight, whose
+    buffers are never freed.
+    """
+    modes = {str(mode): mode for mode in Mode}
+    for mode, of_ranks in run_each(2, _left_in_flight, modes).items():
+        assert of_ranks == [[], []], mode
+
+
 def _order(rank: int, case: tuple[str, float, Mode]) -> list[str]:
     """What the last layer does in a step, in order."""
     kind, recompute, mode = case

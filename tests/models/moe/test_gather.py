@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -67,8 +68,14 @@ class OwnExperts(nn.Module):
 
     def _of_all(self, x: Tensor) -> Tensor:
         inside = torch.einsum("nd,eid->eni", x, self.up) + self.bias.unsqueeze(1)
+        if self.trouble == "fails in backward":
+            inside.register_hook(_fail)
         first = x @ self.up[0].T.view(self.up.shape[1:])  # a read of its own, turned
         return (F.silu(inside) * self.down).sum(0) + first * self.down[2]
+
+
+def _fail(_: Tensor) -> None:
+    raise ArithmeticError("as planned")
 
 
 class Table(nn.Module):
@@ -94,8 +101,8 @@ class _Block(OwnBlock):
         x = x + 0.1 * self.table(x, numbers > 0)
         tokens, numbers = x.flatten(0, 1), numbers.reshape(-1, 1)
         weights = torch.sigmoid(self.gate(x)).flatten(0, 1)
-        if self.experts.trouble == "beside":
-            self.experts.factor = weights.sum()
+        if self.experts.trouble == "reads from elsewhere":
+            self.experts.factor = self.norm2.weight.mean()
         y = self.experts(tokens, numbers, weights=weights)
         self.unused = self.experts(torch.cos(tokens), numbers, weights=weights).detach().mean()
         y = y + self.experts(torch.sin(tokens), numbers, weights=weights)
@@ -130,6 +137,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "uneven": lambda: tiny("qwen3_moe", **SIZES),
     "half frozen": _half_frozen,
     "unused on a rank": lambda: Chosen().double(),
+    "from elsewhere": lambda: Chosen("reads from elsewhere").double(),
 }
 
 
@@ -166,8 +174,9 @@ def _is_cut(name: str, parameter: Tensor) -> bool:
 
 
 def test_experts_of_every_kind_train_as_in_a_plain_loop() -> None:
-    """Catches a gradient of experts that is lost, summed twice or of stale weights; ranks that wait
-    for one of whose tokens none goes to an expert; a graph that goes back for another call.
+    """Catches a gradient of experts that is lost, summed twice or of stale weights, also that of a
+    tensor which is no argument; ranks that wait for one of whose tokens none goes to an expert; a
+    graph that goes back for another call.
     """
     data, models = _data(), {name: make() for name, make in MODELS.items()}
     expected = {name: trained_plainly(model, data) for name, model in models.items()}
@@ -235,13 +244,41 @@ def test_experts_that_would_lose_gradients_are_refused() -> None:
     faults = {
         "writes": "modifies an input",
         "two": "returns a tuple",
-        "beside": "neither an argument",
     }
     cases = {trouble: trouble for trouble in faults}
     for trouble, of_ranks in run_each(2, _refused, cases).items():
         for found in of_ranks:
             assert faults[trouble] in found
             assert "blocks.1.experts" in found
+
+
+def _leased(rank: int, trouble: str) -> tuple[int, bool]:
+    """Bytes of whole weights that are left by a backward which does not go through all of the
+    experts; whether the gradients of that are right.
+    """
+    built = isp.parallelize(Chosen(trouble).double(), _job(0.0)).train_step.built
+    (chunk,), communicator, right = built.chunks, built.communicator, True
+    assert communicator is not None
+    experts: Any = chunk.model.get_submodule("blocks.1.experts")
+    ids, positions = (x[:1, :32] for x in (_data()[0].input_ids, torch.arange(64).view(1, -1)))
+    total = chunk(ids, positions, None).square().sum()
+    if trouble:
+        with pytest.raises(ArithmeticError, match="as planned"):
+            total.backward()
+        del total
+        gc.collect()  # the exception holds the graph
+    else:
+        of_both = torch.autograd.grad(total, [experts.bias, experts.up], retain_graph=True)
+        (of_bias,) = torch.autograd.grad(total, [experts.bias])
+        right = bool(of_bias.any()) and torch.equal(of_bias, of_both[0])
+    communicator.drain()
+    return communicator.pool.leased_bytes, right
+
+
+def test_a_backward_that_ends_inside_of_experts_gives_their_weights_back() -> None:
+    """Catches buffers that are lost when backward fails, or does not reach the experts' input."""
+    for of_ranks in run_each(2, _leased, {x: x for x in ("", "fails in backward")}).values():
+        assert of_ranks == [(0, True)] * 2
 
 
 DECODER = ModelConfig(
