@@ -29,8 +29,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
-from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, choose
-from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.folder import (
+    CheckpointFolder,
+    CheckpointInfo,
+    candidates_at,
+    candidates_in,
+    choose,
+)
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest, SavedTopology
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
 from isp.checkpoint.remote import Uploads
@@ -275,7 +280,7 @@ class Checkpointer:
     ) -> CheckpointInfo | None:
         """Return the checkpoint to resume from, with every byte verified; None if there is none.
 
-        `isp.checkpoint.choice.candidates_in` gives the order. Raises CheckpointError if there is
+        `isp.checkpoint.folder.candidates_in` gives the order. Raises CheckpointError if there is
         no checkpoint of `load_step`, or all are damaged.
         """
         if self._flight is not None:

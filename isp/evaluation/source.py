@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from isp.checkpoint import Checkpointer, TrainState
-from isp.checkpoint.choice import CheckpointInfo, newest_at
+from isp.checkpoint.folder import CheckpointInfo, newest_at
 from isp.checkpoint.state import CheckpointWeights, check_shapes
 from isp.config.models import language_model
 from isp.config.sections import DTYPES, CheckpointConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isp.checkpoint.choice import newest_at
+from isp.checkpoint.folder import newest_at
 from isp.config import load_config, to_plain
 from isp.data import stream
 from isp.data.mixture import MixedDataset

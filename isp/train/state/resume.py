@@ -30,12 +30,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from isp.checkpoint.choice import CheckpointInfo, candidates_in, newest_at, preview
 from isp.checkpoint.folder import (
     CheckpointFolder,
+    CheckpointInfo,
+    candidates_in,
     check_unlocked,
     describe_contents,
     folder_lock,
+    newest_at,
+    preview,
 )
 from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.plain import Plain

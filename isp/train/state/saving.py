@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, Resumed
 from isp.checkpoint.agreement import attempt
-from isp.checkpoint.choice import LAUNCH
+from isp.checkpoint.folder import LAUNCH
 from isp.checkpoint.plain import Plain
 from isp.config import JobConfig
 from isp.core.comm import Mesh

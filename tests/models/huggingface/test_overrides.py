@@ -11,7 +11,7 @@ import torch
 import transformers
 import yaml
 
-from isp.checkpoint.choice import newest_at
+from isp.checkpoint.folder import newest_at
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.models import language_model

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from isp.checkpoint import CheckpointError
-from isp.checkpoint.choice import newest_at
-from isp.checkpoint.folder import folder_lock
+from isp.checkpoint.folder import folder_lock, newest_at
 from isp.cli import main
 from isp.config import JobConfig, load_config, to_plain, to_yaml
 from isp.config.keys import KeyTable
