@@ -242,7 +242,7 @@ def candidates_at(path: Path) -> Candidates:
 
 def newest_at(path: Path) -> CheckpointInfo:
     """Return the newest of `candidates_at` that `preview` finds sound."""
-    found = preview(candidates_at(path))
+    found = preview(lambda: candidates_at(path))
     assert found is not None
     return found
 
@@ -272,9 +272,9 @@ def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo |
     return _first_good(found, verified)
 
 
-def preview(found: Candidates) -> CheckpointInfo | None:
-    """Return the choice of `choose` by manifests and file sizes alone, without reading contents."""
-    return _first_good(found, Manifest.sound)
+def preview(find: Callable[[], Candidates]) -> CheckpointInfo | None:
+    """Return the choice of `choose` by manifests and file sizes alone, on one rank."""
+    return _first_good(find(), Manifest.sound)
 
 
 def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> CheckpointInfo | None:

@@ -22,11 +22,13 @@ from isp.checkpoint.folder import folder_lock, newest_at
 from isp.cli import main
 from isp.config import JobConfig, load_config, to_plain, to_yaml
 from isp.config.keys import KeyTable
+from isp.config.sections import JobSection
 from isp.core.section import KeyRole
 from isp.data.prepare import prepare
-from isp.train.folder.run_folder import run_name
+from isp.train.folder.run_folder import RunFolder
 from isp.train.state import resume
-from isp.train.state.resume import Start, check_changes, check_start, open_run
+from isp.train.state.resume import Start, check_start, open_run
+from isp.train.state.saved_run import check_changes
 from tests.data.chat_folder import chat_folder
 from tests.train.jobs import run_folders, run_forked, write_job
 
@@ -94,11 +96,15 @@ def test_a_restart_is_in_the_run_of_its_launch(
     assert not own.resumes
     _launch(monkeypatch, "second", 2)
     again = _open(config)
-    assert again == own._replace(resumes=True, note=""), "also the time at which it was launched"
+    assert again == replace(own, is_new=False, resumes=True, note=""), (
+        "also the time at which it was launched"
+    )
     shutil.copytree(trained, own.checkpoints / "step_1")
     _launch(monkeypatch, "third", 0)
     later = _open(config)
     assert (later.folder, later.resumes) == (own.folder, True)
+    assert later.launched_at is not None
+    assert own.launched_at is not None
     assert later.launched_at > own.launched_at
 
 
@@ -131,7 +137,7 @@ def test_no_restart_begins_another_run(
     (run.folder.path.parent / "latest").unlink()  # as where there are no links
     _launch(monkeypatch, "train", restarts)
     again = _open(config)
-    assert again == run._replace(resumes=True, note="")
+    assert again == replace(run, is_new=False, resumes=True, note="")
     if not restarts and "false" in words:  # one process that launches twice, on one machine
         monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
         assert _open(config).folder != run.folder
@@ -355,15 +361,16 @@ def test_a_new_folder_is_held_from_the_beginning(
     looked, and a run that keeps itself out where it saves to the folder of its job.
     """
     looked, locks = [], [(tmp_path / folder, ".lock"), (tmp_path / "out" / "job", ".start.lock")]
+    create = RunFolder.create
 
-    def named() -> str:
+    def created(job: JobSection, name: str) -> RunFolder:
         for lock in locks:
             with pytest.raises(ValueError, match="another run is saving to"), folder_lock(*lock):
                 pass
             looked.append(lock)
-        return run_name()
+        return create(job, name)
 
-    monkeypatch.setattr(resume, "run_name", named)
+    monkeypatch.setattr(RunFolder, "create", created)
     _open(load("--checkpoint.folder", str(tmp_path / folder)))
     assert looked == locks
 
