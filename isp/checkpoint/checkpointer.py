@@ -29,8 +29,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
 from isp.checkpoint.boxes import BoxLoadPlanner, BoxSavePlanner, Shard
-from isp.checkpoint.choice import CheckpointInfo, candidates_at, candidates_in, choose
-from isp.checkpoint.folder import CheckpointFolder
+from isp.checkpoint.folder import (
+    Candidates,
+    CheckpointFolder,
+    CheckpointInfo,
+    candidates_at,
+    candidates_in,
+    choose,
+)
 from isp.checkpoint.manifest import Damaged, FileRecord, Manifest, SavedTopology
 from isp.checkpoint.plain import Plain, from_tensor, to_json, to_tensor
 from isp.checkpoint.remote import Uploads
@@ -275,21 +281,28 @@ class Checkpointer:
     ) -> CheckpointInfo | None:
         """Return the checkpoint to resume from, with every byte verified; None if there is none.
 
-        `isp.checkpoint.choice.candidates_in` gives the order. Raises CheckpointError if there is
+        `isp.checkpoint.folder.candidates_in` gives the order. Raises CheckpointError if there is
         no checkpoint of `load_step`, or all are damaged.
         """
-        if self._flight is not None:
-            self._flight.join()
-        return choose(lambda: candidates_in(self.folder, load_step, launch=launch), self._channel)
+        return self.choose_from(lambda: candidates_in(self.folder, load_step, launch=launch))
 
     def choose_initial(self, path: Path) -> CheckpointInfo:
         """Return the checkpoint at `path`, or the newest good one in a folder of them or a run's.
 
         Verifies every byte. Raises CheckpointError if there is none, or all are damaged.
         """
-        found = choose(lambda: candidates_at(path), self._channel)
+        found = self.choose_from(lambda: candidates_at(path))
         assert found is not None
         return found
+
+    def choose_from(self, find: Callable[[], Candidates]) -> CheckpointInfo | None:
+        """Return the first good one of the candidates that `find` returns; see `choose`.
+
+        `find` is called on rank 0, after the save in flight has ended.
+        """
+        if self._flight is not None:
+            self._flight.join()
+        return choose(find, self._channel)
 
     def load(
         self, info: CheckpointInfo, state: TrainState, *, weights_only: bool = False

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, publishing by a rename, deleting, and the lock.
+"""A folder of checkpoints: names, publishing by a rename, deleting, choosing, and the lock.
 
     step_20              a checkpoint, published
     step_30.tmp          one that is being written, or was when the run died
@@ -7,6 +7,9 @@
     .lock                locked by the run that saves here: see `folder_lock`
 
 Only rank 0 calls methods that change files, after it has taken the lock.
+
+A checkpoint is chosen from `Candidates`, in their order, by `choose` (every byte is verified) or by
+`preview` (manifests and file sizes only). Which folder a run looks into is decided by the run.
 """
 
 from __future__ import annotations
@@ -18,25 +21,38 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from isp.checkpoint.manifest import MANIFEST, fault_of, sync_folder
+from isp.checkpoint.agreement import CheckpointError, attempt, attempt_first
+from isp.checkpoint.manifest import MANIFEST, Damaged, Manifest, fault_of, sync_folder
 from isp.config.sections import CHECKPOINT_FOLDER
+from isp.core.comm import Channel
 from isp.utils.files import open_regular, open_to_write
 
 __all__ = [
+    "LAUNCH",
+    "Candidates",
     "CheckpointFolder",
+    "CheckpointInfo",
+    "candidates_at",
+    "candidates_in",
     "check_unlocked",
     "checkpoints_at",
+    "choose",
     "describe_contents",
     "folder_lock",
+    "newest_at",
+    "preview",
 ]
 
 logger = logging.getLogger(__name__)
 
+LAUNCH = "launch"
+"""Key of a manifest's shared values with the time of the launch that saved it."""
 _LOCK = ".lock"
 """Name of the file that a run locks in the folder to which it saves."""
 
@@ -142,6 +158,150 @@ class CheckpointFolder:
         return sorted(path for path in self.path.iterdir() if path.is_dir())
 
 
+# -- choosing ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint that was chosen, after a check of its sizes or of every byte."""
+
+    path: Path
+    manifest: Manifest
+    reason: str
+    """Reason for the choice, as part of a sentence."""
+    passed_over: tuple[str, ...]
+    """Lines on newer checkpoints that are damaged, and on saves that did not end."""
+
+    @property
+    def step(self) -> int:
+        """Steps done when it was saved."""
+        return self.manifest.step
+
+    def describe(self) -> str:
+        """Return its path, the reason, and a line for each that was passed over."""
+        skipped = "".join(f"\n  passed over {line}" for line in self.passed_over)
+        return f"{self.path}, {self.reason}{skipped}"
+
+
+class Candidates(NamedTuple):
+    """Checkpoints to choose from, the preferred one first."""
+
+    place: str
+    """Path that was searched."""
+    paths: list[str]
+    reason: str
+    """Reason for these, as part of a sentence."""
+    leftovers: list[str]
+    """Lines on saves that did not end."""
+
+
+def candidates_in(
+    folder: CheckpointFolder, load_step: int | None = None, *, launch: float | None = None
+) -> Candidates:
+    """Return the checkpoint of `load_step`, or all from the newest on; called on one rank.
+
+    Checkpoints that `launch` has saved come before `load_step`: the run has already gone back to
+    it, and was then started again. Raises ValueError if there is no checkpoint of `load_step`.
+    """
+    folder.restore()
+    steps, reason = folder.steps(), "the newest good one"
+    leftovers = [
+        f"{path.name}: left over from a save that did not end" for path in folder.leftovers()
+    ]
+    if load_step is not None:
+        # By the launch that saved them, not by time: if a clock was set back, new saves look old.
+        newer = [
+            step for step in steps if launch is not None and _launch_of(folder, step) == launch
+        ]
+        if load_step not in steps and not newer:
+            there = ", ".join(str(s) for s in steps) or "none at all"
+            raise ValueError(
+                f"checkpoint.load_step={load_step}: {folder.path} has no such checkpoint;"
+                f" there are: {there}"
+            )
+        reason = f"as load_step={load_step} says"
+        if newer:
+            reason = f"the newest good one since the run went back to load_step={load_step}"
+        steps = [*newer, *({load_step} & set(steps) - set(newer))]
+    paths = [str(folder.published(step)) for step in steps]
+    return Candidates(str(folder.path), paths, reason, leftovers)
+
+
+def _launch_of(folder: CheckpointFolder, step: int) -> float | None:
+    """Return the launch that saved the checkpoint of `step`; None if it is not known."""
+    try:
+        return Manifest.read(folder.published(step)).shared.get(LAUNCH)
+    except Damaged:
+        return None
+
+
+def candidates_at(path: Path) -> Candidates:
+    """Return the checkpoint at `path`, or all in it; raise ValueError if there is none."""
+    return Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
+
+
+def newest_at(path: Path) -> CheckpointInfo:
+    """Return the newest of `candidates_at` that `preview` finds sound."""
+    found = preview(lambda: candidates_at(path))
+    assert found is not None
+    return found
+
+
+def choose(find: Callable[[], Candidates], channel: Channel) -> CheckpointInfo | None:
+    """Return the first undamaged one of the candidates that `find` returns on rank 0.
+
+    None if it returns none. A collective that verifies every byte, each rank a share of the files.
+    Raises CheckpointError if `find` raises, or all are damaged.
+    """
+
+    def verified(path: Path) -> Manifest:
+        """Return the manifest after verifying every byte; raise on all ranks if it is damaged."""
+        manifests: list[Manifest] = []
+
+        def check_share() -> None:
+            manifest = Manifest.read(path)
+            # Sorted by size, so that every rank's share has about as many bytes.
+            by_size = sorted(manifest.files, key=lambda name: manifest.files[name].num_bytes)
+            manifest.check(path, by_size[channel.rank :: channel.size])
+            manifests.append(manifest)
+
+        attempt(channel, "verifying", check_share)
+        return manifests[0]
+
+    found = Candidates(*attempt_first(channel, "looking for checkpoints", find))
+    return _first_good(found, verified)
+
+
+def preview(find: Callable[[], Candidates]) -> CheckpointInfo | None:
+    """Return the choice of `choose` by manifests and file sizes alone, on one rank."""
+    return _first_good(find(), Manifest.sound)
+
+
+def _first_good(found: Candidates, verify: Callable[[Path], Manifest]) -> CheckpointInfo | None:
+    """Return the first candidate that `verify` accepts; None if there are no candidates.
+
+    Raises CheckpointError, with the fault of each, if `verify` refuses all.
+    """
+    passed_over = list(found.leftovers)
+    for path in map(Path, found.paths):
+        try:
+            manifest = verify(path)
+        except CheckpointError as fault:
+            passed_over.append(f"{path.name}: {fault}")
+            continue
+        return CheckpointInfo(
+            path=path, manifest=manifest, reason=found.reason, passed_over=tuple(passed_over)
+        )
+    if found.paths:
+        reasons = "".join(f"\n  {line}" for line in passed_over)
+        raise CheckpointError(
+            f"no usable checkpoint in {found.place}:{reasons}\nchoose another one (in training by"
+            f" checkpoint.load_step), or start a new run: another job.name, or"
+            f" checkpoint.auto_resume=false"
+        )
+    return None
+
+
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or if it is a folder of them or a run's, all, newest first.
 
@@ -177,6 +337,9 @@ def describe_contents(path: Path) -> str:
         return "is the folder of a run"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"holds {', '.join(names[:3])}{more}"
+
+
+# -- the lock ---------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from isp.checkpoint.agreement import CheckpointError, attempt
 from isp.checkpoint.boxes import BoxLoadPlanner, Shard
-from isp.checkpoint.choice import CheckpointInfo, candidates_at, choose
+from isp.checkpoint.folder import CheckpointInfo, candidates_at, choose
 from isp.checkpoint.manifest import Damaged
 from isp.checkpoint.storage import SafeReader, quietly, read_metadata
 from isp.core.comm import Channel

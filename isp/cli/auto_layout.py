@@ -78,7 +78,8 @@ def choose_layout(
     from isp.config import to_plain
     from isp.planner import search
     from isp.planner.search import rows_of
-    from isp.train.state.resume import resumed, saved_config, saved_sequences
+    from isp.train.state.resume import resumed
+    from isp.train.state.saved_run import saved_config, saved_sequences
 
     check_planned(config)
     given = {word[2:].partition("=")[0] for word in overrides if word.startswith("--")}

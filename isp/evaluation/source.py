@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from isp.checkpoint import Checkpointer, TrainState
-from isp.checkpoint.choice import CheckpointInfo, newest_at
+from isp.checkpoint.folder import CheckpointInfo, newest_at
 from isp.checkpoint.state import CheckpointWeights, check_shapes
 from isp.config.models import language_model
 from isp.config.sections import DTYPES, CheckpointConfig
@@ -32,7 +32,7 @@ from isp.models.huggingface.make import limited_model, take_out_tower
 from isp.models.loading import meta_model, plain_model
 from isp.models.traced_model import TracedModel, position_rows
 from isp.train.state.export import as_saved, plain_decoder, saved_model
-from isp.train.state.resume import saved_config
+from isp.train.state.saved_run import saved_config
 from isp.utils.environment import require
 from isp.utils.files import download_hint, read_json
 from model.config import ModelConfig

@@ -8,7 +8,6 @@ import signal
 import time
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -27,10 +26,9 @@ from isp.step.setup import check_param_groups, make_world
 from isp.train.data import StepData, open_for_rank
 from isp.train.folder.environment import Environment, RankPlace
 from isp.train.folder.log_files import run_logging
-from isp.train.folder.run_folder import RunFolder
 from isp.train.monitor.out_of_memory import MemoryGuard, memory_owners
 from isp.train.signals import StopRequest
-from isp.train.state.resume import Start, open_run
+from isp.train.state.resume import open_on_all_ranks
 from isp.train.trainer import Trainer
 
 __all__ = ["ChooseExchange", "main"]
@@ -87,7 +85,7 @@ def main(
     with ExitStack() as stack:
         stack.enter_context(world)
         mesh = Mesh(topology, world.rank)
-        start = _open_run(config, mesh, stack)
+        start = stack.enter_context(open_on_all_ranks(config, mesh))
         folder = start.folder
         stack.enter_context(run_logging(folder.log_file(world.rank), rank=world.rank))
         here = tuple(RankPlace.here(device))
@@ -169,22 +167,3 @@ def _with_exchange(
     config, why = choose(config, mesh.topology.world_size, least, on_cpu=device.type == "cpu")
     logger.info("keys and values of other context ranks: %s", why)
     return config
-
-
-def _open_run(config: JobConfig, mesh: Mesh, stack: ExitStack) -> Start:
-    """Run `open_run` on rank 0, entered on `stack`, and return its start on all ranks.
-
-    Raises ValueError on all ranks if it fails on rank 0. A collective.
-    """
-    host, opened, fault = mesh.host, None, None
-    if host.rank == 0:
-        try:
-            start = stack.enter_context(open_run(config, mesh.topology))
-            opened = (str(start.folder.path), str(start.checkpoints), *start[2:])
-        except (ValueError, OSError) as error:
-            fault = str(error)
-    opened, fault = exchange(host, (opened, fault))[0]
-    if fault is not None:
-        raise ValueError(fault)
-    path, checkpoints, *rest = opened
-    return Start(RunFolder.join(path, config.job.log_folder), Path(checkpoints), *rest)

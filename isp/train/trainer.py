@@ -51,8 +51,8 @@ from isp.train.monitor.watch import (
 )
 from isp.train.profiling.step_profiler import StepProfiler
 from isp.train.signals import StopRequest
-from isp.train.state.resume import Start
-from isp.train.state.saving import Progress, RunCheckpoints
+from isp.train.state.resume import Start, begin_run
+from isp.train.state.saved_run import Progress, RunCheckpoints
 
 __all__ = ["Trainer"]
 
@@ -97,7 +97,9 @@ class Trainer:
         mesh.set_timeout(config.comm.init_timeout_seconds)
         self.optimizer = self.train_step.optimizer
         self._balance = ContextBalance(self.train_step.built.sequence)
-        self._checkpoints = RunCheckpoints(start, config, self.train_step, mesh)
+        self._checkpoints = RunCheckpoints(
+            start.checkpoints, config, self.train_step, mesh, launched_at=start.launched_at
+        )
         self.checkpointer = self._checkpoints.checkpointer
         self._profiler: StepProfiler | None = None
         if config.profiler.enable_profiling:
@@ -144,10 +146,10 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step, or until a stop signal or the time limit, and save.
 
-        Returns True if the run has finished. It begins from the state that `RunCheckpoints.begin`
+        Returns True if the run has finished. It begins from the state that `begin_run`
         loads.
         """
-        begun = self._checkpoints.begin()
+        begun = begin_run(self.start, self.config, self._checkpoints)
         self.step, self.tokens = begun.step, begun.tokens
         what = "taking up the place in the stream of data"
         attempt(self.mesh.host, what, lambda: self.data.seek(begun.step, begun.place))

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from isp.checkpoint import Checkpointer, CheckpointError, CheckpointInfo, inspect, verify
-from isp.checkpoint.choice import LAUNCH
+from isp.checkpoint.folder import LAUNCH
 from isp.checkpoint.manifest import MANIFEST, Damaged, FileRecord, Manifest
 from isp.checkpoint.state import CheckpointWeights
 from isp.checkpoint.storage import METADATA, read_metadata

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isp.checkpoint.choice import newest_at
+from isp.checkpoint.folder import newest_at
 from isp.config import load_config, to_plain
 from isp.data import stream
 from isp.data.mixture import MixedDataset
@@ -16,7 +16,8 @@ from isp.data.sources import check_sources, open_datasets
 from isp.data.stream import StreamDataset
 from isp.data.tokenizer import ByteTokenizer
 from isp.metrics import read_metrics
-from isp.train.state.resume import check_start, stream_place
+from isp.train.state.resume import check_start
+from isp.train.state.saved_run import stream_place
 from tests.data.chat_folder import write_lines
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 

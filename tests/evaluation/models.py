@@ -21,7 +21,7 @@ from isp.evaluation.engine import Engine, choose_layout
 from isp.evaluation.source import Source, open_source
 from isp.models.build import build_model
 from isp.models.huggingface.tiny import kept_in_float64, tiny_model
-from isp.train.state.resume import saved_values
+from isp.train.state.saved_run import saved_values
 from tests.model.folders import in_float64
 from tests.toolkit import topology
 from tools.architectures import ARCHITECTURES

@@ -10,13 +10,6 @@
 
 Next to it, `latest` is a link to the run that was started or resumed last. Only rank 0 writes,
 except for the log, checkpoint files, traces and memory snapshots of each rank.
-
-[Note: Order of runs] The name of a run is its start in UTC, marked by `Z`; earlier versions of ISP
-wrote local time, without it. No name decides which run is the newest: a clock may be set back, or
-differ between machines. `launch.json` decides. It keeps the time of the last launch, which is made
-greater than that of each earlier launch of the job, so a launch on a slow clock is still the
-newest. It is a time and not a number of its own because runs of earlier versions have it, too, and
-because a run that has lost its file can be placed among the others by its name.
 """
 
 from __future__ import annotations
@@ -47,13 +40,13 @@ from isp.utils.files import (
 )
 
 __all__ = [
+    "RUN_NAME",
     "LaunchRecord",
     "RunFolder",
     "check_can_create",
-    "earlier_runs",
     "explained",
-    "launch_time",
     "make_unique",
+    "named_time",
     "run_name",
     "try_writing",
 ]
@@ -61,44 +54,25 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _TIME = "%Y-%m-%d_%H-%M-%S"
-_NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(Z?)(?:_(\d+))?")
+RUN_NAME = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(Z?)(?:_(\d+))?")
 """Pattern of a run's name: time, Z if that is in UTC, and a number if the name was taken."""
 _PROBE_BYTES = 2**16
 """Bytes that `try_writing` writes: enough to find a full disk."""
 
 
 def run_name() -> str:
-    """Return the name of a run that starts now, in UTC, such as `2026-11-21_03-06-12Z`."""
+    """Return the name of a run that starts now, such as `2026-11-21_03-06-12Z`.
+
+    Names are in UTC, marked by `Z`; earlier versions of ISP wrote local time, without it.
+    """
     return datetime.fromtimestamp(time.time(), UTC).strftime(f"{_TIME}Z")
 
 
-def earlier_runs(job: JobSection) -> list[RunFolder]:
-    """Return the runs of `job`, the last launched one first [Note: Order of runs]."""
-    return [run for *_, run in sorted(_launches(job), key=lambda found: found[:2], reverse=True)]
+def named_time(match: re.Match[str]) -> float | None:
+    """Return the time in a name that matches `RUN_NAME`, in seconds since 1970.
 
-
-def launch_time(job: JobSection) -> float:
-    """Return the time of a launch of `job` now; greater than that of each earlier launch."""
-    newest = max((at for at, *_ in _launches(job)), default=0.0)
-    return max(time.time(), math.nextafter(newest, math.inf))
-
-
-def _launches(job: JobSection) -> Iterator[tuple[float, int, RunFolder]]:
-    """Yield the time of the last launch, the number in the name, and the folder of each run."""
-    folder = Path(job.dump_folder) / job.name
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if not match or not path.is_dir() or path.is_symlink():
-            continue
-        run = RunFolder(path)
-        launch = run.launch()
-        at = _named_time(match) if launch is None else launch.at
-        if at is not None:
-            yield at, int(match[3] or 1), run
-
-
-def _named_time(match: re.Match[str]) -> float | None:
-    """Return the time in a run's name, in seconds since 1970; None if there is no such time."""
+    None if there is no such time.
+    """
     try:
         named = datetime.strptime(match[1], _TIME)
         return (named.replace(tzinfo=UTC) if match[2] else named).timestamp()
@@ -116,7 +90,7 @@ class LaunchRecord(NamedTuple):
     finished_step: int | None = None
     """The step at which the run finished, all files written; None if it has not finished."""
     launcher: str = ""
-    """The process of torchrun that started rank 0, from `state.launcher`; "" if unknown."""
+    """The process of torchrun that started rank 0, from `state.resume.launcher`; "" if unknown."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +108,7 @@ class RunFolder:
         For rank 0, which sends its `path` to others. Raises ValueError if it cannot be written to.
         """
         folder = Path(job.dump_folder) / job.name
-        assert _NAME.fullmatch(name)
+        assert RUN_NAME.fullmatch(name)
         with explained(f"job.dump_folder={job.dump_folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             run = cls(make_unique(folder.absolute(), name))

@@ -1,4 +1,29 @@
-"""Finds, claims and opens the run that a process resumes, or a new one.
+"""Which run a start continues, from which checkpoint, and why: find, claim, open.
+
+Read from top to bottom, in the order in which a start takes its way:
+
+    find     `_find`: the run and its folder of checkpoints, the first that applies. Makes nothing.
+               1. ranks that torchrun restarted: their own run [Note: Restarts]
+               2. `checkpoint.folder`: a new run, which resumes from the checkpoints there
+               3. the runs of the job, the last launched first [Note: Order of runs]: one that has
+                  finished is resumed or not [Note: Finished runs]; one with a checkpoint is
+                  resumed; one that is in progress refuses the start; one without is passed over
+               4. a new run
+    claim    `_claimed`: lock the checkpoints, copy one from `checkpoint.upload_to` if there are
+             none, and check that the run can go on from it. `open_run`: also make or reopen the
+             folder of the run, and write `launch.json` [Note: Starts]
+    open     `begin_run`, on all ranks: load the first of: the run's own checkpoint, the one of
+             `checkpoint.initial_load_path`, the initial weights
+
+`isp train --nproc` calls `check_start` before its ranks start, which finds and checks without
+making anything; rank 0 then calls `open_run`, and finds again.
+
+[Note: Order of runs] The name of a run is its start in UTC, marked by `Z`; earlier versions of ISP
+wrote local time, without it. No name decides which run is the newest: a clock may be set back, or
+differ between machines. `launch.json` decides. It keeps the time of the last launch, which is made
+greater than that of each earlier launch of the job, so a launch on a slow clock is still the
+newest. It is a time and not a number of its own because runs of earlier versions have it, too, and
+because a run that has lost its file can be placed among the others by its name.
 
 [Note: Finished runs] A run has finished when its `launch.json` says so, which is written last,
 after the checkpoint, the metrics and the evaluation of the last step. Until then the same command
@@ -24,105 +49,99 @@ yet, is in progress.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from isp.checkpoint.choice import CheckpointInfo, candidates_in, newest_at, preview
+from isp.checkpoint.agreement import exchange
 from isp.checkpoint.folder import (
+    Candidates,
     CheckpointFolder,
+    CheckpointInfo,
+    candidates_at,
+    candidates_in,
     check_unlocked,
     describe_contents,
     folder_lock,
+    preview,
 )
 from isp.checkpoint.manifest import Damaged
-from isp.checkpoint.plain import Plain
 from isp.checkpoint.remote import RemoteCheckpoints
 from isp.checkpoint.state import check_shapes
-from isp.config import JobConfig, to_plain
-from isp.config.keys import KeyTable
+from isp.config import JobConfig
 from isp.config.sections import CheckpointConfig, JobSection
+from isp.core.comm import Mesh
 from isp.core.mesh import Topology
-from isp.core.section import KeyRole
-from isp.data.sources import takes_bos
-from isp.data.stream import is_place
 from isp.models.build import parameter_shapes
 from isp.train.folder.run_folder import (
+    RUN_NAME,
     LaunchRecord,
     RunFolder,
     check_can_create,
-    earlier_runs,
     explained,
-    launch_time,
+    named_time,
     run_name,
     try_writing,
 )
-from isp.train.state.launcher import (
-    launch_id,
-    launcher,
-    on_one_machine,
-    process_name,
-    was_restarted,
+from isp.train.state.saved_run import (
+    Progress,
+    RunCheckpoints,
+    check_changes,
+    compare,
+    stream_place,
 )
-from isp.utils.text import first_line, redacted_values
+from isp.utils.text import first_line
 
 __all__ = [
-    "STREAM",
     "Start",
-    "check_changes",
+    "begin_run",
     "check_start",
+    "earlier_runs",
+    "launch_time",
+    "launcher",
+    "open_on_all_ranks",
     "open_run",
+    "process_name",
     "reopen_finished",
     "resumed",
-    "saved_config",
-    "saved_sequences",
-    "saved_values",
-    "stream_place",
 ]
 
-_CONFIG = "config"
-"""Key of a checkpoint's shared values: the configuration of its run."""
-_SHARES = (".weight", ".name")
-"""Suffixes of keys of a mixture that do not change the order in which a source is read."""
-_SEQUENCES = "sequences_per_step"
-"""Key of a checkpoint's shared values: sequences of a step, over all ranks."""
-STREAM = "stream"
-"""Key of a checkpoint's shared values: the place in the stream of data where its next step
-begins."""
+logger = logging.getLogger(__name__)
+
+_Choose = Callable[[Callable[[], Candidates]], CheckpointInfo | None]
+"""Chooses the first good one of the candidates that a function finds: `preview`, or
+`Checkpointer.choose_from` on all ranks."""
 
 
-class Start(NamedTuple):
-    """The folders of a run that is opened, and how it begins."""
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where this start goes on: a run and its checkpoints, as found, claimed and opened."""
 
     folder: RunFolder
+    """Folder of the run. A new one exists once `open_run` has made it, maybe with a number more."""
+    is_new: bool
+    """True if the run is new."""
     checkpoints: Path
-    """Folder that the run saves checkpoints to."""
+    """Folder that the run saves checkpoints to: `checkpoint.folder`, or the one in its folder."""
     resumes: bool
     """True if that folder may have a checkpoint to resume from."""
-    launched_at: float
-    """Time of the launch, from `launch_time`; the same after a restart of its ranks."""
-    note: str
+    launched_at: float | None = None
+    """Time of the launch, from `launch_time`; the same after a restart of its ranks. None for a new
+    launch until `open_run` has written its `launch.json`."""
+    note: str = ""
     """Warnings, one a line: why the previous run is not resumed, and copies in a store that cannot
     be used."""
-    copied: int | None
+    copied: int | None = None
     """Step of the checkpoint that was copied from `checkpoint.upload_to`; None if none was."""
 
 
-class _Place(NamedTuple):
-    """The folders of a run that is found but not opened; nothing has been made for it yet."""
-
-    run: RunFolder | None
-    """Run to resume; None if a new one is to be made."""
-    checkpoints: Path | None
-    """Folder of the checkpoints; None if it is in the folder of a new run."""
-    launched_at: float | None
-    """Time of the launch if these ranks have been restarted, else None."""
-    note: str = ""
-    """See `Start`."""
-    copied: int | None = None
-    """See `Start`."""
+# -- the calls --------------------------------------------------------------------------------
 
 
 def check_start(config: JobConfig, topology: Topology) -> None:
@@ -130,11 +149,11 @@ def check_start(config: JobConfig, topology: Topology) -> None:
 
     Call it before the ranks start.
     """
-    with _claimed(config, topology, makes=False) as place:
-        if place.run is None:
+    with _claimed(config, topology, makes=False) as start:
+        if start.is_new:
             check_can_create(config.job)
         else:
-            place.run.check_written_on()
+            start.folder.check_written_on()
 
 
 def resumed(config: JobConfig) -> CheckpointInfo | None:
@@ -142,7 +161,32 @@ def resumed(config: JobConfig) -> CheckpointInfo | None:
 
     Makes nothing. Raises ValueError or OSError, like `open_run`, for what can be found this way.
     """
-    return _own_checkpoint(config, _find(config, None))
+    return _own_checkpoint(_find(config, None), config.checkpoint, preview)
+
+
+@contextmanager
+def open_on_all_ranks(config: JobConfig, mesh: Mesh) -> Iterator[Start]:
+    """Enter `open_run` on rank 0, and yield its result on all ranks; entering is a collective.
+
+    Raises ValueError on all ranks if it fails on rank 0.
+    """
+    opened: dict[str, Any] | None = None
+    fault: str | None = None
+    with ExitStack() as held:
+        if mesh.host.rank == 0:
+            try:
+                start = held.enter_context(open_run(config, mesh.topology))
+                paths = {"folder": str(start.folder.path), "checkpoints": str(start.checkpoints)}
+                opened = {**vars(start), **paths}
+            except (ValueError, OSError) as error:
+                fault = str(error)
+        opened, fault = exchange(mesh.host, (opened, fault))[0]
+        if fault is not None:
+            raise ValueError(fault)
+        assert opened is not None
+        folder = RunFolder.join(opened["folder"], config.job.log_folder)
+        paths_here = {"folder": folder, "checkpoints": Path(opened["checkpoints"])}
+        yield Start(**{**opened, **paths_here})
 
 
 @contextmanager
@@ -153,24 +197,30 @@ def open_run(config: JobConfig, topology: Topology) -> Iterator[Start]:
     run uses it, or if the checkpoint to begin from does not exist, is damaged, or is of a run with
     another model or other data.
     """
+    job = config.job
+    job_folder = Path(job.dump_folder) / job.name
     with ExitStack() as held:
-        # Other starts wait until this one has its folder and its lock [Note: Starts].
-        with _starting(config.job):
-            place = held.enter_context(_claimed(config, topology, makes=True))
-            if place.run is None:
-                folder = RunFolder.create(config.job, run_name())
+        # Other starts of the job wait until this one has its folder and its lock [Note: Starts].
+        with ExitStack() as starting:
+            with explained(f"job.dump_folder={job.dump_folder}"):
+                job_folder.mkdir(parents=True, exist_ok=True)
+                # Not the name of a checkpoint folder's lock: checkpoint.folder may be this folder.
+                other = "another start of this job, which may be copying from checkpoint.upload_to"
+                starting.enter_context(folder_lock(job_folder, ".start.lock", waits_for=other))
+            start = held.enter_context(_claimed(config, topology, makes=True))
+            if start.is_new:
+                folder = RunFolder.create(job, start.folder.path.name)
             else:
-                folder = RunFolder.reopen(place.run.path)
-            checkpoints, resumes = place.checkpoints, place.checkpoints is not None
-            if checkpoints is None:
-                checkpoints = folder.checkpoint_folder
-                held.enter_context(_held(checkpoints))
-            launched_at = place.launched_at
-            if launched_at is None:  # else restarted ranks: their launch is recorded already
-                launched_at = launch_time(config.job)
-                record = LaunchRecord(launch_id(), launched_at, launcher=launcher())
-                folder.write_launch(record)
-        yield Start(folder, checkpoints, resumes, launched_at, place.note, place.copied)
+                folder = RunFolder.reopen(start.folder.path)
+            start = replace(start, folder=folder)
+            if not start.resumes:  # the folder of checkpoints is new, so it is locked only now
+                start = replace(start, checkpoints=folder.checkpoint_folder)
+                held.enter_context(_locked(start.checkpoints))
+            if start.launched_at is None:  # else restarted ranks: their launch is recorded already
+                at = launch_time(job)
+                folder.write_launch(LaunchRecord(launch_id(), at, launcher=launcher()))
+                start = replace(start, launched_at=at)
+        yield start
 
 
 def reopen_finished(job: JobSection) -> None:
@@ -185,99 +235,72 @@ def reopen_finished(job: JobSection) -> None:
             run.write_finished(None)
 
 
-@contextmanager
-def _starting(job: JobSection) -> Iterator[None]:
-    """Make the folder of the job, and keep other starts of it waiting in this context."""
-    folder = Path(job.dump_folder) / job.name
-    with ExitStack() as held:
-        with explained(f"job.dump_folder={job.dump_folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            # Not the name of a checkpoint folder's lock: checkpoint.folder may be this folder.
-            other = "another start of this job, which may be copying from checkpoint.upload_to"
-            held.enter_context(folder_lock(folder, ".start.lock", waits_for=other))
-        yield
+# -- find -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[_Place]:
-    """Find the run and check it; in this context its folder of checkpoints, if any, is locked.
+def _find(config: JobConfig, topology: Topology | None) -> Start:
+    """Return the run to continue, or the new one to make, as the list at the top says.
 
-    `makes`: also make that folder, and copy a checkpoint to it from `checkpoint.upload_to`.
+    Makes nothing. Raises ValueError, with the reason, if the run that comes first in that list
+    cannot be continued. `topology`: see `compare`.
     """
-    place = _find(config, topology)
-    with ExitStack() as held:
-        if place.checkpoints is not None and (makes or place.checkpoints.exists()):
-            held.enter_context(_held(place.checkpoints))
-            if makes:
-                copied, faults = _fill(place.checkpoints, config.checkpoint)
-                note = "\n".join(filter(None, [place.note, *faults]))
-                place = place._replace(copied=copied, note=note)
-        _check(config, topology, place)
-        yield place
+    job, checkpoint = config.job, config.checkpoint
+    given: Path | None = None
+    if checkpoint.folder is not None:
+        _check_folder(Path(checkpoint.folder))
+        # It may go through `latest`, which will be this run's link.
+        given = Path(checkpoint.folder).resolve()
 
-
-def _fill(folder: Path, checkpoint: CheckpointConfig) -> tuple[int | None, list[str]]:
-    """Copy the checkpoint to resume from out of the store, if `folder` has none.
-
-    Returns its step, and a warning for each newer one that cannot be used. Raises ValueError if the
-    store cannot be read, or lacks `checkpoint.load_step`.
-    """
-    url, there = checkpoint.upload_to, CheckpointFolder(folder)
-    load_step = checkpoint.load_step
-    if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
-        return None, []
-    way_on = "checkpoint.auto_resume=false begins a new run"
-    if load_step is not None:
-        way_on = f"name another step than checkpoint.load_step={load_step}, or leave the key out"
-    try:
-        copied, faults = RemoteCheckpoints(url).fill(there, load_step)
-    except Damaged as error:
-        raise ValueError(f"checkpoint.upload_to={url}: {error}; {way_on}") from error
-    except Exception as error:  # any error of any file system, or of its network
-        why = first_line(error)
-        raise ValueError(
-            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {way_on}"
-        ) from error
-    if copied is None and load_step is not None:
-        raise ValueError(
-            f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
-            " such a checkpoint"
+    # 1. Restarted ranks: `auto_resume`, `load_step` and `finished_step` do not count.
+    if (restarted := _restarted_run(job)) is not None:
+        run, launch = restarted
+        return Start(
+            folder=run,
+            is_new=False,
+            checkpoints=given or run.checkpoint_folder,
+            resumes=True,
+            launched_at=launch.at,
         )
-    return copied, [f"passed over in {url}: {fault}" for fault in faults]
 
+    new = RunFolder(Path(job.dump_folder).absolute() / job.name / run_name())
+    load_step = checkpoint.load_step
+    goes_on = checkpoint.auto_resume or load_step is not None
 
-@contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Make `folder` for checkpoints if necessary, and lock it in this context.
+    # 2. `checkpoint.folder`: its checkpoints are resumed in a new run's folder.
+    if given is not None:
+        steps = CheckpointFolder(given).steps()
+        if steps and not goes_on:
+            raise ValueError(
+                f"checkpoint.auto_resume=false, but checkpoint.folder={given} has checkpoints, up"
+                f" to step {steps[0]}: name another folder, or leave out auto_resume to resume"
+                " from them"
+            )
+        return Start(folder=new, is_new=True, checkpoints=given, resumes=True)
 
-    Raises ValueError if it cannot be written to, or if another run holds the lock.
-    """
-    with ExitStack() as held:
-        with explained(f"checkpoint.folder={folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(folder_lock(folder))
-            try_writing(folder)
-        yield
+    # 3. The runs of the job, the last launched first.
+    note = ""
+    for run in earlier_runs(job) if goes_on else ():
+        launched = run.launch()
+        # With load_step the user names a checkpoint, also of a finished run. Whether the run has
+        # that step is checked when its checkpoints are listed.
+        if launched is not None and launched.finished_step is not None and load_step is None:
+            note = _why_not_resumed(run, launched.finished_step, config, topology)
+            if note:
+                break
+        elif not CheckpointFolder(run.checkpoint_folder).steps():
+            check_unlocked(run.checkpoint_folder)  # raises if it has just begun
+            continue
+        return Start(folder=run, is_new=False, checkpoints=run.checkpoint_folder, resumes=True)
+    if load_step is not None:
+        raise ValueError(
+            f"checkpoint.load_step={load_step}: no run of job.name={job.name} under"
+            f" job.dump_folder={job.dump_folder} has a checkpoint"
+        )
 
-
-def _find(config: JobConfig, topology: Topology | None) -> _Place:
-    """Return the folders of the run: of restarted ranks, else of one to resume, else a new one.
-
-    `topology`: see `_compare`.
-    """
-    folder = config.checkpoint.folder
-    given = None
-    if folder is not None:
-        _check_folder(Path(folder))
-        given = Path(folder).resolve()  # it may go through `latest`, which will be this run's link
-    interrupted = _interrupted(config)
-    if interrupted is not None:
-        run, launched_at = interrupted
-        return _Place(run, given or run.checkpoint_folder, launched_at)
-    earlier, note = _to_resume(config, topology)
-    if earlier is not None:
-        return _Place(earlier, earlier.checkpoint_folder, None)
-    return _Place(None, given, None, note)
+    # 4. A new run.
+    return Start(
+        folder=new, is_new=True, checkpoints=new.checkpoint_folder, resumes=False, note=note
+    )
 
 
 def _check_folder(folder: Path) -> None:
@@ -295,119 +318,89 @@ def _check_folder(folder: Path) -> None:
         )
 
 
-def _check(config: JobConfig, topology: Topology, place: _Place) -> None:
-    """Raise ValueError or OSError if the run cannot begin from the checkpoint that it finds."""
-    own, checkpoint = _own_checkpoint(config, place), config.checkpoint
-    # A run's own checkpoint comes before `initial_load_path`, which is for its first start.
-    if own is not None:
-        _check_length(own, config)
-        check_changes(own, config, topology)
-        stream_place(own, config)
-        _check_model(own, config)
-    elif checkpoint.initial_load_path is not None:
-        try:
-            initial = newest_at(Path(checkpoint.initial_load_path))
-        except ValueError as error:
-            raise ValueError(f"checkpoint.initial_load_path: {error}") from None
-        if not checkpoint.initial_load_model_only:
-            _check_length(initial, config)
-            check_changes(initial, config, topology)
-            stream_place(initial, config)
-        _check_model(initial, config)
+def earlier_runs(job: JobSection) -> list[RunFolder]:
+    """Return the runs of `job`, the last launched one first [Note: Order of runs]."""
+    return [run for *_, run in sorted(_launches(job), key=lambda found: found[:2], reverse=True)]
 
 
-def _check_model(info: CheckpointInfo, config: JobConfig) -> None:
-    """Raise ValueError if names or shapes in a checkpoint are not those of the model."""
-    model = config.language_model
-    check_shapes(info, parameter_shapes(model), model.earlier_names)
+def launch_time(job: JobSection) -> float:
+    """Return the time of a launch of `job` now; greater than that of each earlier launch."""
+    newest = max((at for at, *_ in _launches(job)), default=0.0)
+    return max(time.time(), math.nextafter(newest, math.inf))
 
 
-def _check_length(info: CheckpointInfo, config: JobConfig) -> None:
-    """Raise ValueError for a checkpoint of a later step than the run's last one."""
-    if info.step > config.training.steps:
-        raise ValueError(
-            f"{info.path} is beyond training.steps={config.training.steps}: use at least"
-            f" {info.step} steps to resume from it; for a new run use another job.name (or"
-            f" checkpoint.folder), or checkpoint.auto_resume=false"
-        )
+def _launches(job: JobSection) -> Iterator[tuple[float, int, RunFolder]]:
+    """Yield the time of the last launch, the number in the name, and the folder of each run."""
+    folder = Path(job.dump_folder) / job.name
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = RUN_NAME.fullmatch(path.name)
+        if not match or not path.is_dir() or path.is_symlink():
+            continue
+        run = RunFolder(path)
+        launch = run.launch()
+        at = named_time(match) if launch is None else launch.at
+        if at is not None:
+            yield at, int(match[3] or 1), run
 
 
-def _own_checkpoint(config: JobConfig, place: _Place) -> CheckpointInfo | None:
-    """Return the checkpoint of its own that the run would resume from; None if there is none.
+def _restarted_run(job: JobSection) -> tuple[RunFolder, LaunchRecord] | None:
+    """Return the run of these ranks and its launch, if torchrun has started them again.
 
-    Raises ValueError for checkpoints in `checkpoint.folder` with `auto_resume=false`.
+    [Note: Restarts] has the reasons.
     """
-    if place.checkpoints is None:
-        return None
-    folder = CheckpointFolder(place.checkpoints)
-    if config.checkpoint.upload_to is not None and not folder.steps():
-        return None  # to be copied, see `_fill`
-    found = candidates_in(folder, config.checkpoint.load_step, launch=place.launched_at)
-    asked = config.checkpoint.auto_resume or config.checkpoint.load_step is not None
-    if found.paths and not asked and place.run is None:
-        raise ValueError(
-            f"checkpoint.auto_resume=false, but checkpoint.folder={place.checkpoints} has"
-            f" checkpoints, up to step {folder.steps()[0]}: name another folder, or leave out"
-            " auto_resume to resume from them"
-        )
-    return preview(found)
-
-
-def _interrupted(config: JobConfig) -> tuple[RunFolder, float] | None:
-    """Return the run of these ranks, if torchrun has started them again, and its launch time."""
-    own = launcher()
-    for number, run in enumerate(earlier_runs(config.job)):
+    own, environment = launcher(), os.environ
+    counted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    on_one_machine = environment.get("GROUP_WORLD_SIZE") == "1"
+    for number, run in enumerate(earlier_runs(job)):
         launch = run.launch()
         if launch is None or launch.id != launch_id():
             continue
         # Launches may share a name ("none"), so the count is taken to mean the newest run only. One
         # process may launch several times: on one machine the count tells a restart from that.
-        is_same = own and launch.launcher == own and (was_restarted() or not on_one_machine())
-        if is_same or (was_restarted() and number == 0):
-            return run, launch.at
+        is_same = own and launch.launcher == own and (counted or not on_one_machine)
+        if is_same or (counted and number == 0):
+            return run, launch
     return None
 
 
-def _to_resume(config: JobConfig, topology: Topology | None) -> tuple[RunFolder | None, str]:
-    """Return the newest run of the job that has a checkpoint, if it is to be resumed, else None.
+def launch_id() -> str:
+    """Return torchrun's name for the launch; "none" if it has none."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "none")
 
-    Also returns the reason, "" if there is none, for not resuming a finished run. Raises ValueError
-    if `checkpoint.load_step` is set and no run has any checkpoint (whether the newest one has that
-    step is checked later), or if a newer run is in progress.
+
+def launcher() -> str:
+    """Return the name of the torchrun process that started this rank; "" if unknown.
+
+    It stays the same when ranks are restarted. Another process has another name.
     """
-    load_step = config.checkpoint.load_step
-    if config.checkpoint.folder is not None or not _goes_on(config):
-        return None, ""
-    for run in earlier_runs(config.job):
-        launch = run.launch()
-        # With load_step the user names a checkpoint, also of a finished run.
-        finished_step = None if launch is None or load_step is not None else launch.finished_step
-        if finished_step is not None:
-            note = _why_not_resumed(run, finished_step, config, topology)
-            return (None if note else run), note
-        if CheckpointFolder(run.checkpoint_folder).steps():
-            return run, ""
-        check_unlocked(run.checkpoint_folder)  # raises if it has just begun and has no checkpoint
-    if load_step is not None:
-        raise ValueError(
-            f"checkpoint.load_step={load_step}: no run of job.name={config.job.name} under"
-            f" job.dump_folder={config.job.dump_folder} has a checkpoint"
-        )
-    return None, ""
+    return process_name(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else ""
+
+
+def process_name(process: int) -> str:
+    """Return a name for the process with id `process` that is unique over time; "" off Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return ""
+    # Time of its start, as ids are used again. The name of the program, in parentheses, may contain
+    # spaces, so count the fields after it.
+    ticks = stat.rpartition(")")[2].split()[19]
+    return f"process {process} of boot {boot}, started at tick {ticks}"
 
 
 def _why_not_resumed(
     run: RunFolder, finished_step: int, config: JobConfig, topology: Topology | None
 ) -> str:
     """Return the reason not to resume `run`, which has finished; "" if it is to be resumed."""
-    own = preview(candidates_in(CheckpointFolder(run.checkpoint_folder)))
+    own = preview(lambda: candidates_in(CheckpointFolder(run.checkpoint_folder)))
     over = f"not resumed: {run.path} finished at step {finished_step}"
     if own is None or own.step >= config.training.steps:
         return (
             f"{over}; this is a new run (more training.steps resume the finished one, another"
             " job.name keeps runs apart)"
         )
-    refused, _ = _compare(own, config, topology)
+    refused, _ = compare(own, config, topology)
     if not refused or config.checkpoint.allow_changes:
         return ""
     return (
@@ -416,106 +409,156 @@ def _why_not_resumed(
     )
 
 
-def _goes_on(config: JobConfig) -> bool:
-    """Return True if the configuration lets a run resume."""
-    checkpoint = config.checkpoint
-    asked = checkpoint.load_step is not None or checkpoint.folder is not None
-    return checkpoint.auto_resume or asked
+# -- claim ------------------------------------------------------------------------------------
 
 
-def saved_config(info: CheckpointInfo) -> dict[str, Any] | None:
-    """Return the plain values of the configuration in a checkpoint; None if it has none."""
-    found = info.manifest.shared.get(_CONFIG)
-    return KeyTable.of(JobConfig).upgraded(found) if isinstance(found, dict) else None
+@contextmanager
+def _claimed(config: JobConfig, topology: Topology, *, makes: bool) -> Iterator[Start]:
+    """Find the run and check it; in this context its folder of checkpoints, if any, is locked.
 
-
-def saved_sequences(info: CheckpointInfo) -> int | None:
-    """Return the sequences of a step, over all ranks, of the run that saved a checkpoint.
-
-    None if the checkpoint has no such number.
+    `makes`: also make that folder, and copy a checkpoint to it from `checkpoint.upload_to`.
     """
-    return info.manifest.shared.get(_SEQUENCES)
+    start = _find(config, topology)
+    with ExitStack() as held:
+        if start.resumes and (makes or start.checkpoints.exists()):
+            held.enter_context(_locked(start.checkpoints))
+            if makes:
+                start = _filled(start, config.checkpoint)
+        _check(start, config, topology)
+        yield start
 
 
-def saved_values(config: JobConfig, topology: Topology) -> dict[str, Any]:
-    """Return the plain values that a checkpoint keeps for `check_changes` on resuming."""
-    return {_CONFIG: to_plain(config, redact=True), _SEQUENCES: config.sequences(topology)}
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make `folder` for checkpoints if necessary, and lock it in this context.
 
-
-def check_changes(info: CheckpointInfo, config: JobConfig, topology: Topology) -> list[str]:
-    """Return the differences from the run that saved a checkpoint, a line each.
-
-    Raises ValueError for differences that make another model or another order of the data, unless
-    `checkpoint.allow_changes` is set.
+    Raises ValueError if it cannot be written to, or if another run holds the lock.
     """
-    refused, lines = _compare(info, config, topology)
-    if refused and not config.checkpoint.allow_changes:
-        listed = "".join(f"\n  {line}" for line in refused)
+    with ExitStack() as held:
+        with explained(f"checkpoint.folder={folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(folder_lock(folder))
+            try_writing(folder)
+        yield
+
+
+def _filled(start: Start, checkpoint: CheckpointConfig) -> Start:
+    """Copy the checkpoint to resume from out of the store, if the run's folder has none.
+
+    Returns `start` with its step, and a warning for each newer one that cannot be used. Raises
+    ValueError if the store cannot be read, or lacks `checkpoint.load_step`.
+    """
+    url, load_step, folder = checkpoint.upload_to, checkpoint.load_step, start.checkpoints
+    there = CheckpointFolder(folder)
+    if url is None or there.steps() or not (checkpoint.auto_resume or load_step is not None):
+        return start
+    way_on = "checkpoint.auto_resume=false begins a new run"
+    if load_step is not None:
+        way_on = f"name another step than checkpoint.load_step={load_step}, or leave the key out"
+    try:
+        copied, faults = RemoteCheckpoints(url).fill(there, load_step)
+    except Damaged as error:
+        raise ValueError(f"checkpoint.upload_to={url}: {error}; {way_on}") from error
+    except Exception as error:  # any error of any file system, or of its network
+        why = first_line(error)
         raise ValueError(
-            f"{info.path} is of a run with another model, or other data:{listed}\n"
-            "for a run of its own use another job.name (or checkpoint.folder) or"
-            f" checkpoint.auto_resume=false, and checkpoint.initial_load_path={info.path} to begin"
-            " from these weights; to resume with the changes, checkpoint.allow_changes=true"
+            f"checkpoint.upload_to={url} cannot be read ({why}), and {folder} is empty: {way_on}"
+        ) from error
+    if copied is None and load_step is not None:
+        raise ValueError(
+            f"checkpoint.load_step={load_step}: neither {folder} nor checkpoint.upload_to={url} has"
+            " such a checkpoint"
         )
-    return [*refused, *lines]
+    warnings = [start.note, *(f"passed over in {url}: {fault}" for fault in faults)]
+    return replace(start, copied=copied, note="\n".join(filter(None, warnings)))
 
 
-def stream_place(info: CheckpointInfo, config: JobConfig) -> Plain:
-    """Return a checkpoint's place in the stream of data; None without `data.streaming`.
+def _check(start: Start, config: JobConfig, topology: Topology) -> None:
+    """Raise ValueError or OSError if the run cannot begin from the checkpoint that it finds."""
+    info, is_own = _first_checkpoint(start, config.checkpoint, preview)
+    if info is None:
+        return
+    if is_own or not config.checkpoint.initial_load_model_only:
+        if info.step > config.training.steps:
+            raise ValueError(
+                f"{info.path} is beyond training.steps={config.training.steps}: use at least"
+                f" {info.step} steps to resume from it; for a new run use another job.name (or"
+                f" checkpoint.folder), or checkpoint.auto_resume=false"
+            )
+        check_changes(info, config, topology)
+        stream_place(info, config)
+    model = config.language_model
+    check_shapes(info, parameter_shapes(model), model.earlier_names)
 
-    Raises ValueError if the checkpoint has no place that is valid for `config`, unless
-    `data.streaming_restart` is set: then returns None.
+
+# -- open -------------------------------------------------------------------------------------
+
+
+def _first_checkpoint(
+    start: Start, checkpoint: CheckpointConfig, choose: _Choose
+) -> tuple[CheckpointInfo | None, bool]:
+    """Return the checkpoint that the run begins from, and True if it is the run's own.
+
+    A run's own checkpoint comes before `initial_load_path`, which is for its first start. None:
+    the run begins from the initial weights.
     """
-    if not config.data.streaming or info.step == 0:
+    if (own := _own_checkpoint(start, checkpoint, choose)) is not None:
+        return own, True
+    if (path := checkpoint.initial_load_path) is None:
+        return None, False
+
+    def find() -> Candidates:
+        try:
+            return candidates_at(Path(path))
+        except ValueError as error:
+            raise ValueError(f"checkpoint.initial_load_path: {error}") from None
+
+    return choose(find), False
+
+
+def _own_checkpoint(
+    start: Start, checkpoint: CheckpointConfig, choose: _Choose
+) -> CheckpointInfo | None:
+    """Return the checkpoint of its own that the run resumes from; None if there is none.
+
+    It is the one of `load_step`, or the newest good one (`candidates_in`).
+    """
+    if not start.resumes:
         return None
-    place, parts = info.manifest.shared.get(STREAM), len(config.data.parts)
-    places = [place] if parts == 1 else place
-    has_form = isinstance(places, list) and len(places) == parts and all(map(is_place, places))
-    why = "" if has_form else "it was saved without one"
-    # A place counts files and documents in the order of the seed: in other data, or with another
-    # seed, it means nothing. A URL with another signature names the same data.
-    saved = redacted_values(saved_config(info) or {})
-    keys = KeyTable.of(JobConfig)
-    for key, there, here in keys.differences(saved, to_plain(config, redact=True)):
-        is_source = key.startswith("data.source") and not key.endswith(_SHARES)
-        if key in ("data.text_key", "training.seed") or is_source:
-            why = why or f"{key}: {there} there, {here} now"
-    if why and not config.data.streaming_restart:
-        raise ValueError(
-            f"{info.path} has no place in the stream of data.source ({why}): to read the source"
-            " again from its beginning, data.streaming_restart=true"
-        )
-    return None if why else place
+    folder, load_step = CheckpointFolder(start.checkpoints), checkpoint.load_step
+
+    def find() -> Candidates:
+        # A step that is only in the store is no error here: `_filled` copies it, or refuses.
+        in_store = checkpoint.upload_to is not None and not folder.steps()
+        return candidates_in(folder, None if in_store else load_step, launch=start.launched_at)
+
+    return choose(find)
 
 
-def _compare(
-    info: CheckpointInfo, config: JobConfig, topology: Topology | None
-) -> tuple[list[str], list[str]]:
-    """Return the differences of `check_changes`: those that are refused, and the others.
+def begin_run(start: Start, config: JobConfig, checkpoints: RunCheckpoints) -> Progress:
+    """Load the state that the run begins from, and return its progress.
 
-    Without a topology, which has not been chosen yet, ranks and sequences are not compared.
+    A collective, which verifies every byte of a checkpoint before it is loaded. Raises ValueError
+    or CheckpointError on all ranks.
     """
-    saved = saved_config(info)
-    if saved is None:
-        return [], ["it does not say its configuration, so nothing was compared"]
-    lines: list[str] = []
-    refused: list[str] = []
-    keys = KeyTable.of(JobConfig)
-    # A URL with another signature names the same data; older checkpoints have the whole one.
-    here_now = to_plain(config, redact=True)
-    for key, there, here in keys.differences(redacted_values(saved), here_now):
-        if key == "data.add_bos" and not takes_bos(config.data):
-            continue  # the same tokens either way
-        line = f"{key}: {there} there, {here} now"
-        # Keys of model and data are refused, and unknown keys, which may be such keys too.
-        role = keys.role(tuple(key.split(".")))
-        makes_another = role in (KeyRole.MODEL, KeyRole.DATA, None)
-        (refused if makes_another else lines).append(line)
-    if topology is None:
-        return refused, lines
-    there, here = saved_sequences(info), config.sequences(topology)
-    if there != here:
-        refused.append(f"sequences in a step, over all ranks: {there} there, {here} now")
-    if (there := info.manifest.topology.world_size) != topology.world_size:
-        lines.append(f"ranks: {there} there, {topology.world_size} now")
-    return refused, lines
+    # Checkpoints of adapters lack the base model, so it gets its weights in any case.
+    if not checkpoints.are_whole:
+        checkpoints.init_weights()
+    checkpointer = checkpoints.checkpointer
+    info, is_own = _first_checkpoint(start, config.checkpoint, checkpointer.choose_from)
+    if info is None:
+        if start.resumes:
+            folder = start.checkpoints
+            logger.info("no checkpoint in %s: starting from the initial weights", folder)
+        if checkpoints.are_whole:
+            checkpoints.init_weights()
+        return Progress(0, 0)
+    if is_own:
+        progress = checkpoints.load(info)
+        checkpointer.upload_again(info)
+        return progress
+    if not config.checkpoint.initial_load_model_only:
+        # The record belongs to the metrics of the run that saved the checkpoint.
+        return checkpoints.load(info)._replace(record=None)
+    checkpoints.load_weights(info)
+    return Progress(0, 0)

@@ -11,14 +11,14 @@ import torch
 import transformers
 import yaml
 
-from isp.checkpoint.choice import newest_at
+from isp.checkpoint.folder import newest_at
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config
 from isp.config.models import language_model
 from isp.models.huggingface.config_json import beyond_positions
 from isp.models.huggingface.overrides import OverrideError, overridden_config, overridden_json
 from isp.train.state.export import saved_model
-from isp.train.state.resume import check_changes
+from isp.train.state.saved_run import check_changes
 from model.config import ModelConfig
 from tests.models.folders import load_folder, write_folder, write_job
 from tests.toolkit import topology

@@ -1,8 +1,6 @@
 """The folder of a run: made, linked, found again, resumed, and refused where it cannot be used."""
 
 import os
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +9,12 @@ import pytest
 from isp.config.sections import JobSection
 from isp.metrics import MetricsFile, read_metrics
 from isp.train.folder.environment import Environment, RankPlace
-from isp.train.folder.run_folder import LaunchRecord, RunFolder, earlier_runs, launch_time, run_name
+from isp.train.folder.run_folder import RunFolder
+from isp.train.state.resume import earlier_runs
 from tests.disk import no_file_larger_than
 from tests.metrics.test_record import RECORD
 
 NAME = "2026-11-21_03-06-12Z"
-SECONDS = 1795230372.0
-"""The same moment since 1970."""
 
 
 @pytest.fixture
@@ -70,84 +67,6 @@ def test_something_called_latest(job: JobSection, caplog: pytest.LogCaptureFixtu
     assert not mine.is_symlink()
     assert "cannot link" in caplog.text
     assert sorted(p.name for p in mine.parent.iterdir()) == [NAME, "latest"]
-
-
-def test_earlier_runs(job: JobSection) -> None:
-    """Catches the wrong order, another job's run, and a link or a stranger taken for a run."""
-    assert earlier_runs(job) == []
-    names = ["2026-01-02_00-00-00Z", "2025-12-31_23-59-59Z", "2026-01-01_00-00-00Z"]
-    for name in names:
-        RunFolder.create(job, name)
-    RunFolder.create(replace(job, name="other"), NAME)
-    of_job = Path(job.dump_folder, "words")
-    (of_job / "notes").mkdir()
-    (of_job / "2026-13-01_00-00-00Z").mkdir()
-    (of_job / NAME).write_text("a file")
-    assert [run.path.name for run in earlier_runs(job)] == sorted(names, reverse=True)
-
-
-@pytest.fixture
-def tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Local time nine hours ahead of UTC."""
-    with monkeypatch.context() as patch:
-        patch.setenv("TZ", "Asia/Tokyo")
-        time.tzset()
-        yield
-    time.tzset()
-
-
-def _set_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setattr(time, "time", lambda: seconds)
-
-
-def _launch(job: JobSection, name: str, at: float | None) -> str:
-    """Make a run, and its launch.json unless `at` is None."""
-    run = RunFolder.create(job, name)
-    if at is not None:
-        run.write_launch(LaunchRecord("none", at))
-    return run.path.name
-
-
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [("2026-11-21_12-06-12", SECONDS), ("2026-11-21_04-06-12", SECONDS + 3600)],
-        [("2026-10-25_02-50-00", SECONDS), ("2026-10-25_02-10-00", SECONDS + 1200)],
-        [("2026-11-21_12-06-12", SECONDS), ("2026-11-21_04-06-12Z", SECONDS + 3600)],
-        [("2026-11-21_12-06-12", None), ("2026-11-21_04-06-12Z", None)],
-        [("2026-11-21_12-06-12", None), ("2026-11-21_04-06-12Z", SECONDS + 3600)],
-        [("2026-11-21_03-06-12Z", SECONDS), ("2026-11-21_12-06-13", None)],
-    ],
-    ids=[
-        "another time zone",
-        "the hour repeated in autumn",
-        "an old name and a new one",
-        "both without launch.json",
-        "an old one without launch.json",
-        "a later one without launch.json",
-    ],
-)
-def test_the_run_launched_last_is_the_newest(
-    job: JobSection, tokyo: None, runs: list[tuple[str, float | None]]
-) -> None:
-    """Catches an order by names, of which some are in a local time."""
-    names = [_launch(job, *run) for run in runs]
-    assert [run.path.name for run in earlier_runs(job)] == names[::-1]
-
-
-@pytest.mark.parametrize("back", [3600.0, 0.0], ids=["set back", "standing still"])
-def test_a_clock_set_back_hides_no_launch(
-    job: JobSection, tokyo: None, monkeypatch: pytest.MonkeyPatch, back: float
-) -> None:
-    """Catches a run that is older than one before it, or as old, by the clock of its launch."""
-    names = []
-    for number in range(3):
-        _set_clock(monkeypatch, SECONDS - number * back)
-        names.append(_launch(job, run_name(), launch_time(job)))
-    assert names[0] == NAME, "in UTC"
-    assert [run.path.name for run in earlier_runs(job)] == names[::-1]
-    _set_clock(monkeypatch, SECONDS + 1e6)
-    assert launch_time(job) == SECONDS + 1e6, "the clock again, once it is ahead"
 
 
 def test_resuming_writes_on_in_the_same_folder(job: JobSection) -> None:

@@ -23,7 +23,7 @@ from isp.core.mesh import Axis, Mode
 from isp.models.huggingface import weight_files as model_folder
 from isp.parity.forked import RankError
 from isp.train.state.export import export
-from isp.train.state.resume import saved_values
+from isp.train.state.saved_run import saved_values
 from model.config import ModelConfig
 from model.decoder import Decoder
 from tests.model.decoders import MADE

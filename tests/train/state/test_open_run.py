@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -18,16 +20,17 @@ from typing import Any
 import pytest
 
 from isp.checkpoint import CheckpointError
-from isp.checkpoint.choice import newest_at
-from isp.checkpoint.folder import folder_lock
+from isp.checkpoint.folder import folder_lock, newest_at
 from isp.cli import main
 from isp.config import JobConfig, load_config, to_plain, to_yaml
 from isp.config.keys import KeyTable
+from isp.config.sections import JobSection
 from isp.core.section import KeyRole
 from isp.data.prepare import prepare
-from isp.train.folder.run_folder import run_name
+from isp.train.folder.run_folder import RunFolder
 from isp.train.state import resume
-from isp.train.state.resume import Start, check_changes, check_start, open_run
+from isp.train.state.resume import Start, check_start, earlier_runs, open_run
+from isp.train.state.saved_run import check_changes
 from tests.data.chat_folder import chat_folder
 from tests.train.jobs import run_folders, run_forked, write_job
 
@@ -95,11 +98,15 @@ def test_a_restart_is_in_the_run_of_its_launch(
     assert not own.resumes
     _launch(monkeypatch, "second", 2)
     again = _open(config)
-    assert again == own._replace(resumes=True, note=""), "also the time at which it was launched"
+    assert again == replace(own, is_new=False, resumes=True, note=""), (
+        "also the time at which it was launched"
+    )
     shutil.copytree(trained, own.checkpoints / "step_1")
     _launch(monkeypatch, "third", 0)
     later = _open(config)
     assert (later.folder, later.resumes) == (own.folder, True)
+    assert later.launched_at is not None
+    assert own.launched_at is not None
     assert later.launched_at > own.launched_at
 
 
@@ -132,7 +139,7 @@ def test_no_restart_begins_another_run(
     (run.folder.path.parent / "latest").unlink()  # as where there are no links
     _launch(monkeypatch, "train", restarts)
     again = _open(config)
-    assert again == run._replace(resumes=True, note="")
+    assert again == replace(run, is_new=False, resumes=True, note="")
     if not restarts and "false" in words:  # one process that launches twice, on one machine
         monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
         assert _open(config).folder != run.folder
@@ -356,15 +363,16 @@ def test_a_new_folder_is_held_from_the_beginning(
     looked, and a run that keeps itself out where it saves to the folder of its job.
     """
     looked, locks = [], [(tmp_path / folder, ".lock"), (tmp_path / "out" / "job", ".start.lock")]
+    create = RunFolder.create
 
-    def named() -> str:
+    def created(job: JobSection, name: str) -> RunFolder:
         for lock in locks:
             with pytest.raises(ValueError, match="another run is saving to"), folder_lock(*lock):
                 pass
             looked.append(lock)
-        return run_name()
+        return create(job, name)
 
-    monkeypatch.setattr(resume, "run_name", named)
+    monkeypatch.setattr(RunFolder, "create", created)
     _open(load("--checkpoint.folder", str(tmp_path / folder)))
     assert looked == locks
 
@@ -525,3 +533,84 @@ def test_what_to_begin_from_has_to_be_there(
     (tmp_path / "damaged" / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no usable checkpoint in .*damaged"):
         _check(load(key, str(tmp_path / "damaged")))
+
+
+class _DeathAtWrite:
+    """Python's audit hook that kills the process before its change number `number` on disk."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        writes = event in ("os.mkdir", "os.rename", "os.remove", "os.symlink", "os.rmdir")
+        if event == "open":
+            writes = bool(args[2] & (os.O_WRONLY | os.O_RDWR)) and str(args[0]) != os.devnull
+        if writes:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed_at_write(number: int, config: JobConfig) -> bool:
+    """Open the run in a process that is killed at that write; return False if it has fewer."""
+
+    def start() -> None:
+        sys.addaudithook(_DeathAtWrite(number))
+        _open(config)
+
+    process = mp.get_context("fork").Process(target=start)
+    process.start()
+    process.join(60)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode != 0
+
+
+def _run_of_launch(config: JobConfig, name: str) -> RunFolder | None:
+    """Return the run whose `launch.json` names that launch."""
+    launches = [(run, run.launch()) for run in earlier_runs(config.job)]
+    return next((run for run, launch in launches if launch and launch.id == name), None)
+
+
+@pytest.mark.parametrize("begins", ["new", "resumed", "copied"])
+def test_a_start_may_be_killed_at_any_write(
+    load: Callable[..., JobConfig],
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    begins: str,
+) -> None:
+    """Catches a start that leaves something in the way of the next, or hides a run from it; and a
+    restart that leaves the run which its launch has written down.
+    """
+    config, first, folder = load(), None, tmp_path / "checkpoints"
+    if begins == "copied":
+        shutil.copytree(trained, tmp_path / "store" / "step_1")
+        words = [f"--checkpoint.folder={folder}", f"--checkpoint.upload_to=file://{tmp_path}/store"]
+        config = load(*words)
+    elif begins == "resumed":
+        first = _open(config)
+        shutil.copytree(trained, first.checkpoints / "step_1")
+    number, recorded = 1, 0
+    while True:
+        name = f"launch {number}"
+        _launch(monkeypatch, name, 0)
+        if not _killed_at_write(number, config):
+            break
+        # A restart by torchrun: in the run that this launch has written down, if it came so far.
+        written = _run_of_launch(config, name)
+        _launch(monkeypatch, name, 1)
+        again = _open(config)
+        if written is not None:
+            assert (again.folder.path, again.is_new) == (written.path, False)
+            recorded += 1
+        if first is not None:
+            assert (again.folder, again.resumes) == (first.folder, True)
+        else:  # runs of one second have numbers, which are writes more
+            shutil.rmtree(tmp_path / "out")
+        if begins == "copied":
+            assert [path.name for path in folder.glob("step_*")] == ["step_1"]
+            assert newest_at(folder).step == 1
+            shutil.rmtree(folder)
+        number += 1
+    assert number > 10, "it makes folders, locks them, and writes launch.json"
+    assert recorded > 0, "it was killed once it had written launch.json, too"

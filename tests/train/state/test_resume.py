@@ -34,7 +34,7 @@ from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
 from isp.metrics import StepRecord, read_metrics
 from isp.train.data import StepData
 from isp.train.run import main
-from isp.train.state import saving
+from isp.train.state import saved_run
 from isp.train.state.resume import check_start
 from model.config import ModelConfig
 from tests.ranks import run_programs
@@ -339,13 +339,13 @@ class _MakeRoom(logging.Handler):
 @pytest.mark.parametrize("makes_room", [True, False])
 def test_the_last_save_is_tried_again(config, monkeypatch, makes_room):
     """Catches the last steps lost because a disk was full for a moment; and an endless wait."""
-    monkeypatch.setattr(saving, "RETRY_SECONDS", 0.25)
+    monkeypatch.setattr(saved_run, "RETRY_SECONDS", 0.25)
     obstacle = Path(config.job.dump_folder) / "isp" / "latest" / f"checkpoint/step_{STEPS}.tmp"
 
     def obstruct() -> None:
         obstacle.write_text("a file is in the way")
         if makes_room:
-            logging.getLogger("isp.train.state.saving").addHandler(_MakeRoom(obstacle))
+            logging.getLogger("isp.train.state.saved_run").addHandler(_MakeRoom(obstacle))
 
     checkpoint = replace(config.checkpoint, last_save_retry_seconds=1)
     one = replace(config, parallel=MTP_2, checkpoint=checkpoint)
