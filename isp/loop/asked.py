@@ -5,7 +5,6 @@ B batch, S sequence, V vocabulary, K results of a token
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,7 +79,7 @@ class Asking:
         _check_temperature(temperature)
         batch = self._rows.read_padded(input_ids, labels, position_ids, attention_mask)
 
-        rules = partial(TokenScoreRules, temperature=temperature, entropy=entropy)
+        rules = TokenScoreRules(temperature, entropy)
         num_labels = (batch.labels != IGNORED).sum().double()
         length = input_ids.shape[1]
         return Asked(
@@ -109,15 +108,15 @@ class Asking:
         asked = self._asked(input_ids, position_ids, attention_mask)
         self._check_choice(input_ids, pick, top_k)
         width, length = size, input_ids.shape[1]
-        rules: Callable[..., ResultRules] = AllLogits
+        rules: ResultRules = AllLogits()
         if pick is not None:
             # Rows may be padded for the ranks. The padding picks token 0; `answer` cuts it off.
             padded = pick.new_zeros(*asked.batch.tokens.shape, pick.shape[2])
             padded[:, :length] = pick
             asked = asked._replace(beside=padded.to(self._rows.device))
-            width, rules = pick.shape[2], PickedLogits
+            width, rules = pick.shape[2], PickedLogits()
         elif top_k is not None:  # the logits, then their tokens as numbers of the same dtype
-            width, rules = 2 * top_k, partial(TopLogits, top=top_k)
+            width, rules = 2 * top_k, TopLogits(top_k)
 
         def answer(found: Tensor) -> Any:
             """Return the results without padding; for a classifier of rows, only each row's."""
@@ -202,9 +201,7 @@ class Asking:
         return (torch.arange(input_ids.shape[1], device=seen.device) * seen).argmax(1)
 
 
-def _find(
-    rules: Callable[..., ResultRules], chunk: StageModule, output: Tensor, beside: Tensor
-) -> Tensor:
+def _find(rules: ResultRules, chunk: StageModule, output: Tensor, beside: Tensor) -> Tensor:
     """Return results of the logits by `rules`, [B, N, K]."""
     return chunk.results(output, beside, rules)
 
