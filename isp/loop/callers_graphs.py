@@ -23,7 +23,8 @@ from isp.core.mesh import Axis
 from isp.core.micro_batch import MicroBatch
 from isp.core.weights.uses import Action, ActionKind
 from isp.models.runtime.stage_module import StageModule
-from isp.step.train_step import StepOutcome, StepWork, TrainStep
+from isp.step.step_work import StepParts, StepWork
+from isp.step.train_step import MeanWork, StepOutcome, TrainStep
 
 __all__ = ["Asked", "CallersGraphs"]
 
@@ -98,11 +99,11 @@ class _Work(StepWork):
     """The work on micro-batches whose loss the caller computes."""
 
     def __init__(
-        self, step: TrainStep, asked: Sequence[Asked], loss_function: LossFunction | None = None
+        self, parts: StepParts, asked: Sequence[Asked], loss_function: LossFunction | None = None
     ) -> None:
         """Prepare the queries; with a `loss_function`, `loss` differentiates its result."""
         nothing = torch.zeros((), dtype=torch.float64, device=asked[0].batch.tokens.device)
-        super().__init__(step, [each.batch for each in asked], nothing)
+        super().__init__(parts, [each.batch for each in asked])
         self._asked, self._loss_function = asked, loss_function
         self.losses = nothing.repeat(len(asked))
         """The caller's loss of each micro-batch, [micro-batches], with a function; 0 on all stages
@@ -115,13 +116,13 @@ class _Work(StepWork):
 
         Returns a scalar to differentiate, or without a function the results [B, N, K].
         """
-        step, asked = self.step, self._asked[micro_batch]
+        asked = self._asked[micro_batch]
         beside = self.as_labels(micro_batch, asked.beside)
-        step.hook.before_criterion()
-        found = asked.find(step.chunks[-1], output, beside)  # [B, N, K]
-        step.hook.after_criterion()
-        (order,) = step.built.sequence.arranged([_places(asked)], asked.batch.cu_seqlens)
-        places = _Places(order, len(asked.batch.tokens), step.mesh[Axis.TENSOR])
+        self.hook.before_criterion()
+        found = asked.find(self.chunks[-1], output, beside)  # [B, N, K]
+        self.hook.after_criterion()
+        order = self.arranged(micro_batch, _places(asked))
+        places = _Places(order, len(asked.batch.tokens), self.mesh[Axis.TENSOR])
         if self._loss_function is None:
             self.found.append((found, places))
             return found
@@ -136,7 +137,7 @@ class _Work(StepWork):
         gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
         own = places.own(gradient, found.shape[1])
         # Not the value of the loss, but its gradient at the results. The caller's graph is freed.
-        return step.optimizer.scale_loss((found * own).sum(dtype=torch.float64))
+        return self.optimizer.scale_loss((found * own).sum(dtype=torch.float64))
 
 
 def _places(asked: Asked) -> Tensor:
@@ -173,7 +174,7 @@ class _LossGraph(NamedTuple):
     """Edge of this rank's part of the loss, times the loss scale."""
     dtype: torch.dtype
     """Dtype of that part."""
-    work: StepWork
+    work: MeanWork
     num_labels: Tensor
     """Number of this rank's labels; see `_Graph`."""
     mean: Tensor
@@ -250,7 +251,7 @@ class CallersGraphs:
         """
         self._pending = None
         self._compare([asked])
-        step, work = self._step, _Work(self._step, [asked])
+        step, work = self._step, _Work(self._step.parts, [asked])
         self._run(work, training=False)
         if not step.is_last_stage:  # zeros, for the sum over stages
             wide = torch.promote_types(step.built.parameters[0].parameter.dtype, torch.float32)
@@ -390,7 +391,7 @@ class CallersGraphs:
         self._check_open()
         self._pending = None
         self._compare(asked)
-        work, training = _Work(self._step, asked, loss_function), torch.is_grad_enabled()
+        work, training = _Work(self._step.parts, asked, loss_function), torch.is_grad_enabled()
         with self._all_or_none() if training else nullcontext():
             if training:
                 self._begin()
