@@ -26,9 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import isp
 from isp.core.comm import Channel
 from isp.core.layers.head import HeadLoss
-from isp.core.layers.head_results import results_of_head
 from isp.core.layers.linear import Moves
-from isp.core.layers.token_results import TokenScoreRules
+from isp.core.layers.token_results import TokenScoreRules, results_of_head
+from isp.core.layers.vocab_loss import LogitShard
 from isp.core.weights.wp_communicator import LocalWeights
 
 TOKENS, VOCAB, CHUNK = 8192, 32768, 1024
@@ -91,12 +91,11 @@ def _compare(what: str, ways: dict[str, Callable[[], object]], rounds: int) -> N
 
 def _bench_head(hidden: int, rounds: int) -> None:
     head, labels = _Head(hidden), torch.randint(VOCAB, (1, TOKENS))
-    of = HeadLoss(head, Moves(), Channel.solo("head"), 0, CHUNK)
+    of = HeadLoss(head, Moves(), LogitShard(Channel.solo("head"), 0, VOCAB), CHUNK)
     x = torch.randn(1, TOKENS, hidden)
 
     def scores(x: Tensor, entropy: bool) -> Tensor:
-        rules = TokenScoreRules(of.channel, of.first, VOCAB, entropy=entropy)
-        found = results_of_head(of, x, labels, rules)
+        found = results_of_head(of, x, labels, TokenScoreRules(entropy=entropy))
         return found[..., 0].sum() + found[..., -1].sum()
 
     ways = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from isp.config import sections_from
 from isp.core.comm import Mesh, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
+from isp.core.layers.token_results import TokenLossRules
 from isp.core.mesh import Axis, Mode, ParallelConfig
 from isp.core.mesh.partition import any_of, divisors
 from isp.core.micro_batch import MicroBatch
@@ -146,7 +147,8 @@ class Engine:
         tokens, positions, labels = self._given(
             batch.tokens, batch.positions, batch.labels, padding=-num_tokens % tensor.size
         )
-        losses = self._chunk.losses(self._chunk(tokens, positions, None), labels)
+        output = self._chunk(tokens, positions, None)
+        losses = self._chunk.results(output, labels, TokenLossRules()).squeeze(-1)
         if self._sliced:
             losses = tensor.all_gather(losses, dim=1, tag=Tag(tensor="losses")).wait()
         return losses[:, :num_tokens]

@@ -1,17 +1,30 @@
 """`ParallelRun`: a user's model in training, driven by the user's own loop.
 
-B batch, S sequence
+A step of the mean cross-entropy is two calls, a step of a loss of the user's own at least three:
+
+    run.step(run.loss(input_ids, labels))
+
+    scores = run.log_probs(input_ids, labels)       # or run.logits, run.hidden; any number of them
+    run.backward(my_loss(scores))                   # or several such losses, one after the other
+    run.step()                                      # sums gradients over ranks, clips, updates
+
+`run.forward_backward(batches, my_loss)` does the first two for micro-batches, and is the only way
+through pipeline stages. Which call may come when is in `State` and `_NEXT_STATE`, and only there.
+
+B batch, S sequence, D hidden size, V vocabulary
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
@@ -22,29 +35,99 @@ from isp.checkpoint.state import check_shapes
 from isp.config import JobConfig
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Mesh
+from isp.core.comm.tag import Tag
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.optim.torch_optimizer import MakeOptimizer
-from isp.loop.asked import Asking
-from isp.loop.callers_graphs import CallersGraphs
+from isp.loop.callers_graphs import CallersGraphs, LossForward, check_scalar
 from isp.loop.gathered_weights import GatheredWeights
 from isp.loop.off_device import OffDevice
-from isp.loop.own_losses import OwnLosses
 from isp.loop.parameter_guard import ParameterGuard
 from isp.loop.peft_adapters import turned_off
 from isp.loop.rows import RowReader
+from isp.loop.token_query import (
+    HiddenQuery,
+    LogitQuery,
+    ScoreQuery,
+    TokenQuery,
+    TokenScores,
+    TopTokens,
+    check_predicts,
+)
 from isp.models.build import parameter_shapes
+from isp.models.huggingface.interface import LogitsOf
 from isp.models.traced_model import TracedModel
 from isp.step.saved_step import SavedStep
 from isp.step.train_step import StepOutcome, make_train_step
 
-__all__ = ["ParallelRun"]
+__all__ = ["ParallelRun", "State"]
+
+logger = logging.getLogger(__name__)
 
 _EXTRA = "extra"
 """Key of the caller's own values in a checkpoint."""
 
 
-class ParallelRun(OwnLosses):
+_STEP = "call run.step(), or run.zero_grad() to drop the gradients"
+
+
+class State(Enum):
+    """State of a run's gradients; the value has the words for what is pending and the way out."""
+
+    READY = "there are no gradients", "call run.backward(loss) before"
+    ADDED = "gradients of run.backward wait for the step", _STEP
+    LAST = "a backward with last=True has ended the gradients of the step", _STEP
+    SUMMED = "run.grad_norm() has summed the gradients over the ranks", _STEP
+    AWAY = "the weights are on the host", "call run.to({device!r}) to bring them back"
+
+    def refusal(self, call: str, device: torch.device) -> str:
+        """Return the message for a `call` that may not come in this state."""
+        pending, way_out = self.value
+        way_out = way_out.format(device=str(device))
+        return f"run.{call} may not come now: {pending}: {way_out}"
+
+
+def _next_states() -> dict[str, dict[State, State]]:
+    """Return, for each call, the states in which it may come, each with the state after it.
+
+    A call that fails before the model's backward changes nothing; one that fails in it leads to
+    READY, since an unknown part of the gradients has been added.
+    """
+    ready, added, last, summed, away = State
+    anywhere = {state: state for state in (ready, added, last, summed)}
+    return {
+        # Computing keeps the gradients. Results are valid until the next step or zero_grad, one of
+        # `loss` until the run computes anything else (see `CallersGraphs`).
+        "log_probs": anywhere,
+        "logits": anywhere,
+        "hidden": anywhere,
+        "loss": anywhere,
+        # An evaluation runs as a step of its own, which would drop the gradients.
+        "loss under torch.no_grad()": {ready: ready},
+        "forward_backward under torch.no_grad()": {ready: ready, added: added},
+        # Gradients add up until the caller declares one the last, or reads the norm of their sum.
+        "backward": {ready: added, added: added},
+        "forward_backward": {ready: added, added: added},
+        "backward(.., last=True)": {ready: last, added: last},
+        "forward_backward(.., last=True)": {ready: last, added: last},
+        "grad_norm": {added: summed, last: summed, summed: summed},
+        "step": {added: ready, last: ready, summed: ready},
+        "step(loss)": {ready: ready},
+        "zero_grad": {**dict.fromkeys(anywhere, ready), away: away},
+        # Weights and checkpoints.
+        "save_pretrained": anywhere,
+        "named_weights": anywhere,
+        "save": anywhere,
+        "load": dict.fromkeys(anywhere, ready),
+        "to('cpu')": {ready: away, away: away},
+        "to(run.device)": {**anywhere, away: ready},
+    }
+
+
+_NEXT_STATE = _next_states()
+
+
+class ParallelRun:
     """A sharded model in training, with its loss, steps, weights and checkpoints.
 
         run = isp.parallelize(model, "config.yaml")
@@ -80,17 +163,18 @@ class ParallelRun(OwnLosses):
             make_optimizer=make_optimizer,
         )
         mesh.set_timeout(config.comm.init_timeout_seconds)
-        self._has_stepped = self._adapters_are_off = False
+        self._has_stepped = self._adapters_are_off = self._has_warned = False
         self._guard = ParameterGuard(self.model, self.train_step.built.parameters)
         self.weights = GatheredWeights(traced, self.train_step.built, mesh, config.training.dtype)
         self._saved = SavedStep(self.train_step)
         self.num_steps = self._num_tokens = 0
         """Number of steps so far, including skipped ones and those of a loaded checkpoint."""
         self._off_device = OffDevice(self.train_step, device)
+        self._reader = RowReader(traced, config.parallel, device)
         self._graphs = CallersGraphs(self.train_step, mesh)
-        size, check_length = mesh[Axis.TENSOR].size, partial(traced.check_length, config.parallel)
-        self._rows = RowReader(size, traced.vocab_rows, traced.vocab_size, device, check_length)
-        self._asking = Asking(traced, self._rows)
+        self._state = State.READY
+        self._loss = self._count = torch.zeros((), dtype=torch.float64)
+        """This rank's sums of losses and of labels since the last step."""
 
     @property
     def dp_rank(self) -> int:
@@ -107,6 +191,110 @@ class ParallelRun(OwnLosses):
         """The torch optimizer that updates; None if an update rule of ISP does."""
         updates = self.train_step.optimizer.torch_updates
         return None if updates is None else updates.optimizer
+
+    # -- results of tokens, and losses -------------------------------------------------------------
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> TokenScores:
+        """Return the log-probability of each label, the log-sum-exp and `entropy`, each [B, S].
+
+        Position t has the log-probability, in nats, of labels[t] given the tokens before it, for
+        logits divided by `temperature`. It is 0, without a gradient, at the first token of a
+        document and where a label is -100. The entropy, in nats, is None unless requested. Results
+        are the same on all ranks of a sequence, in the order of your tokens, in float32 or wider;
+        the logits never exist all at once.
+
+        Arguments are as in `loss`; `labels` None: the tokens. Sequences may have any length. Tokens
+        that `attention_mask` [B, S] masks, at either end, are neither attended to nor scored.
+        Compute a scalar from the results and pass it to `backward`; several results may wait for
+        their backward. Under `torch.no_grad()` no activations are kept. Raises TypeError for
+        arguments that are not tensors, and for ids that are not integers; ValueError for shapes
+        that do not fit and, with gradients, for pipeline stages: use `forward_backward`.
+        """
+        rows = input_ids, labels, position_ids, attention_mask
+        query = ScoreQuery(self._reader, *rows, temperature=temperature, entropy=entropy)
+        scores: TokenScores = self._answer("log_probs", query)
+        return scores
+
+    @overload
+    def logits(
+        self,
+        input_ids: Tensor,
+        pick: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        top_k: None = None,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor: ...
+
+    @overload
+    def logits(
+        self,
+        input_ids: Tensor,
+        pick: None = None,
+        position_ids: Tensor | None = None,
+        *,
+        top_k: int,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> TopTokens: ...
+
+    def logits(
+        self,
+        input_ids: Tensor,
+        pick: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *,
+        top_k: int | None = None,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> Tensor | TopTokens:
+        """Return logits divided by `temperature`, in float32 or wider.
+
+        As in transformers, logits at position t predict the token at t + 1. The result has, with
+        `pick` [B, S, k], the logits of these tokens, [B, S, k]; with `top_k`, the largest logits
+        of the vocabulary and their tokens, [B, S, top_k] each; else all logits, [B, S, V], in
+        several copies on every rank of a sequence. For a token classifier, V is the number of
+        labels. For a sequence classifier the result is [B, labels], taken at the last token that is
+        not the configuration's `pad_token_id`, as in transformers. Values (not `indices`) have
+        gradients, as in `log_probs`. Raises as `log_probs` does.
+        """
+        rows = input_ids, pick, position_ids, attention_mask
+        query = LogitQuery(self._reader, *rows, top_k=top_k, temperature=temperature)
+        found: Tensor | TopTokens = self._answer("logits", query)
+        return found
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the input of the head, [B, S, D], in float32 or wider, for heads of your own.
+
+        It has the whole sequence and is the same on all ranks of a sequence; compute a loss from it
+        as from `log_probs`. Keep the parameters of your head equal on all ranks: their gradients
+        are of one data rank's sequences, so sum them over data ranks yourself. Raises as
+        `log_probs` does, and ValueError for a model that does not end in a linear.
+        """
+        query = HiddenQuery(self._reader, input_ids, position_ids, attention_mask)
+        found: Tensor = self._answer("hidden", query)
+        return found
+
+    def _answer(self, call: str, query: TokenQuery) -> Any:
+        """Compute a query and return the caller's result; `call` is the method, for errors."""
+        self._check(call, trains=torch.is_grad_enabled())
+        return query.answer(self._graphs.results(query))
 
     def loss(
         self,
@@ -143,12 +331,192 @@ class ParallelRun(OwnLosses):
                 f" the labels of padding to {IGNORED}; padding at the start needs"
                 f" run.log_probs(.., attention_mask=..)"
             )
-        self._asking.check_predicts("loss")
-        self._check_stages("loss")
-        batch = self._rows.read(input_ids, labels, position_ids)
-        self._check(trains=torch.is_grad_enabled())
-        self._check_trained("loss")
-        return self._graphs.loss(batch)
+        check_predicts(self._reader, "loss")
+        batch = self._reader.read(input_ids, labels, position_ids)
+        trains = torch.is_grad_enabled()
+        self._check("loss" if trains else "loss under torch.no_grad()", trains=trains)
+        if trains:
+            return self._graphs.loss(batch, more=self._state is not State.READY)
+        self._graphs.forget_loss()
+        mean = self.train_step.evaluate([[batch]])
+        if mean is None:
+            self._warn_unlabelled()
+        return torch.tensor(mean or 0.0, dtype=torch.float64)
+
+    def forward_backward(
+        self,
+        batches: Sequence[Mapping[str, Any]],
+        loss_function: Callable[[Any, Mapping[str, Any]], Tensor],
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        last: bool = False,
+    ) -> Tensor:
+        """Run forward and backward of micro-batches, in a pipeline if there is one.
+
+        Returns the losses [len(batches)], float64, the same on all ranks of a sequence.
+
+        Each of `batches` has `input_ids`, optionally `labels`, `position_ids` and `attention_mask`
+        as in `log_probs`, and further entries that `loss_function(scores, batch)` reads. That
+        function returns a scalar, computed from the results of `log_probs` for the micro-batch (of
+        `logits`, for a classifier). Pass the same to all ranks of a sequence, on all stages. Only
+        ranks of the last stage call the function, in order, while others compute, so it must not
+        call collectives; put results of other models, such as a reference, into `batches`.
+        Gradients add up until `step`, as in `backward`; under `torch.no_grad()` there are none.
+        `last`: see `backward`. Raises as `log_probs` does, ValueError for a number of batches that
+        the pipeline schedule cannot run, and RuntimeError with gradients if all weights are frozen.
+        """
+        if not batches:
+            raise ValueError("forward_backward was given no batches")
+        self.config.parallel.pipeline.check_micro_batches(len(batches), "len(batches)")
+        queries = [self._query(batch, temperature, entropy) for batch in batches]
+        call, trains = "forward_backward", torch.is_grad_enabled()
+        if not trains:
+            call = "forward_backward under torch.no_grad()"
+        elif last:
+            call = "forward_backward(.., last=True)"
+        after = self._check(call, trains=trains)
+
+        def loss_of(index: int, found: Tensor) -> Tensor:
+            """Return the caller's loss of micro-batch `index` from its results [B, S, K]."""
+            return loss_function(queries[index].answer(found), batches[index])
+
+        self._graphs.forget_loss()
+        self._graphs.compare(queries)
+        with self._all_or_none() if trains else nullcontext():
+            if trains:
+                self._begin()
+            if trains and last:
+                self.train_step.expect_both()
+            losses = self._graphs.micro_batches(queries, loss_of, training=trains, last=last)
+        if trains:
+            num_labels = torch.stack([query.num_labels for query in queries]).sum()
+            self._loss, self._count = self._loss + losses.sum(), self._count + num_labels
+            self._state = after
+        return losses
+
+    def _query(self, batch: Mapping[str, Any], temperature: float, entropy: bool) -> TokenQuery:
+        """Return the query for one of `forward_backward`'s batches."""
+        if "input_ids" not in batch:
+            raise ValueError(f"a batch has no input_ids: it has {', '.join(map(str, batch))}")
+        input_ids: Tensor = batch["input_ids"]
+        labels, *where = map(batch.get, ("labels", "position_ids", "attention_mask"))
+        if self._reader.logits_of is LogitsOf.VOCABULARY:
+            return ScoreQuery(
+                self._reader, input_ids, labels, *where, temperature=temperature, entropy=entropy
+            )
+        return LogitQuery(self._reader, input_ids, None, *where, temperature=temperature)
+
+    # -- gradients and steps -----------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *, last: bool = False) -> None:
+        """Run the backward of a scalar computed from `log_probs`, `logits`, `hidden` or `loss`.
+
+        It can be called several times before a `step`: gradients add up, over data ranks too, and
+        are not divided by anything (see `count`). A result of `loss` is a mean over data ranks
+        already: for n micro-batches pass each as `loss / n`, before the next call of `loss`. All
+        ranks of a sequence must compute the same scalar, which counts once. `last=True` declares
+        that no other backward follows before the step, so gradients are reduced while it runs. A
+        weight that no loss of a step reaches, such as the head in a step of `hidden` alone, keeps
+        its value and its optimizer states, as with torch's optimizers.
+
+        A failure in the model's backward drops the gradients since the last step; an error before
+        it (no scalar, the caller's own graph, results that are not valid any more) leaves them.
+
+        Raises ValueError for a loss that is not a scalar, and RuntimeError if it does not depend on
+        a result that waits for a backward, and after `grad_norm` or a backward with `last=True`.
+        """
+        after = self._check("backward(.., last=True)" if last else "backward", trains=True)
+        check_scalar(loss, "run.backward takes a scalar, got")
+        arrived = self._graphs.arrivals(loss)
+        if not arrived:
+            raise RuntimeError(
+                "the loss does not depend on a result of the run that needs backward, such as"
+                " run.log_probs returns with gradients"
+            )
+        value, step = loss.detach().double(), self.train_step
+        with self._all_or_none():
+            # A loss of `run.loss` is always the latest forward, as any other makes it invalid. It
+            # has begun the step, if none had, and its router losses may have gradients already.
+            self._begin(clear=not isinstance(arrived[0][0], LossForward))
+            while arrived:  # popped, so that a graph's activations are freed after its backward
+                forward, gradient = arrived.pop(0)
+                if last and not arrived:
+                    step.gradients.expect_last()
+                self._graphs.backward(forward, gradient)
+                # `step` sums the values over data ranks.
+                value = value - forward.counted_twice(gradient)
+                self._count = self._count + forward.num_labels
+        self._loss, self._state = self._loss + value, after
+
+    def grad_norm(self) -> float:
+        """Return the global norm of the gradients of `backward`, as `step` will report it.
+
+        This sums the gradients over ranks, so no `backward` may follow before `step` or
+        `zero_grad`. Raises RuntimeError if there was no `backward`; `step(loss)` reports the norm
+        itself.
+        """
+        self._state = self._check("grad_norm", trains=True)
+        return self.train_step.grad_norm()
+
+    def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
+        """Run the backward of `loss`, sum gradients over ranks, clip them, and update the weights.
+
+        `lr` None: `optimizer.lr` of the configuration. Returns loss, global gradient norm and
+        number of labels of the step, the same on all ranks. Without a `loss`, it ends the step of
+        `backward`, and the outcome's loss is the sum of the losses passed there, over data ranks. A
+        step whose gradients are not finite, or without any label, is skipped: `outcome.skipped`.
+        Raises RuntimeError for a loss that is not the result of the last call of `loss`, and if
+        there was no `backward`; TypeError or ValueError for an `lr` that is no rate, and ValueError
+        for `lr` with a torch optimizer.
+        """
+        if lr is not None:
+            _check_rate(lr)
+        if lr is not None and self.optimizer is not None:
+            raise ValueError(
+                f"run.step(lr={lr}): run.optimizer's groups and schedulers have the rate"
+            )
+        lr = self.config.optimizer.lr if lr is None else lr
+        if loss is None:
+            self._check("step", trains=True)
+            totals, data = torch.stack((self._loss, self._count)), self.mesh[Axis.DATA]
+            self.zero_grad()
+            outcome = self.train_step.update(
+                lambda: data.all_reduce(totals, tag=Tag(tensor="metrics")).wait(), lr
+            )
+        else:
+            self._check("step(loss)", trains=True)
+            forward = self._graphs.forward_of(loss)
+            # The caller's graph is a single node, so the gradient is 1.
+            ((_, gradient),) = self._graphs.arrivals(loss)
+            self.train_step.gradients.expect_last()
+            forward.backward(gradient)
+            outcome = forward.finish(lr)
+            self.zero_grad()
+        if not outcome.valid_tokens:
+            self._warn_unlabelled()
+        self.num_steps += 1
+        self._num_tokens += outcome.valid_tokens
+        if not self._has_stepped:  # the first step, with more time, also loads kernels
+            self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
+            self._has_stepped = True
+        return outcome
+
+    def zero_grad(self) -> None:
+        """Drop the gradients since the last step, and results that wait for a backward."""
+        self._graphs.drop()
+        self._state = _NEXT_STATE["zero_grad"][self._state]
+
+    def count(self, mask: Tensor) -> Tensor:
+        """Return the sum of `mask` (any shape) over data ranks, [], float64, on the device.
+
+        All ranks of a sequence pass the same mask. Use it to divide a loss by the number of tokens
+        or sequences of the global batch.
+        """
+        total = mask.to(self.device).sum(dtype=torch.float64)
+        return self.mesh[Axis.DATA].all_reduce(total, tag=Tag(tensor="count")).wait()
+
+    # -- modes and memory --------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode (dropout on) or evaluation mode, as `nn.Module.train`; returns self."""
@@ -186,52 +554,21 @@ class ParallelRun(OwnLosses):
         home = target.type == self.device.type and target.index in (None, self.device.index)
         if not home and target.type != "cpu":
             raise ValueError(f"run.to({str(device)!r}): a run is on {self.device}, or on 'cpu'")
-        if home and self._off_device.away:
+        if home and self._state is State.AWAY:
             self._off_device.come_back()
-        elif not home and not self._off_device.away:
+            self._state = _NEXT_STATE["to(run.device)"][self._state]
+        elif not home and self._state is not State.AWAY:
             self._leave()
         return self
 
     def _leave(self) -> None:
         """Move the run's tensors to the host."""
-        self._graphs.refuse("to")
-        self._graphs.drop()
-        self._guard.check(trains=False)
+        after = self._check("to('cpu')", trains=False)
+        self.zero_grad()
         self._off_device.leave()
+        self._state = after
 
-    def zero_grad(self) -> None:
-        """Drop the gradients since the last step, and results that wait for a backward."""
-        self._graphs.drop()
-
-    def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
-        """Run the backward of `loss`, sum gradients over ranks, clip them, and update the weights.
-
-        `lr` None: `optimizer.lr` of the configuration. Returns loss, global gradient norm and
-        number of labels of the step, the same on all ranks. Without a `loss`, it ends the step of
-        `backward`, and the outcome's loss is the sum of the losses passed there, over data ranks. A
-        step whose gradients are not finite, or without any label, is skipped: `outcome.skipped`.
-        Raises RuntimeError for a loss that is not the result of the last call of `loss`, and if
-        there was no `backward`; TypeError or ValueError for an `lr` that is no rate, and ValueError
-        for `lr` with a torch optimizer.
-        """
-        if lr is not None:
-            _check_rate(lr)
-        if lr is not None and self.optimizer is not None:
-            raise ValueError(
-                f"run.step(lr={lr}): run.optimizer's groups and schedulers have the rate"
-            )
-        lr = self.config.optimizer.lr if lr is None else lr
-        self._check(trains=True)
-        if loss is None:
-            outcome = self._graphs.update(lr)
-        else:
-            outcome = self._graphs.step(loss, lr)
-        self.num_steps += 1
-        self._num_tokens += outcome.valid_tokens
-        if not self._has_stepped:  # the first step, with more time, also loads kernels
-            self.mesh.set_timeout(self.config.comm.train_timeout_seconds)
-            self._has_stepped = True
-        return outcome
+    # -- weights and checkpoints -------------------------------------------------------------------
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as transformers does, so that `from_pretrained` loads them.
@@ -240,7 +577,7 @@ class ParallelRun(OwnLosses):
         model, only the adapters are written, as PEFT does. Raises CheckpointError on all ranks if
         rank 0 cannot write.
         """
-        self._check(trains=False)
+        self._check("save_pretrained", trains=False)
         self.weights.save_pretrained(Path(folder))
 
     def named_weights(
@@ -264,7 +601,7 @@ class ParallelRun(OwnLosses):
         world = self.mesh.topology.world_size
         if to_rank is not None and not 0 <= to_rank < world:
             raise ValueError(f"to_rank={to_rank} must be a rank, from 0 to {world - 1}")
-        self._check(trains=False)
+        self._check("named_weights", trains=False)
         wanted = to_rank in (None, self.mesh.rank)
         return self.weights.named(dtype, wanted=wanted, merge_adapters=merge_adapters)
 
@@ -279,7 +616,7 @@ class ParallelRun(OwnLosses):
         checkpoints to keep, 0: all. Gradients since the last step are not saved. Raises
         CheckpointError on all ranks if any rank cannot write.
         """
-        self._check(trains=False)
+        self._check("save", trains=False)
         # The caller may have written weights; checkpoints hold the float32 masters.
         self.train_step.optimizer.take_up_weights(only_written=True)
         self._saved.save(
@@ -299,8 +636,8 @@ class ParallelRun(OwnLosses):
         Raises ValueError for another model or update rule, and CheckpointError if there is no good
         checkpoint.
         """
-        self._check(trains=False)
-        self._graphs.drop()
+        self._check("load", trains=False)
+        self.zero_grad()
         own, model = self._checkpointer.at(Path(path)), self._traced
         info = own.choose() or own.choose_initial(Path(path))
         check_shapes(info, parameter_shapes(model), model.earlier_names)
@@ -313,18 +650,62 @@ class ParallelRun(OwnLosses):
         """The checkpointer; opening it is a collective, done at the first save or load."""
         return Checkpointer("", CheckpointConfig(), world=self.mesh[Axis.WORLD])
 
-    def _check(self, *, trains: bool) -> None:
-        """Raise RuntimeError for what cannot be computed or trained now."""
-        if self._off_device.away:
-            raise RuntimeError(
-                f"the weights are on the host: call run.to({str(self.device)!r}) to bring them back"
+    # -- checks and state --------------------------------------------------------------------------
+
+    def _check(self, call: str, *, trains: bool) -> State:
+        """Return the state after `call`; raise RuntimeError or ValueError if it may not come now.
+
+        `trains`: the call computes, or uses, gradients. Copies weights that the caller has moved
+        back into the memory that the optimizer updates.
+        """
+        after = _NEXT_STATE[call].get(self._state)
+        if after is None:
+            raise RuntimeError(self._state.refusal(call, self.device))
+        stages = self.mesh[Axis.PIPELINE].size
+        if trains and stages > 1 and call in ("log_probs", "logits", "hidden", "loss"):
+            # The stages' backward passes have to be scheduled, which the caller's autograd cannot.
+            raise ValueError(
+                f"run.{call} with gradients and parallel.pipeline.size={stages}: call"
+                f" run.forward_backward(batches, loss_function), or this under torch.no_grad()"
             )
+        name = call.partition("(")[0]
+        if trains and name in ("loss", "forward_backward") and not self.train_step.built.trained:
+            raise RuntimeError(f"all weights are frozen: call run.{name} under torch.no_grad()")
         if trains and self._adapters_are_off:
             raise RuntimeError(
                 "adapters have no gradient in run.adapters_off(): compute there under"
                 " torch.no_grad(), and train after it"
             )
         self._guard.check(trains=trains)
+        return after
+
+    def _begin(self, *, clear: bool = True) -> None:
+        """Begin a step unless one has begun; without `clear`, `loss` has cleared the gradients."""
+        if self._state is State.READY:
+            if clear:
+                self.train_step.begin()
+            self._state = State.ADDED
+            self._loss = self._count = torch.zeros_like(self._loss, device=self.train_step.device)
+
+    @contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Drop all gradients if this context fails: an unknown part of them has been added."""
+        try:
+            yield
+        except BaseException:
+            self.zero_grad()
+            raise
+
+    def _warn_unlabelled(self) -> None:
+        """Warn once, on rank 0, about a batch without a label."""
+        if self.mesh.rank == 0 and not self._has_warned:
+            logger.warning(
+                "all labels of a batch are %s (ignore_index), on all ranks: its loss is 0, and a"
+                " step on it leaves the weights as they are (told once); labels are tokens of"
+                " input_ids, aligned with them and not shifted",
+                IGNORED,
+            )
+        self._has_warned = True
 
 
 def _check_rate(lr: object) -> None:

@@ -5,32 +5,30 @@ B batch, S sequence
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import ParallelConfig
 from isp.core.micro_batch import MicroBatch, document_bounds
+from isp.models.traced_model import TracedModel
 
 __all__ = ["RowReader", "check_tensors"]
 
 
-class RowReader(NamedTuple):
-    """Reads rows [B, S] for a model whose `ranks` share a sequence."""
+class RowReader:
+    """Reads rows [B, S] for a model, some ranks of which share a sequence."""
 
-    ranks: int
-    """Number of ranks that share a sequence; divides S."""
-    vocab_rows: int
-    """Number of token ids that the embedding has."""
-    vocab_size: int
-    """Number of labels that the logits distinguish."""
-    device: torch.device
-    """Device of the micro-batches."""
-    check_length: Callable[[int], None]
-    """Function of S that raises ValueError for lengths that the model would compute wrongly."""
+    def __init__(self, traced: TracedModel, parallel: ParallelConfig, device: torch.device) -> None:
+        self.traced = traced
+        self.device = device
+        """Device of the micro-batches."""
+        self.logits_of = traced.interface.logits_of(traced.model)
+        """The kind of the model's logits: vocabulary entries, or labels of tokens or rows."""
+        self._parallel = parallel
+        self._ranks = parallel.tensor.size
+        """Number of ranks that share a sequence; divides S."""
 
     def read(
         self,
@@ -54,17 +52,17 @@ class RowReader(NamedTuple):
         rows, length = input_ids.shape
         if not input_ids.numel():
             raise ValueError(f"input_ids of shape {list(input_ids.shape)} have no tokens")
-        if length % self.ranks:
+        if length % self._ranks:
             raise ValueError(
-                f"sequences of {length} tokens do not divide by parallel.tensor.size={self.ranks}:"
-                f" pad them to {-(-length // self.ranks) * self.ranks}, with labels of {IGNORED}"
+                f"sequences of {length} tokens do not divide by parallel.tensor.size={self._ranks}:"
+                f" pad them to {-(-length // self._ranks) * self._ranks}, with labels of {IGNORED}"
             )
         if position_ids is None:
             position_ids = torch.arange(length).expand(rows, length)
         _check_shapes(input_ids, labels=labels, position_ids=position_ids)
         _check_integers(input_ids=input_ids, labels=labels, position_ids=position_ids)
         input_ids, position_ids = input_ids.long(), position_ids.long()
-        self.check_length(length)
+        self.traced.check_length(self._parallel, length)
         begins = torch.ones_like(position_ids, dtype=torch.bool)
         begins[:, 1:] = position_ids.diff(dim=1) != 1
         if alone is not None:
@@ -108,7 +106,7 @@ class RowReader(NamedTuple):
         others = {"labels": labels, "position_ids": position_ids, "attention_mask": attention_mask}
         check_tensors(input_ids=input_ids, **others)
         length = input_ids.shape[-1]
-        if attention_mask is None and length % self.ranks == 0:
+        if attention_mask is None and length % self._ranks == 0:
             return self.read(input_ids, labels, position_ids, skip_first=True)
         _check_shapes(input_ids, **others)
         _check_integers(input_ids=input_ids, labels=labels, position_ids=position_ids)
@@ -126,7 +124,7 @@ class RowReader(NamedTuple):
                 " side of a sequence or, with position_ids, between documents"
             )
         labels = (input_ids if labels is None else labels).masked_fill(~seen, IGNORED)
-        more = (0, -length % self.ranks)
+        more = (0, -length % self._ranks)
         return self.read(
             F.pad(input_ids, more),
             F.pad(labels, more, value=IGNORED),
@@ -137,9 +135,10 @@ class RowReader(NamedTuple):
 
     def _check_values(self, input_ids: Tensor, labels: Tensor) -> None:
         """Raise ValueError for an id without an embedding, and for a label that is no token."""
+        vocab_rows, vocab_size = self.traced.vocab_rows, self.traced.vocab_size
         # Both results in one copy: ids on a device then cost one wait of the host.
-        wrong = (input_ids < 0) | (input_ids >= self.vocab_rows)
-        foreign = (labels != IGNORED) & ((labels < 0) | (labels >= self.vocab_size))
+        wrong = (input_ids < 0) | (input_ids >= vocab_rows)
+        foreign = (labels != IGNORED) & ((labels < 0) | (labels >= vocab_size))
         if wrong.device == foreign.device:
             found = torch.stack((wrong.any(), foreign.any())).tolist()
         else:
@@ -147,12 +146,12 @@ class RowReader(NamedTuple):
         if found[0]:
             raise ValueError(
                 f"input_ids has {input_ids[wrong][0].item()}: the model has embeddings for tokens"
-                f" from 0 to {self.vocab_rows - 1}; use its own tokenizer, or resize its embeddings"
+                f" from 0 to {vocab_rows - 1}; use its own tokenizer, or resize its embeddings"
                 f" before isp.parallelize"
             )
         if found[1]:
             raise ValueError(
-                f"labels has {labels[foreign][0].item()}: use tokens below {self.vocab_size}, or"
+                f"labels has {labels[foreign][0].item()}: use tokens below {vocab_size}, or"
                 f" {IGNORED} for positions without loss"
             )
 

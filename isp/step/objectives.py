@@ -6,7 +6,6 @@ B batch, n tokens whose losses a rank computes, d documents of a micro-batch
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,8 @@ from isp.core.layers.token_results import AllLogits, DivergenceRules, TokenScore
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
 from isp.core.micro_batch import MicroBatch
-from isp.step.train_step import Documents, StepWork, TokenLoss, TrainStep
+from isp.step.step_work import Documents, StepWork
+from isp.step.train_step import TokenLoss, TrainStep
 
 __all__ = ["DistillLoss", "PreferenceLoss", "RewardLoss"]
 
@@ -111,7 +111,7 @@ class PreferenceLoss(_PairLoss):
         Summed over labels for `loss_type="sigmoid"`, their mean for the others.
         """
         labels = work.labels(micro_batch)
-        scores = work.step.chunks[-1].results(output, labels, TokenScoreRules)[..., 0]
+        scores = work.chunks[-1].results(output, labels, TokenScoreRules())[..., 0]
         found = _summed(work, micro_batch, scores)
         if self._config.loss_type == "sigmoid":
             return found
@@ -128,7 +128,7 @@ class RewardLoss(_PairLoss):
         """Return the reward of each document, [d]."""
         numbers = work.documents(micro_batch).numbers
         last = numbers.diff(append=numbers[:, -1:] + 1) > 0  # [B, S], the next token is another's
-        rewards = work.step.chunks[-1].results(output, work.labels(micro_batch), AllLogits)[..., 0]
+        rewards = work.chunks[-1].results(output, work.labels(micro_batch), AllLogits())[..., 0]
         return _summed(work, micro_batch, rewards * work.as_labels(micro_batch, last))
 
     def losses(self, margins: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _summed(work: StepWork, index: int, scores: Tensor) -> Tensor:
     own = scores.new_zeros(len(documents.num_labels)).index_add(0, numbers, scores.flatten())
     if work.token_ranks == 1:
         return own
-    tensor, tag = work.step.mesh[Axis.TENSOR], Tag(tensor="documents")
+    tensor, tag = work.mesh[Axis.TENSOR], Tag(tensor="documents")
     every = tensor.all_reduce(own.detach().clone(), tag=tag).wait()
     # The value of the sum over ranks with the gradient of this rank's part: all ranks compute the
     # same loss, so an all-reduce in backward would count each gradient p times.
@@ -170,9 +170,9 @@ class DistillLoss(TokenLoss):
 
     def loss(self, work: StepWork, micro_batch: int, output: Tensor, expected: Tensor) -> Tensor:
         """Return the sum of the divergences of this rank's tokens with a label; [], float64."""
-        divergence = partial(DivergenceRules, temperature=self._config.temperature)
+        divergence = DivergenceRules(self._config.temperature)
         beside = self._teacher.of_batch[micro_batch]
-        found = work.step.chunks[-1].results(output, beside, divergence)[..., 0]
+        found = work.chunks[-1].results(output, beside, divergence)[..., 0]
         return (found * (work.labels(micro_batch) != IGNORED)).sum().double()
 
     def _top(self, work: StepWork, micro_batch: int, output: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class DistillLoss(TokenLoss):
         [B, n, 2 top_k]; q is normalized over these tokens.
         """
         top_k, labels = self._config.top_k, work.labels(micro_batch)
-        top = partial(TopLogits, top=top_k)
-        logits, tokens = work.step.chunks[-1].results(output, labels, top).split(top_k, -1)
+        found = work.chunks[-1].results(output, labels, TopLogits(top_k))
+        logits, tokens = found.split(top_k, -1)
         log_q = (logits / self._config.temperature).log_softmax(-1)
         return torch.cat([log_q, tokens], -1)

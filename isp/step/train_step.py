@@ -1,23 +1,20 @@
 """`TrainStep`: forward, backward, reduction and update over the micro-batches of a step.
 
-B batch, S sequence, S' tokens of a sequence that a rank computes (S or S/p), D hidden size,
-n tokens whose losses a rank computes, d documents of a micro-batch
+n tokens whose losses a rank computes
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from isp.config import JobConfig
-from isp.core.attention.sequence import SequenceRanks
-from isp.core.comm import Channel, Mesh, pinned_memory
+from isp.core.comm import Mesh, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis
@@ -30,21 +27,12 @@ from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.pipeline.stage import ISPCommunicatorSchedulerHook, Pipeline
 from isp.core.weights.wp_communicator import DeferredWeightGradients
 from isp.models.build import BuiltModel, build_model, trained_layouts
-from isp.models.moe.router_losses import RouterLosses
 from isp.models.traced_model import TracedModel
 from isp.step.phases import PhaseClock
 from isp.step.same_rows import SameRows
+from isp.step.step_work import StepParts, StepWork
 
-__all__ = [
-    "Documents",
-    "StepOutcome",
-    "StepWork",
-    "TokenLoss",
-    "TrainStep",
-    "arrange",
-    "make_train_step",
-    "slice_sequence",
-]
+__all__ = ["MeanWork", "StepOutcome", "TokenLoss", "TrainStep", "make_train_step"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,46 +78,44 @@ class TokenLoss:
 
         `expected` [] is the gradient that the returned sum will have.
         """
-        return work.step.chunks[-1].loss(output, work.labels(micro_batch), expected)
+        return work.chunks[-1].loss(output, work.labels(micro_batch), expected)
 
 
-class Documents(NamedTuple):
-    """The documents of a micro-batch, in the order of its tokens."""
+class MeanWork(StepWork):
+    """Micro-batches whose loss is the mean of an objective over the global batch."""
 
-    numbers: Tensor
-    """Number of each token's document, from 0; int64, [B, S]."""
-    num_labels: Tensor
-    """Number of labels in each document, [d]; 0 for padding."""
+    def __init__(
+        self,
+        parts: StepParts,
+        batches: Sequence[MicroBatch],
+        objective: TokenLoss,
+        valid: Tensor,
+    ) -> None:
+        super().__init__(parts, batches)
+        self._objective = objective
+        self.valid = valid
+        """Number of terms of the mean, such as tokens with a label, in the global batch; []."""
+        self.total = torch.zeros((), dtype=torch.float64, device=valid.device)
+        """This rank's part of the mean loss of the global batch, without the loss scale; []."""
 
-    @classmethod
-    def of(cls, batch: MicroBatch) -> Documents:
-        """Return the documents of `batch`: its packed pieces, or else its rows."""
-        rows, tokens = batch.labels.shape
-        lengths = torch.tensor([tokens]).repeat(rows)  # [d], on the host
-        if batch.cu_seqlens is not None:
-            lengths = batch.cu_seqlens.diff().long()
-        numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-        numbers = pinned_memory.send(numbers, batch.labels.device)  # a copy without a host wait
-        labelled = (batch.labels != IGNORED).long().flatten()
-        num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
-        return cls(numbers.view_as(batch.labels), num_labels)
+    def loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        """Add the loss of a micro-batch to `total`, and return the scalar to differentiate.
 
-    def num_pairs(self) -> Tensor:
-        """Return the number of pairs, []: a pair is two consecutive documents with labels."""
-        return (self.num_labels > 0).sum() // 2
-
-    def margins(self, gains: Tensor) -> Tensor:
-        """Return the gain of each pair's first document minus that of its second one, [d].
-
-        `gains` [d] are per document. Entry i is for pair i; a document without a partner has its
-        gain after them, all further entries are 0.
+        That is this rank's part of the global mean, times the loss scale; [], float64.
         """
-        labelled = self.num_labels > 0
-        # Documents without labels, such as padding, are in no pair: count only the others. The
-        # clamp keeps the place of leading ones valid; their gain is multiplied by 0.
-        place = (labelled.cumsum(0) - 1).clamp(min=0)
-        signed = gains * (1 - 2 * (place % 2)) * labelled
-        return torch.zeros_like(gains).index_add(0, place // 2, signed)
+        self.hook.before_criterion()
+        valid = self.valid.clamp(min=1)  # a batch without labels has loss 0, not nan
+        # The head computes its gradient together with the loss, so it needs the factor now.
+        expected = self.optimizer.scale_loss(torch.ones_like(valid)) / valid
+        loss = self._objective.loss(self, micro_batch, output, expected) / valid
+        routers = self.chunks[-1].routers
+        if routers is not None and torch.is_grad_enabled():
+            # For the reported loss only: `RouterLosses` adds its gradients at the routers' logits.
+            # Each rank of a sequence has the whole of it, and `over_ranks` sums over the ranks.
+            self.total += routers.end() / self.token_ranks
+        self.hook.after_criterion()
+        self.total += loss.detach()
+        return self.optimizer.scale_loss(loss)
 
 
 def make_train_step(
@@ -238,6 +224,8 @@ class TrainStep:
             built.weights.route = self._deferred = DeferredWeightGradients(gradients)
         self.communicator = communicator = built.communicator
         self.hook = ISPCommunicatorSchedulerHook(communicator, mesh.log)
+        self.parts = StepParts(built, mesh, optimizer, self.hook)
+        """The parts that micro-batches pass through, for a `StepWork`."""
         if communicator is not None:
             # A gather reads the shards: it has to wait for the update that publishes them.
             communicator.register_prerequisite_for_forward_prefetch_hooks(self._published)
@@ -290,7 +278,7 @@ class TrainStep:
         self.run(work, training=True)
         return self.finish(work, lr)
 
-    def start(self, batches: Sequence[MicroBatch], *, more: bool = False) -> StepWork:
+    def start(self, batches: Sequence[MicroBatch], *, more: bool = False) -> MeanWork:
         """Begin a step of these micro-batches, dropping the gradients of an unfinished step.
 
         `more`: add the micro-batches to the unfinished step and keep its gradients.
@@ -302,7 +290,7 @@ class TrainStep:
         if self._weights_may_change:
             self.hook.before_step(self._actions)
         self.objective.begin(batches)
-        return StepWork(self, batches, self._count(batches))
+        return MeanWork(self.parts, batches, self.objective, self._count(batches))
 
     def expect_both(self) -> None:
         """Keep gradients of weights that two chunks of a rank share open until `reduce`.
@@ -323,7 +311,7 @@ class TrainStep:
         self.gradients.zero()
         self._norm = None
 
-    def finish(self, work: StepWork, lr: float) -> StepOutcome:
+    def finish(self, work: MeanWork, lr: float) -> StepOutcome:
         """Reduce the gradients of a step after its last backward pass, and update."""
         return self.update(lambda: torch.stack((self.over_ranks(work.total), work.valid)), lr)
 
@@ -429,12 +417,12 @@ class TrainStep:
         self._forward_only(batches)
         self._gather_ahead()
 
-    def _forward_only(self, batches: Sequence[MicroBatch]) -> StepWork:
+    def _forward_only(self, batches: Sequence[MicroBatch]) -> MeanWork:
         """Run the forward of `batches`; the total of the returned work is a sum, not a mean."""
         actions = self.built.order.actions(self._stages.rank, len(batches), training=False)
         self.hook.before_step(actions)
         one = torch.ones((), dtype=torch.float64, device=self.device)  # the loss's divisor
-        work = StepWork(self, batches, one)
+        work = MeanWork(self.parts, batches, self.objective, one)
         self.run(work, training=False)
         return work
 
@@ -545,150 +533,3 @@ class TrainStep:
     def _sum(self, axis: Axis, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks of `axis`."""
         return self.mesh[axis].all_reduce(x, tag=Tag(tensor="metrics")).wait()
-
-
-class StepWork:
-    """The micro-batches of a step on this rank, and the sum of their losses so far."""
-
-    def __init__(self, step: TrainStep, batches: Sequence[MicroBatch], valid: Tensor) -> None:
-        self.step = step
-        self.batches = batches
-        """The micro-batches as read: whole sequences, in their original order."""
-        self._batches = [arrange(b, step.built.sequence) for b in batches]
-        self._parts = list(self._batches)
-        # In the other modes the embedding reads all tokens, and splits them itself if at all.
-        if step.mesh.topology.mode.slices_batch:
-            self._parts = [slice_sequence(b, step.mesh[Axis.TENSOR]) for b in self._batches]
-        self._documents: dict[int, Documents] = {}
-        self.valid = valid
-        """Tokens with a label in the global batch."""
-        self.tokens = [part.tokens for part in self._parts]
-        """Tokens that this rank passes to the model, of each micro-batch, [B, S']."""
-        self.total = torch.zeros((), dtype=torch.float64, device=valid.device)
-        """This rank's part of the mean loss of the global batch, without the loss scale; []."""
-
-    def between(self, micro_batch: int) -> Tensor:
-        """Return a new tensor of the shape that stages send each other, [B, S', D]."""
-        step, (rows, tokens) = self.step, self.tokens[micro_batch].shape
-        mode = step.mesh.topology.mode
-        if mode.splits_sequence and not mode.slices_batch:
-            tokens //= step.mesh[Axis.TENSOR].size  # split between the linears
-        weight = step.built.parameters[0].parameter
-        return weight.new_empty(rows, tokens, step.built.model.hidden_size)
-
-    def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
-        """Run x through this rank's model chunk number `chunk`; x is tokens in the first one."""
-        part, run = self._parts[micro_batch], self.step.chunks[chunk]
-        if run.routers is not None:
-            self._begin_routing(run.routers, micro_batch)
-        counting: AbstractContextManager[None] = nullcontext()
-        if run.expert_load is not None and torch.is_grad_enabled():
-            counting = run.expert_load.counting(*self._documents_that_count(micro_batch))
-        with counting:
-            y: Tensor = run(x, part.positions, part.cu_seqlens)
-        return y
-
-    def loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        """Add the loss of a micro-batch to `total`, and return the scalar to differentiate.
-
-        That is this rank's part of the global mean, times the loss scale; [], float64.
-        """
-        step = self.step
-        step.hook.before_criterion()
-        valid = self.valid.clamp(min=1)  # a batch without labels has loss 0, not nan
-        # The head computes its gradient together with the loss, so it needs the factor now.
-        expected = step.optimizer.scale_loss(torch.ones_like(valid)) / valid
-        loss = step.objective.loss(self, micro_batch, output, expected) / valid
-        routers = step.chunks[-1].routers
-        if routers is not None and torch.is_grad_enabled():
-            # For the reported loss only: `RouterLosses` adds its gradients at the routers' logits.
-            # Each rank of a sequence has the whole of it, and `over_ranks` sums over the ranks.
-            self.total += routers.end() / self.token_ranks
-        step.hook.after_criterion()
-        self.total += loss.detach()
-        return step.optimizer.scale_loss(loss)
-
-    @property
-    def token_ranks(self) -> int:
-        """The number of ranks that a sequence's losses are divided over, each by its own tokens."""
-        step = self.step
-        return 1 if step.chunks[-1].splits_logits else step.mesh[Axis.TENSOR].size
-
-    def _begin_routing(self, routers: RouterLosses, micro_batch: int) -> None:
-        """Tell `routers` which tokens of a micro-batch count; without gradients, none."""
-        if not torch.is_grad_enabled():
-            routers.leave_out()
-            return
-        step = self.step
-        mask, own = self._documents_that_count(micro_batch)
-        # A router loss is a mean over one micro-batch; the step's is the mean over all of them.
-        weight = 1 / (len(self.batches) * step.mesh[Axis.DATA].size)
-        scale = step.optimizer.scale_loss(torch.ones_like(self.valid))
-        routers.begin(mask, own, weight=weight, scale=scale)
-
-    def _documents_that_count(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Return masks of the tokens in documents with a label: of the sequence, and of this rank.
-
-        [B, S], and [B, S/p] if the sequence is split. Padding has no label, so it does not count.
-        """
-        step, documents = self.step, self.documents(micro_batch)
-        mask = own = self._arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
-        # Where experts are called the sequence is split, also in msp and fsp, whose embedding
-        # reads all of it.
-        if step.mesh.topology.mode.splits_sequence:
-            own = _own(mask, step.mesh[Axis.TENSOR])
-        return mask, own
-
-    def documents(self, micro_batch: int) -> Documents:
-        """Return the documents of a micro-batch in its original order, computed once."""
-        if micro_batch not in self._documents:
-            self._documents[micro_batch] = Documents.of(self.batches[micro_batch])
-        return self._documents[micro_batch]
-
-    def labels(self, micro_batch: int) -> Tensor:
-        """Return the labels of the tokens whose losses this rank computes, [B, n]."""
-        whole = self.step.chunks[-1].splits_logits
-        return (self._batches if whole else self._parts)[micro_batch].labels
-
-    def as_labels(self, micro_batch: int, x: Tensor) -> Tensor:
-        """Return the entries of x for the tokens of `labels`, in the same order: [B, S] -> [B, n].
-
-        x has a value for each token of a micro-batch in its original order.
-        """
-        step, x = self.step, self._arranged(micro_batch, x)
-        if not step.mesh.topology.mode.slices_batch or step.chunks[-1].splits_logits:
-            return x
-        return _own(x, step.mesh[Axis.TENSOR])
-
-    def _arranged(self, micro_batch: int, x: Tensor) -> Tensor:
-        """Return x [B, S, ..], with a value for each token as read, in the order of `arrange`.
-
-        Shape: see `SequenceRanks.arranged`.
-        """
-        bounds = self.batches[micro_batch].cu_seqlens
-        (x,) = self.step.built.sequence.arranged([x], bounds)
-        return x
-
-
-def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
-    """Return whole rows, reordered so that each rank's tokens are contiguous.
-
-    Packed rows are joined to one, if there are context ranks. `cu_seqlens` stays that of the rows
-    in their original order.
-    """
-    rows = (batch.tokens, batch.labels, batch.positions)
-    tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
-    return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
-
-
-def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
-    """Return this rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
-
-    rows = (batch.tokens, batch.labels, batch.positions)
-    tokens, labels, positions = (_own(x, channel).contiguous() for x in rows)
-    return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
-
-
-def _own(x: Tensor, channel: Channel) -> Tensor:
-    """Return this rank's part of each row: [B, S, ..] -> [B, S/p, ..]."""
-    return x.chunk(channel.size, dim=1)[channel.rank]

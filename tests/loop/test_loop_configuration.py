@@ -16,7 +16,7 @@ import isp
 from isp.config import JobConfig
 from isp.core.mesh import Mode, ParallelConfig, PipelineConfig
 from isp.core.optim.config import ParamGroupConfig
-from isp.loop.asked import TokenScores
+from isp.loop.token_query import TokenScores
 from isp.models.meta import parameters_on_meta
 from isp.step import host_memory
 from isp.step.host_memory import check_memory_of_states

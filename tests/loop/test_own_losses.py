@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import isp
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Mode
-from isp.loop.asked import TokenScores
 from isp.loop.parallel_run import ParallelRun
+from isp.loop.token_query import TokenScores
 from tests.loop.test_loops import raised
 from tests.models.models import (
     TOLERANCE,

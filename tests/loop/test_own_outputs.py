@@ -17,7 +17,7 @@ import isp
 from isp.config import JobConfig
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.config import PipelineConfig, PipelineSchedule
-from isp.loop.asked import TokenScores
+from isp.loop.token_query import TokenScores
 from tests.loop.test_loops import raised
 from tests.loop.test_own_losses import BATCHES, LENGTH, _model
 from tests.models.models import (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import isp
-from isp.loop.asked import TokenScores
 from isp.loop.parallel_run import ParallelRun
+from isp.loop.token_query import TokenScores
 from tests.loop.test_loops import raised
 from tests.loop.test_own_losses import BATCHES, LENGTH
 from tests.models.models import (
@@ -87,7 +87,7 @@ def _between(run: ParallelRun, rows: Rows) -> None:
         run.log_probs(*rows)
     pending = run.loss(*rows)
     run.backward(found)
-    assert "the last call of loss" in raised(run.step, pending)
+    assert "run.step(loss) may not come now: gradients" in raised(run.step, pending)
     assert "loss.backward()" in raised(_loss_of(run, rows).backward)
     run.zero_grad()
     assert "go backward once" in raised(run.backward, _loss_of(run, rows) + 1 * other)

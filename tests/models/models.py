@@ -27,8 +27,8 @@ from isp.core.mesh.config import (
     WeightConfig,
 )
 from isp.core.optim.config import OptimizerConfig
-from isp.loop.asked import TokenScores
 from isp.loop.parallel_run import ParallelRun
+from isp.loop.token_query import TokenScores
 from isp.models.huggingface.tiny import kept_in_float64
 from isp.models.known_code import local_layers
 from isp.models.runtime.stage_module import StageModule

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from isp.core.mesh import Axis, Mode, WeightConfig
 from isp.planner.declared import shape_of
 from isp.planner.rehearsal import records_of, rehearsal
-from isp.step.train_step import slice_sequence
+from isp.step.step_work import slice_sequence
 from model.config import ModelConfig
 from tests.planner.test_counts import case_of
 from tests.ranks import run_ranks

@@ -12,8 +12,8 @@ from torch import Tensor
 import isp
 from isp.config import JobConfig
 from isp.core.mesh.config import PipelineConfig
-from isp.loop.asked import TokenScores
 from isp.loop.parallel_run import ParallelRun
+from isp.loop.token_query import TokenScores
 from tests.host_syncs import HostSyncs
 from tests.loop.test_loops import raised
 from tests.models.models import (

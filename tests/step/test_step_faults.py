@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis, Mode, PipelineSchedule
-from isp.step.train_step import slice_sequence
+from isp.step.step_work import slice_sequence
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Run, Task, Weights, make_run

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isp.core.autograd import Function, once_differentiable
-from isp.core.comm import Channel, Pending
+from isp.core.comm import Pending
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.compiled import CompileWhen, compiles
+from isp.core.layers.compiled import compiles
 from isp.core.layers.linear import LinearLayer, Moves, NeedsGrad, needs_grad
-from isp.core.layers.vocab_loss import losses_and_gradient
+from isp.core.layers.vocab_loss import LogitShard, losses_and_gradient
 from isp.core.mesh.phase import Phase
 from isp.core.weights.gradients import weight_gradient
 from isp.core.weights.wp_communicator import FullWeights
@@ -51,7 +51,6 @@ class _ChunkedLoss(Function):
         expected: Tensor,
         labels: Tensor,
         of: HeadLoss,
-        each: list[Tensor] | None,
         training: bool,
     ) -> Tensor:
         ctx.head = head = of.head
@@ -60,7 +59,7 @@ class _ChunkedLoss(Function):
         count = num_loss_chunks(x, labels.numel(), of.chunk_tokens)
         pieces = x.chunk(count, dim=1)  # [B, S'/c, D]
         # Gathering x joins the ranks' tokens, so a chunk's labels are those of every rank's slice.
-        by_ranks = labels.unflatten(1, (-1, x.shape[1]))  # [B, p, S']
+        by_ranks = labels.unflatten(1, (of.token_ranks, -1))  # [B, p, S']
         targets = [t.flatten(1) for t in by_ranks.chunk(len(pieces), dim=2)]  # [B, p S'/c]
         sums = HeadGradients(of, x, len(pieces), needs)
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -69,8 +68,6 @@ class _ChunkedLoss(Function):
                 given = expected if any(needs) else None
                 losses, dy = of.losses_of_chunk(own_x, full, target, given)
                 loss += losses.sum()
-                if each is not None:
-                    each.append(losses.unflatten(1, (by_ranks.shape[1], -1)))  # [B, p, S'/c]
                 if dy is not None:
                     sums.add(own_x, dy, full.weight)
                 del dy  # before the next chunk's logits are allocated
@@ -90,7 +87,7 @@ class _ChunkedLoss(Function):
         with unshard(head, Phase.BACKWARD, head.weight) if needs[0] else nullcontext():
             dx, dw, db = (x.mul_(factor) if n else None for x, n in zip(sums, needs, strict=True))
             dw, db = deliver(head, dw, db, needs[1:])
-        return dx, dw, db, None, None, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def one_ahead(moves: Moves, layer: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -184,17 +181,15 @@ class HeadLoss(NamedTuple):
     head: LinearLayer
     moves: Moves
     """Collectives of x and dx, and, as y and dy, of the model's logits and their gradient."""
-    channel: Channel
-    """The ranks over which the logits of a token are split."""
-    first: int
-    """The vocabulary entry of this rank's first logit."""
+    shard: LogitShard
+    """The part of a token's logits that this rank reads."""
     chunk_tokens: int
     """Tokens of a loss chunk; 0: all tokens are one chunk."""
     after_head: Callable[[Tensor], Tensor] | None = None
     """The model's operations after its head, [B, n, V'] -> logits, such as a soft cap or a scale;
     None: there are none."""
-    compile: CompileWhen = False
-    """When losses are computed by compiled kernels."""
+    token_ranks: int = 1
+    """p, the number of ranks whose tokens' logits this rank reads (its part of the vocabulary)."""
 
     def total(self, x: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         """Return the sum of all losses, a float64 scalar.
@@ -203,24 +198,11 @@ class HeadLoss(NamedTuple):
         with it in forward, so that float16 neither overflows nor underflows; backward corrects them
         if the gradient is another one.
         """
-        return self._computed(x, labels, expected, None)
-
-    def each(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of each token, of the shape of `labels`; without gradients."""
-        found: list[Tensor] = []
-        with torch.no_grad():
-            self._computed(x, labels, None, found)
-        return torch.cat(found, dim=2).flatten(1)
-
-    def _computed(
-        self, x: Tensor, labels: Tensor, expected: Tensor | None, each: list[Tensor] | None
-    ) -> Tensor:
-        """Return the sum of losses; `each` is a list that gets each chunk's [B, p, S'/c]."""
         if expected is None:
             expected = torch.ones((), dtype=torch.float64, device=x.device)
         head, training = self.head, torch.is_grad_enabled()
         loss: Tensor = _ChunkedLoss.apply(
-            x, head.weight, head.bias, expected, labels, self, each, training
+            x, head.weight, head.bias, expected, labels, self, training
         )
         return loss
 
@@ -232,14 +214,8 @@ class HeadLoss(NamedTuple):
         `expected`: the gradient of each loss; None: no gradient is computed.
         """
         logits, back = self.logits(x, full, training=expected is not None)
-        losses, dy = losses_and_gradient(
-            logits,
-            target,
-            expected,
-            channel=self.channel,
-            first=self.first,
-            compiled=compiles(self.compile, logits.device),
-        )
+        compiled = compiles(self.shard.compile, logits.device)
+        losses, dy = losses_and_gradient(logits, target, expected, self.shard, compiled=compiled)
         del logits  # their memory holds the gradient now, and is free without one
         if dy is not None:
             tag = Tag(Purpose.OUTPUT_GRADIENT, self.head.name, "dy")

@@ -19,6 +19,7 @@ from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.compiled import CompileWhen
 from isp.core.layers.head import HeadLoss
 from isp.core.layers.linear import LinearLayer, Moves
+from isp.core.layers.vocab_loss import LogitShard
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.partition import chunk_range
@@ -122,11 +123,6 @@ class RankLayers:
         """True if a rank has a slice of all tokens' logits, False if all logits of its tokens."""
         return self.splits_features or self.vocab_parallel_loss
 
-    @property
-    def loss_channel(self) -> Channel:
-        """The ranks over which the logits of one token are split."""
-        return self.tensor if self.splits_logits else Channel.solo("tensor")
-
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Mark forward passes in this context as recomputation, for the log and communicator."""
@@ -139,9 +135,11 @@ class RankLayers:
         finally:
             log.enter(*before)
 
-    def first_logit(self, vocab_size: int) -> int:
-        """Return the vocabulary entry of this rank's first logit."""
-        return self.loss_channel.rank * math.ceil(vocab_size / self.loss_channel.size)
+    def logit_shard(self, vocab_size: int, compile: CompileWhen = False) -> LogitShard:
+        """Return the part of a token's logits that this rank's losses read; see `LogitShard`."""
+        channel = self.tensor if self.splits_logits else Channel.solo("tensor")
+        first = channel.rank * math.ceil(vocab_size / channel.size)
+        return LogitShard(channel, first, vocab_size, compile)
 
     def head_loss(
         self,
@@ -156,11 +154,10 @@ class RankLayers:
         return HeadLoss(
             head,
             moves=head.moves if self.splits_features else self.logit_moves,
-            channel=self.loss_channel,
-            first=self.first_logit(vocab_size),
+            shard=self.logit_shard(vocab_size, compile),
             chunk_tokens=chunk_tokens,
             after_head=after_head,
-            compile=compile,
+            token_ranks=self.token_ranks.size if self.splits_logits else 1,
         )
 
     @property

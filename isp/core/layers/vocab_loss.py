@@ -14,12 +14,31 @@ from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel
 from isp.core.comm.channel import check_channel
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.compiled import lazily_compiled, widened
+from isp.core.layers.compiled import CompileWhen, lazily_compiled, widened
 
-__all__ = ["IGNORED", "losses_and_gradient", "places_of", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "IGNORED",
+    "LogitShard",
+    "losses_and_gradient",
+    "places_of",
+    "vocab_parallel_cross_entropy",
+]
 
 IGNORED = -100
 """The target of a token without a loss."""
+
+
+class LogitShard(NamedTuple):
+    """The part of each token's logits on this rank."""
+
+    channel: Channel
+    """The ranks over which the logits of a token are split."""
+    first: int
+    """The vocabulary entry of this rank's first logit."""
+    vocab_size: int
+    """Number of logits of a token, over all ranks."""
+    compile: CompileWhen = False
+    """When cross-entropies of these logits are computed by compiled kernels."""
 
 
 _MAX, _TARGET, _SUM = (
@@ -148,9 +167,8 @@ def losses_and_gradient(
     logits: Tensor,
     target: Tensor,
     dloss: Tensor | None,
+    shard: LogitShard,
     *,
-    channel: Channel,
-    first: int,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return tokens' losses without smoothing, and dlogits for `dloss` (None: no gradient).
@@ -158,6 +176,7 @@ def losses_and_gradient(
     Overwrites the logits. `compiled`: three passes over the logits instead of eight: two that read
     them, and one that turns them into their gradient.
     """
+    channel, first = shard.channel, shard.first
     if compiled:
         return _in_three_passes(logits, target, dloss, channel=channel, first=first)
     losses, softmax = _losses(

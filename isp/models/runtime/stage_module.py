@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isp.core.comm import Channel
 from isp.core.layers.compiled import CompileWhen
 from isp.core.layers.head import HeadLoss
-from isp.core.layers.head_results import results_of_head, results_of_logits
 from isp.core.layers.linear import multiply
 from isp.core.layers.rank_layers import RankLayers
-from isp.core.layers.token_results import ResultRules
+from isp.core.layers.token_results import (
+    ResultRules,
+    RowLabels,
+    results_of_head,
+    results_of_logits,
+)
 from isp.core.layers.vocab_loss import vocab_parallel_cross_entropy
 from isp.core.rng import generator_states, restore_generators, seed_generators
 from isp.core.weights.declare import DeclaredBlock
@@ -184,34 +187,24 @@ class StageModule:
         loss, for that gradient; backward scales them if it is another.
         """
         if self._loss is None:
-            return self._whole_losses(output, labels).sum()
+            shard = self._layers.logit_shard(self.trace.vocab_size)
+            return vocab_parallel_cross_entropy(
+                output, labels, first=shard.first, channel=shard.channel
+            ).sum()
         log = self._layers.tensor.log
         log.enter(log.phase, self._loss.head.name)
         return self._loss.total(output, labels, expected)
 
-    def losses(self, output: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, in the shape of `labels`.
-
-        They have no gradients if the stage has a head.
-        """
-        if self._loss is None:
-            return self._whole_losses(output, labels)
-        return self._loss.each(output, labels)
-
-    def results(
-        self, output: Tensor, beside: Tensor, make: Callable[[Channel, int, int], ResultRules]
-    ) -> Tensor:
+    def results(self, output: Tensor, beside: Tensor | RowLabels, rules: ResultRules) -> Tensor:
         """Return per-token results [B, n, K] with gradients, from the `output` of a forward.
 
-        `beside` [B, n, ..]: an input of the rules for each token, such as its label. `make`
-        returns the rules of the results, given the ranks over which a token's logits are split,
-        this rank's first logit and the number of all logits. See `isp.core.layers.head_results`.
+        `beside` [B, n, ..]: an input of the rules for each token, such as its label; or any number
+        of labels for each token. See `isp.core.layers.token_results`.
         """
-        size, channel = self.trace.vocab_size, self._layers.loss_channel
-        rules = make(channel, self._layers.first_logit(size), size)
-        if self._loss is None:
-            return results_of_logits(output, beside, rules)
-        return results_of_head(self._loss, output, beside, rules)
+        if self._loss is not None:
+            return results_of_head(self._loss, output, beside, rules)
+        shard = self._layers.logit_shard(self.trace.vocab_size)
+        return results_of_logits(output, beside, rules, shard)
 
     def shards(self) -> Iterator[ShardedParameter]:
         """Yield each parameter once, with its name in the model; for a stage, those it reads."""
@@ -271,15 +264,6 @@ class StageModule:
         return Masks(cu_seqlens, token_lengths(positions, cu_seqlens, self._layers))
 
     # -- after the head ----------------------------------------------------------------------
-
-    def _whole_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, from the logits of a model without a head."""
-        return vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            first=self._layers.first_logit(self.trace.vocab_size),
-            channel=self._layers.loss_channel,
-        )
 
     def _after_head(self, y: Tensor) -> Tensor:
         """Return the logits that the model's code makes of the head's output, [B, n, V'].

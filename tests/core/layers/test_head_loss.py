@@ -15,6 +15,7 @@ from torch import Tensor
 from isp.core.comm import Mesh
 from isp.core.layers.head import HeadLoss, num_loss_chunks
 from isp.core.layers.linear import ParallelLinear
+from isp.core.layers.token_results import TokenLossRules, results_of_head
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis, Mode, WeightConfig
 from isp.core.weights.communicator import ISPCommModelConfig, ISPCommunicator
@@ -122,7 +123,8 @@ def _check(mesh: Mesh, mode: Mode, options: WeightConfig, chunk: int) -> None:
     with torch.no_grad():
         evaluated = of_head.total(x, labels)
     close(evaluated, loss.detach())
-    close(of_head.each(x, labels), wanted.losses if layers.splits_logits else own(wanted.losses))
+    each = results_of_head(of_head, x, labels, TokenLossRules()).squeeze(-1)
+    close(each, wanted.losses if layers.splits_logits else own(wanted.losses))
 
 
 def _all(rank: int, layouts: list[Layout]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from isp.core.comm import Channel, CommLog
-from isp.core.layers.vocab_loss import losses_and_gradient
+from isp.core.layers.vocab_loss import LogitShard, losses_and_gradient
 from isp.tensor_parallel import IGNORED, vocab_parallel_cross_entropy
 from tests.core.megatron.layers import CLOSE, WORLDS, B, Made, S, drawn, group, slice_of
 from tests.ranks import run_each, run_ranks
@@ -127,11 +127,11 @@ def _in_passes(
     expected = torch.tensor(0.7, dtype=torch.float64, device=device)
     for compiled in (True, False):
         logits = slice_of(drawn(B, length, 48) * 5, 2, channel).to(device, dtype)
-        given = {"channel": channel, "first": 48 // channel.size * channel.rank}
+        shard = LogitShard(channel, 48 // channel.size * channel.rank, 48)
         losses, gradient = losses_and_gradient(
-            logits.clone(), target, expected, compiled=compiled, **given
+            logits.clone(), target, expected, shard, compiled=compiled
         )
-        alone, none = losses_and_gradient(logits, target, None, compiled=compiled, **given)
+        alone, none = losses_and_gradient(logits, target, None, shard, compiled=compiled)
         assert none is None
         assert torch.equal(alone, losses)
         assert gradient is not None

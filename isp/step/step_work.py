@@ -1,0 +1,211 @@
+"""`StepWork`: the micro-batches of a step on this rank, and their way through its model chunks.
+
+B batch, S sequence, S' tokens of a sequence that a rank computes (S or S/p), D hidden size,
+n tokens whose losses a rank computes, d documents of a micro-batch
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isp.core.attention.sequence import SequenceRanks
+from isp.core.comm import Channel, Mesh, pinned_memory
+from isp.core.layers.vocab_loss import IGNORED
+from isp.core.mesh import Axis
+from isp.core.micro_batch import MicroBatch
+from isp.core.optim.zero1 import Zero1Optimizer
+from isp.core.pipeline.stage import ISPCommunicatorSchedulerHook
+from isp.models.build import BuiltModel
+from isp.models.moe.router_losses import RouterLosses
+
+__all__ = ["Documents", "StepParts", "StepWork", "arrange", "slice_sequence"]
+
+
+class Documents(NamedTuple):
+    """The documents of a micro-batch, in the order of its tokens."""
+
+    numbers: Tensor
+    """Number of each token's document, from 0; int64, [B, S]."""
+    num_labels: Tensor
+    """Number of labels in each document, [d]; 0 for padding."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> Documents:
+        """Return the documents of `batch`: its packed pieces, or else its rows."""
+        rows, tokens = batch.labels.shape
+        lengths = torch.tensor([tokens]).repeat(rows)  # [d], on the host
+        if batch.cu_seqlens is not None:
+            lengths = batch.cu_seqlens.diff().long()
+        numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+        numbers = pinned_memory.send(numbers, batch.labels.device)  # a copy without a host wait
+        labelled = (batch.labels != IGNORED).long().flatten()
+        num_labels = labelled.new_zeros(len(lengths)).index_add(0, numbers, labelled)
+        return cls(numbers.view_as(batch.labels), num_labels)
+
+    def num_pairs(self) -> Tensor:
+        """Return the number of pairs, []: a pair is two consecutive documents with labels."""
+        return (self.num_labels > 0).sum() // 2
+
+    def margins(self, gains: Tensor) -> Tensor:
+        """Return the gain of each pair's first document minus that of its second one, [d].
+
+        `gains` [d] are per document. Entry i is for pair i; a document without a partner has its
+        gain after them, all further entries are 0.
+        """
+        labelled = self.num_labels > 0
+        # Documents without labels, such as padding, are in no pair: count only the others. The
+        # clamp keeps the place of leading ones valid; their gain is multiplied by 0.
+        place = (labelled.cumsum(0) - 1).clamp(min=0)
+        signed = gains * (1 - 2 * (place % 2)) * labelled
+        return torch.zeros_like(gains).index_add(0, place // 2, signed)
+
+
+class StepParts(NamedTuple):
+    """The parts of a step on this rank that its micro-batches pass through."""
+
+    built: BuiltModel
+    mesh: Mesh
+    optimizer: Zero1Optimizer
+    """Knows the loss scale."""
+    hook: ISPCommunicatorSchedulerHook
+    """Tells the communicator and the log of transfers where the step is."""
+
+
+class StepWork(ABC):
+    """The micro-batches of a step on this rank, for a `Pipeline` or a loop without stages.
+
+    A subclass says what the loss of a micro-batch is.
+    """
+
+    def __init__(self, parts: StepParts, batches: Sequence[MicroBatch]) -> None:
+        self.built, self.mesh, self.optimizer, self.hook = parts
+        self.chunks = self.built.chunks
+        """The model chunks of this rank's stages; the last one of the last stage makes logits."""
+        self.batches = batches
+        """The micro-batches as read: whole sequences, in their original order."""
+        self._batches = [arrange(b, self.built.sequence) for b in batches]
+        self._parts = list(self._batches)
+        # In the other modes the embedding reads all tokens, and splits them itself if at all.
+        if self.mesh.topology.mode.slices_batch:
+            self._parts = [slice_sequence(b, self.mesh[Axis.TENSOR]) for b in self._batches]
+        self._documents: dict[int, Documents] = {}
+        self.tokens = [part.tokens for part in self._parts]
+        """Tokens that this rank passes to the model, of each micro-batch, [B, S']."""
+
+    def between(self, micro_batch: int) -> Tensor:
+        """Return a new tensor of the shape that stages send each other, [B, S', D]."""
+        rows, tokens = self.tokens[micro_batch].shape
+        mode = self.mesh.topology.mode
+        if mode.splits_sequence and not mode.slices_batch:
+            tokens //= self.mesh[Axis.TENSOR].size  # split between the linears
+        weight = self.built.parameters[0].parameter
+        return weight.new_empty(rows, tokens, self.built.model.hidden_size)
+
+    def forward(self, chunk: int, micro_batch: int, x: Tensor) -> Tensor:
+        """Run x through this rank's model chunk number `chunk`; x is tokens in the first one."""
+        part, run = self._parts[micro_batch], self.chunks[chunk]
+        if run.routers is not None:
+            self._begin_routing(run.routers, micro_batch)
+        counting: AbstractContextManager[None] = nullcontext()
+        if run.expert_load is not None and torch.is_grad_enabled():
+            counting = run.expert_load.counting(*self._documents_that_count(micro_batch))
+        with counting:
+            y: Tensor = run(x, part.positions, part.cu_seqlens)
+        return y
+
+    @abstractmethod
+    def loss(self, micro_batch: int, output: Tensor) -> Tensor:
+        """Return the scalar to differentiate, from the last chunk's output, times the loss scale.
+
+        Only the last stage computes it. float64, [].
+        """
+
+    @property
+    def token_ranks(self) -> int:
+        """The number of ranks that a sequence's losses are divided over, each by its own tokens."""
+        return 1 if self.chunks[-1].splits_logits else self.mesh[Axis.TENSOR].size
+
+    def _begin_routing(self, routers: RouterLosses, micro_batch: int) -> None:
+        """Tell `routers` which tokens of a micro-batch count; without gradients, none."""
+        if not torch.is_grad_enabled():
+            routers.leave_out()
+            return
+        mask, own = self._documents_that_count(micro_batch)
+        # A router loss is a mean over one micro-batch; the step's is the mean over all of them.
+        weight = 1 / (len(self.batches) * self.mesh[Axis.DATA].size)
+        one = torch.ones((), dtype=torch.float64, device=mask.device)
+        scale = self.optimizer.scale_loss(one)
+        routers.begin(mask, own, weight=weight, scale=scale)
+
+    def _documents_that_count(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Return masks of the tokens in documents with a label: of the sequence, and of this rank.
+
+        [B, S], and [B, S/p] if the sequence is split. Padding has no label, so it does not count.
+        """
+        documents = self.documents(micro_batch)
+        mask = own = self.arranged(micro_batch, (documents.num_labels > 0)[documents.numbers])
+        # Where experts are called the sequence is split, also in msp and fsp, whose embedding
+        # reads all of it.
+        if self.mesh.topology.mode.splits_sequence:
+            own = _own(mask, self.mesh[Axis.TENSOR])
+        return mask, own
+
+    def documents(self, micro_batch: int) -> Documents:
+        """Return the documents of a micro-batch in its original order, computed once."""
+        if micro_batch not in self._documents:
+            self._documents[micro_batch] = Documents.of(self.batches[micro_batch])
+        return self._documents[micro_batch]
+
+    def labels(self, micro_batch: int) -> Tensor:
+        """Return the labels of the tokens whose losses this rank computes, [B, n]."""
+        whole = self.chunks[-1].splits_logits
+        return (self._batches if whole else self._parts)[micro_batch].labels
+
+    def as_labels(self, micro_batch: int, x: Tensor) -> Tensor:
+        """Return the entries of x for the tokens of `labels`, in the same order: [B, S] -> [B, n].
+
+        x has a value for each token of a micro-batch in its original order.
+        """
+        x = self.arranged(micro_batch, x)
+        if not self.mesh.topology.mode.slices_batch or self.chunks[-1].splits_logits:
+            return x
+        return _own(x, self.mesh[Axis.TENSOR])
+
+    def arranged(self, micro_batch: int, x: Tensor) -> Tensor:
+        """Return x [B, S, ..], with a value for each token as read, in the order of `arrange`.
+
+        Shape: see `SequenceRanks.arranged`.
+        """
+        bounds = self.batches[micro_batch].cu_seqlens
+        (x,) = self.built.sequence.arranged([x], bounds)
+        return x
+
+
+def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
+    """Return whole rows, reordered so that each rank's tokens are contiguous.
+
+    Packed rows are joined to one, if there are context ranks. `cu_seqlens` stays that of the rows
+    in their original order.
+    """
+    rows = (batch.tokens, batch.labels, batch.positions)
+    tokens, labels, positions = ranks.arranged(rows, batch.cu_seqlens)
+    return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
+
+
+def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
+    """Return this rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
+
+    rows = (batch.tokens, batch.labels, batch.positions)
+    tokens, labels, positions = (_own(x, channel).contiguous() for x in rows)
+    return MicroBatch(tokens, labels, positions, batch.cu_seqlens)
+
+
+def _own(x: Tensor, channel: Channel) -> Tensor:
+    """Return this rank's part of each row: [B, S, ..] -> [B, S/p, ..]."""
+    return x.chunk(channel.size, dim=1)[channel.rank]

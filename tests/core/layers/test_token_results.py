@@ -1,0 +1,170 @@
+"""Per-token results of a head against plain torch, in float64: outputs and every gradient.
+
+B batch, S sequence, V vocabulary, m labels
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isp.core.comm import Channel, Mesh
+from isp.core.layers.token_results import (
+    ResultRules,
+    RowLabels,
+    TokenLossRules,
+    TokenScoreRules,
+    results_of_head,
+    results_of_logits,
+)
+from isp.core.layers.vocab_loss import IGNORED, LogitShard
+from isp.core.mesh import Axis, Mode
+from tests.core.layers.test_head_loss import VOCAB, B, S, V, close, loss_of, plain, solo_head
+from tests.ranks import run_ranks
+from tests.train.runs import Layout, Meshes
+
+CHUNKS = (0, 1, 5, 18)
+TEMPERATURE = 0.7
+
+
+def _row_labels() -> RowLabels:
+    """Labels of all rows but one, in no order: one each, and three more of two rows."""
+    random = torch.Generator().manual_seed(5)
+    rows = torch.cat([torch.arange(1, B * S), torch.tensor([4, 17, 4, 17, 4, 17])])
+    rows = rows[torch.randperm(len(rows), generator=random)]
+    tokens = torch.randint(V, (len(rows),), generator=random)
+    tokens[::7] = IGNORED
+    return RowLabels(tokens, rows)
+
+
+LABELS = _row_labels()
+WEIGHTS = torch.randn(len(LABELS.rows), 3, generator=torch.Generator().manual_seed(6)).double()
+"""Gradients of the results."""
+
+
+def plain_scores(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return log-probability, log-sum-exp and entropy of labels [m], from their rows' logits."""
+    log_p = logits.log_softmax(-1)
+    of_label = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    found = [of_label, logits.logsumexp(-1), -(log_p.exp() * log_p).sum(-1)]
+    return torch.stack(found, -1).masked_fill((labels == IGNORED).unsqueeze(-1), 0)
+
+
+@torch.enable_grad()
+def plain_row_scores() -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scores of `LABELS`, and the gradients of input and weight, by plain torch."""
+    x, weight = (t.clone().requires_grad_() for t in (plain().x, plain().weight))
+    logits = F.linear(x, weight).flatten(0, 1)[LABELS.rows] / TEMPERATURE
+    found = plain_scores(logits, LABELS.tokens)
+    dx, dw = torch.autograd.grad((found * WEIGHTS).sum(), (x, weight))
+    return found.detach(), dx, dw
+
+
+def _own_labels(labels: RowLabels, parts: int, part: int) -> tuple[RowLabels, Tensor]:
+    """Return the labels of a rank's slice of each sequence, and their numbers among all."""
+    size = S // parts
+    batch, place = labels.rows // S, labels.rows % S
+    (own,) = (place // size == part).nonzero(as_tuple=True)
+    rows = batch[own] * size + place[own] - part * size
+    return RowLabels(labels.tokens[own], rows), own
+
+
+def _check_rows(mesh: Mesh, layout: Layout, chunk: int) -> None:
+    expected, dx, dw = plain_row_scores()
+    tensor, mode = mesh[Axis.TENSOR], layout.mode
+    of_head, layers, runtime = loss_of(
+        mesh, mode, vocab_parallel=layout.options.vocab_parallel_loss, chunk_tokens=chunk
+    )
+    head: Any = of_head.head
+    with torch.no_grad():
+        head.weight.copy_(head.layouts["weight"].shard(plain().weight))
+
+    def own_tokens(t: Tensor) -> Tensor:
+        """Return this rank's tokens, as they come to the head."""
+        return t.chunk(tensor.size, 1)[tensor.rank] if mode is not Mode.MTP else t
+
+    labels, own = LABELS, torch.arange(len(LABELS.rows))
+    if not layers.splits_logits:
+        labels, own = _own_labels(LABELS, tensor.size, tensor.rank)
+    x = own_tokens(plain().x).clone().requires_grad_()
+    rules = TokenScoreRules(TEMPERATURE, entropy=True)
+    found = results_of_head(of_head, x * 1, labels, rules)
+    close(found, expected[own])
+    (found * WEIGHTS[own]).sum().backward()
+    if runtime is not None:
+        runtime.finish()
+    assert x.grad is not None
+    assert head.weight.grad is not None
+    close(x.grad, own_tokens(dx))
+    close(head.weight.grad, head.layouts["weight"].shard(dw))
+
+
+def _all(rank: int, layouts: list[Layout]) -> None:
+    meshes = Meshes(rank)
+    for layout in layouts:
+        for chunk in CHUNKS:
+            _check_rows(meshes.of(layout), layout, chunk)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_several_labels_of_a_row_score_as_in_plain_torch(world: int) -> None:
+    """Catches a label of another row or chunk, and a row whose softmax counts one label alone."""
+    isp = Layout(tensor=world, weight=world)
+    layouts = [Layout(mode=mode, tensor=world) for mode in (Mode.MTP, Mode.MSP, Mode.FSP)]
+    run_ranks(world, _all, [isp, Layout(tensor=world, weight=world, options=VOCAB), *layouts])
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_one_label_a_row_has_the_bits_of_labels_by_token(chunk: int, entropy: bool) -> None:
+    """Catches a second way to compute the same scores that rounds differently."""
+    wanted, rules = plain(), TokenScoreRules(entropy=entropy)
+    given = WEIGHTS[:1, : 2 + entropy]
+    found = []
+    for labels in (wanted.labels, RowLabels(wanted.labels.flatten(), torch.arange(B * S))):
+        head, of_head = solo_head(chunk, torch.float32)
+        x = wanted.x.float().requires_grad_()
+        scores = results_of_head(of_head, x, labels, rules).view(B, S, -1)
+        (scores * given).sum().backward()
+        assert x.grad is not None
+        assert head.weight.grad is not None
+        found.append((scores, x.grad, head.weight.grad))
+    for by_token, by_row in zip(*found, strict=True):
+        assert torch.equal(by_token, by_row)
+
+
+def test_whole_logits_take_several_labels_of_a_row() -> None:
+    """Catches rows that are counted in another order where the logits exist as a whole."""
+    expected, dx, _ = plain_row_scores()
+    x = plain().x.clone().requires_grad_()
+    logits = F.linear(x, plain().weight)
+    shard = LogitShard(Channel.solo(), 0, V)
+    found = results_of_logits(logits, LABELS, TokenScoreRules(TEMPERATURE, entropy=True), shard)
+    close(found, expected)
+    (found * WEIGHTS).sum().backward()
+    assert x.grad is not None
+    close(x.grad, dx)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_losses_of_tokens_have_gradients(chunk: int) -> None:
+    """Catches losses whose gradient is not theirs, or ignores the caller's weights of tokens."""
+    wanted, (head, of_head) = plain(), solo_head(chunk)
+    weights = torch.rand(B, S, generator=torch.Generator().manual_seed(1)).double()
+    x = wanted.x.clone().requires_grad_()
+    rules: ResultRules = TokenLossRules()
+    losses = results_of_head(of_head, x, wanted.labels, rules).squeeze(-1)
+    close(losses, wanted.losses)
+    (losses * weights).sum().backward()
+    plain_x, weight = wanted.x.clone().requires_grad_(), wanted.weight.clone().requires_grad_()
+    logits = F.linear(plain_x, weight).flatten(0, 1)
+    alone = F.cross_entropy(logits, wanted.labels.flatten(), reduction="none")
+    (alone.view(B, S) * weights).sum().backward()
+    for found, expected in ((x.grad, plain_x.grad), (head.weight.grad, weight.grad)):
+        assert found is not None
+        assert expected is not None
+        close(found, expected)
