@@ -339,8 +339,13 @@ class ISPCommunicator(WPCommunicator):
         """Follow the plan of `actions` from now on, and launch its first gathers.
 
         Call it as soon as the weights of the next step are published. Gathers left over from an
-        earlier plan are drained.
+        earlier plan are drained. Raises TypeError if `actions` is no sequence of actions.
         """
+        if not isinstance(actions, Sequence) or not all(isinstance(a, Action) for a in actions):
+            raise TypeError(
+                f"actions must be a sequence of isp.Action, got {actions!r:.80}: pass"
+                " isp.sequential_actions(n) for n micro-batches, each forward and backward"
+            )
         self._announced = True
         self._follow(actions)
 
