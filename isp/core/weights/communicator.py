@@ -478,12 +478,11 @@ class ISPCommunicator(WPCommunicator):
             start, index = 0, self._begin_pass(key)
         if index is None:
             return None
-        stops = self._stops
-        for skipped in range(start, index):
-            self._run(stops[skipped])
-        stop = stops[index]
-        if self.model_chunk is not None:
-            assert self.model_chunk == stop.chunk, (self.model_chunk, stop.before)
+        if index > start:
+            for skipped in self._stops[start:index]:
+                self._run(skipped)
+        stop = self._stops[index]
+        assert self.model_chunk in (stop.chunk, None), (self.model_chunk, stop)
         return stop
 
     def _begin_pass(self, key: Hashable) -> int | None:
