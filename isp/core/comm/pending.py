@@ -55,18 +55,18 @@ class Pending:
         On CPU the host blocks until it is there; on CUDA the current stream waits, the host not.
         Raises the error of a failed transfer, and RuntimeError at each further wait.
         """
-        if self._finish is not None:
+        finish, result = self._finish, self._result
+        if finish is not None:
             # Cleared first: if `finish` raises, a second wait must not return an unwritten tensor.
-            finish, self._finish = self._finish, None
-            result, self._result = self._result, None
+            self._finish = self._result = None
             found = finish()
-            self._result = found if result is None else result
+            self._result = result = found if result is None else result
             if self._keep:
                 streams.in_use(*self._keep)
                 self._keep = ()
-        if self._result is None:
+        if result is None:
             raise RuntimeError("this transfer failed when it was first waited for")
-        return self._result
+        return result
 
     def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:
         """Return a `Pending` of `fn(tensor)`; `fn` runs in its first `wait`, or now if waited."""

@@ -104,7 +104,10 @@ class _Declared(NamedTuple):
 class _Stop:
     """An entry of the plan, whose operations refer to weights in place of names."""
 
-    entry: PlanEntry
+    chunk: int
+    """The model chunk that it lies in."""
+    before: tuple[WeightOp, ...]
+    """The operations before the use, as planned."""
     gathers: tuple[PlannedGather, ...]
     frees: tuple[DeclaredWeight, ...]
     launches: bool
@@ -122,34 +125,74 @@ class _Itinerary(NamedTuple):
     """For each stop, the key and phase of the use that reaches it."""
 
 
-@dataclass(eq=False, slots=True)
 class _Use:
-    """A use of a layer's weight, from `ISPCommunicator.unshard` to `reshard`."""
+    """A use of a layer's weight: the context that `ISPCommunicator.unshard` returns."""
 
-    communicator: ISPCommunicator
-    layer: WeightHolder
-    with_bias: bool
-    stop: _Stop | None
-    """The stop of the plan for this use; None if it is not planned."""
-    cursor: PlanCursor | None
-    """The cursor at the start of the use; a later one follows another plan."""
-    launches: bool
-    """Whether the stop has gathers for later uses to launch."""
-    held: GatheredLayer | None = None
+    __slots__ = (
+        "_communicator",
+        "_held",
+        "_with_bias",
+        "cursor",
+        "known",
+        "launches",
+        "layer",
+        "stop",
+    )
+
+    def __init__(
+        self,
+        communicator: ISPCommunicator,
+        layer: WeightHolder,
+        known: _Declared | None,
+        stop: _Stop | None,
+        with_bias: bool,
+    ) -> None:
+        self._communicator, self._with_bias = communicator, with_bias
+        self.layer, self.known = layer, known
+        self.stop = stop
+        """The stop of the plan for this use; None if it is not planned."""
+        self.cursor = communicator._cursor
+        """The cursor at the start of the use; a later one follows another plan."""
+        self.launches = stop is not None and stop.launches
+        """True until the gathers of the stop for later uses are launched."""
+        self._held: GatheredLayer | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self._read(0)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._read(1) if self._with_bias else None
+
+    def planned(self) -> _Stop | None:
+        """Return the stop of the plan that is followed now, if this use has one there."""
+        return self.stop if self.cursor is self._communicator._cursor else None
+
+    def _read(self, index: int) -> Tensor:
+        """Wait for the full weight (`index` 0) or bias (1) and return it."""
+        communicator = self._communicator
+        try:
+            if self._held is None:
+                self._held = communicator._hold(self, self._with_bias)
+            full = self._held.full[index].wait()
+        except Exception as failed:
+            communicator._latch.error = failed
+            raise
+        # Only now, so that this weight does not share the link with the next ones.
+        if self.launches:
+            communicator._launch_ahead(self)
+        return full
 
     def __enter__(self) -> _Use:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self.communicator.reshard(self, failed=error is not None)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.communicator.wait(self, 0)
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.communicator.wait(self, 1) if self.with_bias else None
+        """End the use: weight and bias are not read any more."""
+        communicator = self._communicator
+        if communicator._latch.error is None:
+            stop = self.planned() if error is None else None
+            communicator._gatherer.free(() if stop is None else stop.frees, self._held)
 
 
 class ISPCommunicator(WPCommunicator):
@@ -301,8 +344,13 @@ class ISPCommunicator(WPCommunicator):
         """Follow the plan of `actions` from now on, and launch its first gathers.
 
         Call it as soon as the weights of the next step are published. Gathers left over from an
-        earlier plan are drained.
+        earlier plan are drained. Raises TypeError if `actions` is no sequence of actions.
         """
+        if not isinstance(actions, Sequence) or not all(isinstance(a, Action) for a in actions):
+            raise TypeError(
+                f"actions must be a sequence of isp.Action, got {actions!r:.80}: pass"
+                " isp.sequential_actions(n) for n micro-batches, each forward and backward"
+            )
         self._announced = True
         self._follow(actions)
 
@@ -339,7 +387,8 @@ class ISPCommunicator(WPCommunicator):
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> _Use:
         key = id(module)
-        if phase is _FORWARD and (known := self._layers.get(key)) is not None:
+        known = self._layers.get(key)
+        if known is not None and phase is _FORWARD:
             own = known.own
             if own[0].parameter is not weight or (
                 bias is not None and own[-1].parameter is not bias
@@ -348,33 +397,11 @@ class ISPCommunicator(WPCommunicator):
                     f"{module.name} has another parameter than when the model was declared: write"
                     f" into the declared one, by copy_ or load_state_dict without assign=True"
                 )
-        stop = self._arrive(key, phase)
-        launches = stop is not None and stop.launches
-        use = _Use(self, module, bias is not None, stop, self._cursor, launches)
+        use = _Use(self, module, known, self._arrive(key, phase), bias is not None)
         # A backward has the weight gradient to compute before it reads the weight.
-        if launches and phase is _BACKWARD and self.overlap:
+        if use.launches and phase is _BACKWARD and self.overlap:
             self._launch_ahead(use)
         return use
-
-    def wait(self, use: _Use, index: int) -> Tensor:
-        """Wait for the full weight (`index` 0) or bias (1) of a use and return it."""
-        try:
-            if use.held is None:
-                use.held = self._hold(use)
-            full = use.held.full[index].wait()
-        except Exception as failed:
-            self._latch.error = failed
-            raise
-        # Only now, so that this weight does not share the link with the next ones.
-        if use.launches:
-            self._launch_ahead(use)
-        return full
-
-    def reshard(self, use: _Use, *, failed: bool) -> None:
-        """End a use: its weight and bias are not read any more."""
-        if self._latch.error is None:
-            stop = None if failed or use.cursor is not self._cursor else use.stop
-            self._gatherer.free(() if stop is None else stop.frees, use.held)
 
     def pass_by(self, key: Hashable) -> None:
         """Report that a forward has reached the launch point without a weight declared as `key`.
@@ -427,7 +454,8 @@ class ISPCommunicator(WPCommunicator):
 
         stops = tuple(
             _Stop(
-                entry,
+                entry.site.chunk,
+                entry.before,
                 gathers(entry.before),
                 tuple(weights[op.weight] for op in entry.after),
                 # Waits come first, and before them the gather of a weight that is read here.
@@ -455,11 +483,11 @@ class ISPCommunicator(WPCommunicator):
             start, index = 0, self._begin_pass(key)
         if index is None:
             return None
-        for skipped in self._stops[start:index]:
-            self._run(skipped)
+        if index > start:
+            for skipped in self._stops[start:index]:
+                self._run(skipped)
         stop = self._stops[index]
-        chunk = stop.entry.site.chunk
-        assert self.model_chunk in (None, chunk), (self.model_chunk, stop.entry.site)
+        assert self.model_chunk in (stop.chunk, None), (self.model_chunk, stop)
         return stop
 
     def _begin_pass(self, key: Hashable) -> int | None:
@@ -480,38 +508,40 @@ class ISPCommunicator(WPCommunicator):
 
     def _run(self, stop: _Stop) -> None:
         """Run the operations of a stop without a use: a launch point, or one that was skipped."""
-        self._gatherer.launch(stop.gathers)
-        self._gatherer.free(stop.frees)
+        if stop.gathers:
+            self._gatherer.launch(stop.gathers)
+        if stop.frees:
+            self._gatherer.free(stop.frees)
 
     # -- the weight of a use -----------------------------------------------------------------
 
     def _launch_ahead(self, use: _Use) -> None:
         use.launches = False
-        if use.stop is not None and use.cursor is self._cursor:
-            self._gatherer.launch(use.stop.gathers)
+        if (stop := use.planned()) is not None:
+            self._gatherer.launch(stop.gathers)
 
-    def _hold(self, use: _Use) -> GatheredLayer:
+    def _hold(self, use: _Use, with_bias: bool) -> GatheredLayer:
         """Return what a use reads, held for it: gathered as planned, or for this use alone."""
-        layers, layer, gather = self._layers, use.layer, self._gatherer.gather_now
-        known = layers.get(id(layer)) or layers.get(id(layer.weight))
+        layer, gather = use.layer, self._gatherer.gather_now
+        known = use.known or self._layers.get(id(layer.weight))
         if known is None:  # an undeclared weight
-            return gather(self._parameters(layer)[: 1 + use.with_bias])
+            return gather(self._parameters(layer)[: 1 + with_bias])
         weight = known.weight
-        if use.with_bias and weight.has_other_biases:  # the plan gathers only one of them
+        if with_bias and weight.has_other_biases:  # the plan gathers only one of them
             return gather(self._parameters(layer), weight.block)
         found = weight.gathered
-        if found is not None and found.is_stale():
+        if found is not None:
+            if not found.is_stale():
+                if not with_bias or len(found.full) > 1:
+                    return found.hold()
+                return gather(self._parameters(layer)[:2], weight.block)
             weight.gathered = None
             found.let_go()
-            found = None
-        if found is not None and (len(found.full) > 1 or not use.with_bias):
-            return found.hold()
-        if found is not None or use.stop is None or use.cursor is not self._cursor:
-            return gather(self._parameters(layer)[: 1 + use.with_bias], weight.block)
+        if (stop := use.planned()) is None:
+            return gather(self._parameters(layer)[: 1 + with_bias], weight.block)
         # The weight stays until the plan frees it, with a bias if one is read until then.
-        biases = [op.bias for op in use.stop.entry.before if op.weight == weight.name]
-        with_bias = use.with_bias or any(biases)
-        weight.gathered = gather(weight.shards[: 1 + with_bias], weight.block)
+        biases = [op.bias for op in stop.before if op.weight == weight.name]
+        weight.gathered = gather(weight.shards[: 1 + (with_bias or any(biases))], weight.block)
         return weight.gathered.hold()
 
     def _parameters(self, layer: WeightHolder) -> tuple[ShardedParameter, ...]:

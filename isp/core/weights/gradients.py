@@ -43,18 +43,17 @@ def weight_gradient(
         for part, rows in zip(dy, into.split_with_sizes(sizes), strict=True):
             weight_gradient(part, x, into=rows, add=add)
         return into
-    left = dy.t()  # `t` and `mm`: `.T` and `@` take the host half as long again
-    found = dy.dtype if dtype is None else dtype
-    wide = into.dtype if into is not None else found
-    if wide != dy.dtype and not (dy.device.type in ("cuda", "meta") and wide is torch.float32):
-        product = torch.mm(left, x)
+    left, narrow = dy.T, dy.dtype
+    wide = into.dtype if into is not None else narrow if dtype is None else dtype
+    if wide == narrow:
+        return left @ x if into is None else torch.addmm(into, left, x, beta=int(add), out=into)
+    if not (dy.device.type in ("cuda", "meta") and wide is torch.float32):
+        product = left @ x
         if into is None:
             return product.to(wide)
         return into.add_(product) if add else into.copy_(product)
     if into is None:
-        return torch.mm(left, x) if wide == dy.dtype else torch.mm(left, x, out_dtype=wide)
-    if wide == dy.dtype:
-        return torch.addmm(into, left, x, beta=int(add), out=into)
+        return torch.mm(left, x, out_dtype=wide)
     if add and not dy.is_meta:  # torch 2.11 may not know the shape of this addmm
         return torch.addmm(into, left, x, out_dtype=wide, out=into)
     return torch.mm(left, x, out_dtype=wide, out=into)

@@ -61,6 +61,9 @@ class WPCommunicator(ABC):
     route: WeightGradientRoute | None = None
     """The function that takes both factors of weight gradients; None: they are multiplied at once.
     A `DeferredWeightGradients` if a schedule splits the backward."""
+    adds_products: GradientSink | None = None
+    """The sink that multiplies factors straight into its buffers, for weights that stay on their
+    rank; None: products are made here, and delivered by `grad_hook`."""
 
     @property
     def communication_mode(self) -> str:
@@ -116,12 +119,16 @@ class WPCommunicator(ABC):
         whose gradient only autograd can deliver. Returns what autograd has to deliver, or None, as
         `grad_hook`.
         """
-        # What `torch.autograd.grad` returns must exist now, so it takes no route.
-        if self.route is not None and parameter is not None and not returned:
-            dw = self.route(module, parameter, dy, x)
-            if dw is None:
+        dw: Tensor | None = None
+        # What `torch.autograd.grad` returns must exist now.
+        if parameter is not None and not returned:
+            if self.route is not None:
+                if (dw := self.route(module, parameter, dy, x)) is None:
+                    return None
+            elif self.adds_products is not None:
+                self.adds_products.add_product(parameter, dy, x)
                 return None
-        else:
+        if dw is None:
             dw = weight_gradient(dy, x, dtype=self.gradient_dtype(x.dtype))
         return self.grad_hook(dw, module=module, returned=returned)
 
@@ -163,11 +170,10 @@ class LocalWeights(WPCommunicator):
     """
 
     gathers_weights = False
-    _sink: GradientSink | None = None
 
     def deliver_to(self, sink: GradientSink | None) -> None:
         """Let `sink` compute the products of layers; None: autograd delivers them, too."""
-        self._sink = sink
+        self.adds_products = sink
 
     def pass_by(self, key: Hashable) -> None:
         """Do nothing: no weight is gathered, so there is no plan."""
@@ -176,20 +182,6 @@ class LocalWeights(WPCommunicator):
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
     ) -> AbstractContextManager[FullWeights]:
         return nullcontext(WholeWeights(weight, bias))
-
-    def add_product(
-        self,
-        dy: OutputGradient,
-        x: Tensor,
-        *,
-        module: ShardedLayer,
-        parameter: nn.Parameter | None,
-        returned: bool = False,
-    ) -> Tensor | None:
-        if self._sink is None or self.route is not None or parameter is None or returned:
-            return super().add_product(dy, x, module=module, parameter=parameter, returned=returned)
-        self._sink.add_product(parameter, dy, x)
-        return None
 
     def grad_hook(
         self, grad: Tensor, *, module: WeightHolder, is_bias: bool = False, returned: bool = False

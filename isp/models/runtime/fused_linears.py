@@ -226,8 +226,8 @@ class _Fused(Function):
 
 def _products(x: Tensor, full: FullWeights, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Return x Wi^T + bi for the rows of each linear, in tensors that may be written into."""
-    weights, bias = full.weight.split(sizes), full.bias
-    biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+    weights, bias = full.weight.split_with_sizes(sizes), full.bias
+    biases = [None] * len(sizes) if bias is None else bias.split_with_sizes(sizes)
     return tuple([writable(F.linear(x, w, b)) for w, b in zip(weights, biases, strict=True)])
 
 
@@ -236,7 +236,7 @@ def _input_gradient(dys: Sequence[Tensor], weight: Tensor, sizes: Sequence[int])
 
     The last linear comes first, as when autograd adds up the gradients of separate linears.
     """
-    pairs = zip(reversed(dys), reversed(weight.split(sizes)), strict=True)
+    pairs = zip(reversed(dys), reversed(weight.split_with_sizes(sizes)), strict=True)
     (dy, rows), *others = pairs
     dx = dy @ in_dtype(rows, dy.dtype)
     for dy, rows in others:

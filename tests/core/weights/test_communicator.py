@@ -311,6 +311,19 @@ def test_launch_points_are_declared() -> None:
     LocalWeights().pass_by("attn")  # gathers nothing, so there is no plan to follow
 
 
+@pytest.mark.parametrize("wrong", [4, None, [4], "F0"])
+def test_a_step_is_a_sequence_of_actions(wrong: object) -> None:
+    """Catches the number of micro-batches taken for the actions, and an error that names neither.
+
+    A refused call leaves the communicator as it was.
+    """
+    net, communicator, channel = echo_net()
+    with pytest.raises(TypeError, match=r"actions must be .*: pass isp.sequential_actions\(n\)"):
+        communicator.begin(wrong)  # type: ignore[arg-type]
+    assert channel.taken() == []
+    step(net, communicator)
+
+
 def test_model_chunk_must_exist() -> None:
     """Catches a chunk number taken as it comes."""
     _, communicator, _ = echo_net()
