@@ -25,23 +25,13 @@ class GatherExperts(ShardedExperts):
         called: Callable[[], object],
         ahead: ComputedAhead | None = None,
     ) -> None:
-        """Replace the forward of `module` if its weights are gathered.
-
-        `called` is called before each call. `ahead`: the module that is computed while weights are
-        in flight.
-        """
-        super().__init__(module, name, communicator)
-        self._own_code, self._ahead = module.forward, ahead
-        # A hook must return None, or its result would replace the arguments.
-        module.register_forward_pre_hook(lambda *_: called() and None)
+        """Replace the forward of `module` if its weights are gathered; see `ShardedExperts`."""
+        super().__init__(module, name, communicator, called, ahead)
         if communicator.gathers_weights:
             module.forward = self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the experts of all tokens, as the module's forward."""
-        if self._ahead is not None:
-            self._ahead.compute((*args, *kwargs.values())[0])
-        return self.on_whole(self._run_own_code, args, kwargs)
-
-    def _run_own_code(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        return self.run_own(self._own_code, args, kwargs)
+        if self.ahead is not None:
+            self.ahead.compute((*args, *kwargs.values())[0])
+        return self.on_whole(self.run_own, self.own_code, args, kwargs)

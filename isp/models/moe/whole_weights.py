@@ -34,6 +34,7 @@ from isp.core.torch_private import (
     version_of,
 )
 from isp.core.weights.wp_communicator import WPCommunicator
+from isp.models.moe.ahead import ComputedAhead
 from isp.models.roles import expert_stacks
 
 __all__ = ["ExpertWeight", "ShardedExperts"]
@@ -56,11 +57,25 @@ class ExpertWeight:
 
 
 class ShardedExperts(ABC):
-    """A module with experts, whose stacks are read together; subclasses say by which ranks."""
+    """A module with experts, whose stacks are read together; a subclass says by which rank."""
 
-    def __init__(self, module: nn.Module, name: str, communicator: WPCommunicator) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        communicator: WPCommunicator,
+        called: Callable[[], object],
+        ahead: ComputedAhead | None,
+    ) -> None:
+        """`called` is called before each call of the module.
+
+        `ahead`: the module that is computed while weights or tokens are in flight.
+        """
         self.module, self.name, self.communicator = module, name, communicator
         self.weights = tuple(ExpertWeight(module, name, n) for n in expert_stacks(module))
+        self.own_code, self.ahead = module.forward, ahead
+        # A hook must return None, or its result would replace the arguments.
+        module.register_forward_pre_hook(lambda *_: called() and None)
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
