@@ -10,7 +10,8 @@ computed between `dispatch` and the rest of the exchange.
 [Note: Every rank takes part] A rank that receives no token still has the node through which
 gradients are sent, because all ranks must launch the same transfers in backward. That node saves a
 tensor even if neither tokens nor weights have a gradient: a recompute, with its transfers, begins
-when a saved tensor is read, and ends after the last one.
+when a saved tensor is read, and ends after the last one. Where weights are gathered, `_Leave` saves
+one on each rank in any case.
 
 N tokens of a rank, k experts of each token, D hidden size, E experts; R = N k rows that a rank
 sends, one for each token and expert, sorted by expert; M rows that it receives
@@ -82,12 +83,9 @@ class DispatchExperts(ShardedExperts):
         exchange: ExpertExchange,
         ahead: ComputedAhead | None = None,
     ) -> None:
-        """`exchange`: the exchange with the ranks that have the other experts.
-
-        `ahead`: the module that is computed while tokens are in flight.
-        """
-        super().__init__(module, name, communicator)
-        self._exchange, self._ahead = exchange, ahead
+        """`exchange`: the exchange with the ranks that have the other experts."""
+        super().__init__(module, name, communicator, ahead)
+        self._exchange = exchange
         num_experts = exchange.bounds[-1]
         self._vectors = [
             name
@@ -103,7 +101,7 @@ class DispatchExperts(ShardedExperts):
         """Attributes that hold the number of experts, known by value and name."""
 
     def wrap(self, inner: ModuleForward) -> ModuleForward:
-        self._own_code = inner
+        self.own_code = inner
         return self.__call__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -116,8 +114,8 @@ class DispatchExperts(ShardedExperts):
         place = weights_among(leaves, numbers)
         assert place is not None, "the trace knows"
         sent = self._exchange.dispatch(tokens, numbers, leaves[place])
-        if self._ahead is not None:
-            self._ahead.compute(tokens)
+        if self.ahead is not None:
+            self.ahead.compute(tokens)
         leaves[0] = leaves[place] = None  # received rows take the places of these
         return self.on_whole(self._compute_received, sent, leaves, place, spec)
 
@@ -148,7 +146,7 @@ class DispatchExperts(ShardedExperts):
         vectors = {name: getattr(self.module, name)[own] for name in self._vectors}
         try:
             with reparametrized(self.module, vectors):
-                return self._own_code(*args, **kwargs)
+                return self.own_code(*args, **kwargs)
         finally:
             for key in self._counts:  # restored, because the model's own code may read it
                 setattr(self.module, key, num_experts)
@@ -202,9 +200,10 @@ class _Route:
         return [transfer.wait() for transfer in under_way]
 
 
-class _Order(NamedTuple):
-    """The order of the rows of one part of the tokens."""
+class _Part(NamedTuple):
+    """One part of the tokens on its way to their experts, and the order of its rows."""
 
+    route: _Route
     entry: Tensor
     """[R], the index of each row among the N k entries of the tokens' expert indices."""
     token: Tensor
@@ -213,15 +212,8 @@ class _Order(NamedTuple):
     """[N, k], the rows of each token, from its lowest expert to its highest."""
     numbers: Tensor
     """[M, 1], the expert of each received row, numbered within this rank's experts."""
-
-
-class _Part(NamedTuple):
-    """One part of the tokens in flight to their experts."""
-
-    buffers: tuple[Tensor, ...]
-    """The buffers of received tokens [M, D] and routing weights [M, 1]."""
-    route: _Route
-    order: _Order
+    buffers: tuple[Tensor, ...] = ()
+    """The buffers of received tokens [M, D] and routing weights [M, 1], once launched."""
 
 
 class Sent(NamedTuple):
@@ -276,17 +268,17 @@ class ExpertExchange:
         last = self.bounds[-1] - 1
         weights = weights.masked_fill(numbers > last, 0)
         numbers = numbers.clamp(max=last)
-        parts = [chunk_range(len(tokens), self.num_chunks, i) for i in range(self.num_chunks)]
-        cuts = [slice(part.start, part.stop) for part in parts]
-        routes = self._routes([numbers[cut] for cut in cuts])
+        ranges = [chunk_range(len(tokens), self.num_chunks, i) for i in range(self.num_chunks)]
+        cuts = [slice(part.start, part.stop) for part in ranges]
+        parts = self._routes([numbers[cut] for cut in cuts])
         sent = [
-            _Part(_Dispatch.apply(tokens[cut], weights[cut], order, route), route, order)
-            for cut, (route, order) in zip(cuts, routes, strict=True)
+            part._replace(buffers=_Dispatch.apply(tokens[cut], weights[cut], part))
+            for cut, part in zip(cuts, parts, strict=True)
         ]
         return Sent(sent, count)
 
     def __call__(
-        self, compute: Compute, sent: Sent, read: Iterable[Tensor], recomputed_to_the_end: bool
+        self, compute: Compute, sent: Sent, read: Sequence[Tensor], recomputed_to_the_end: bool
     ) -> Tensor:
         """Return for each token that was `sent` the sum of its experts' results, [N, D].
 
@@ -312,25 +304,25 @@ class ExpertExchange:
         self,
         compute: Compute,
         parts: Sequence[_Part],
-        read: Iterable[Tensor],
+        read: Sequence[Tensor],
         recomputed_to_the_end: bool,
     ) -> list[Tensor]:
         """Return the sums of each part of the tokens; all results are sent before any is added."""
         back = []
-        for buffers, route, order in parts:
-            x, w = _Arrive.apply(*buffers, route)
+        for part in parts:
+            x, w = _Arrive.apply(*part.buffers, part.route)
             if len(x):
-                y = compute(x, order.numbers, w)
+                y = compute(x, part.numbers, w)
             else:  # [Note: Every rank takes part]; empty, but connected to all inputs
                 y = joined(x * w, *read) * torch.ones_like(w)
-            back.append(_Return.apply(y.to(x.dtype), route))
+            back.append(_Return.apply(y.to(x.dtype), part.route))
         return [
-            _Combine.apply(rows, order, route, recomputed_to_the_end)
-            for rows, (_, route, order) in zip(back, parts, strict=True)
+            _Combine.apply(rows, part, recomputed_to_the_end)
+            for rows, part in zip(back, parts, strict=True)
         ]
 
-    def _routes(self, parts: Sequence[Tensor]) -> list[tuple[_Route, _Order]]:
-        """Return route and order of each part of the tokens, given its expert indices [N, k]."""
+    def _routes(self, parts: Sequence[Tensor]) -> list[_Part]:
+        """Return each part of the tokens, given its expert indices [N, k]."""
         num_experts, size = self.bounds[-1], self.ranks.size
         flat = [part.flatten().long() for part in parts]
         counts = torch.stack(
@@ -344,12 +336,12 @@ class ExpertExchange:
         sums = torch.cat([sums.new_zeros(*sums.shape[:-1], 1), sums], -1)[..., self.bounds].diff()
         rows = sums.tolist() if not sums.is_meta else _even(parts, size)  # the CPU's one wait
         return [
-            self._route(part, every[:, i, self.own], [of_rank[i] for of_rank in rows])
+            self._part(part, every[:, i, self.own], [of_rank[i] for of_rank in rows])
             for i, part in enumerate(parts)
         ]
 
-    def _route(self, numbers: Tensor, own: Tensor, rows: list[list[int]]) -> tuple[_Route, _Order]:
-        """Return route and order of tokens with expert indices `numbers` [N, k].
+    def _part(self, numbers: Tensor, own: Tensor, rows: list[list[int]]) -> _Part:
+        """Return the part of the tokens with expert indices `numbers` [N, k].
 
         `own` [ranks, e]: rows from each rank for each expert of this rank. `rows`: rows from each
         rank to each.
@@ -360,13 +352,13 @@ class ExpertExchange:
         received = [of_rank[me] for of_rank in rows]
         # Received rows are sorted by rank, and those of a rank by expert.
         local = torch.arange(own.shape[1], device=own.device).repeat(len(own))
-        order = _Order(
+        return _Part(
+            _Route(self.ranks, self._tag, rows[me], received),
             entry,
             token,
             token.argsort(stable=True).view(-1, k),
             local.repeat_interleave(own.flatten(), output_size=sum(received)).unsqueeze(1),
         )
-        return _Route(self.ranks, self._tag, rows[me], received), order
 
 
 def _even(parts: Sequence[Tensor], size: int) -> list[list[list[int]]]:
@@ -392,13 +384,11 @@ class _Dispatch(Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, order: _Order, route: _Route
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(order.entry, order.of_token)
-        ctx.route, ctx.shape = route, weights.shape
-        rows = x[order.token], weights.flatten()[order.entry].unsqueeze(1)
-        return tuple(route.launch(rows, "dispatch"))
+    def forward(ctx: Any, x: Tensor, weights: Tensor, part: _Part) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(part.entry, part.of_token)
+        ctx.route, ctx.shape = part.route, weights.shape
+        rows = x[part.token], weights.flatten()[part.entry].unsqueeze(1)
+        return tuple(part.route.launch(rows, "dispatch"))
 
     @staticmethod
     @once_differentiable
@@ -406,7 +396,7 @@ class _Dispatch(Function):
         entry, of_token = ctx.saved_tensors
         dx, dw = ctx.route.wait()
         of_weights = torch.empty_like(dw[:, 0]).index_copy_(0, entry, dw[:, 0])
-        return _sum_by_token(dx, of_token), of_weights.view(ctx.shape), None, None
+        return _sum_by_token(dx, of_token), of_weights.view(ctx.shape), None
 
 
 class _Arrive(Function):
@@ -454,11 +444,11 @@ class _Combine(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: _Order, route: _Route, saves: bool) -> Tensor:
-        ctx.route, ctx.token = route, None if saves else order.token
-        ctx.save_for_backward(order.token if saves else None)
-        route.wait()
-        return _sum_by_token(rows, order.of_token)
+    def forward(ctx: Any, rows: Tensor, part: _Part, saves: bool) -> Tensor:
+        ctx.route, ctx.token = part.route, None if saves else part.token
+        ctx.save_for_backward(part.token if saves else None)
+        part.route.wait()
+        return _sum_by_token(rows, part.of_token)
 
     @staticmethod
     @once_differentiable
@@ -466,4 +456,4 @@ class _Combine(Function):
         (saved,) = ctx.saved_tensors
         rows = dy[ctx.token if saved is None else saved]
         ctx.route.launch((rows,), "combine.grad")
-        return rows, None, None, None
+        return rows, None, None

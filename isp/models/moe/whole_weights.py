@@ -35,6 +35,7 @@ from isp.core.torch_private import (
 )
 from isp.core.weights.wp_communicator import WPCommunicator
 from isp.models.forwards import ModuleForward
+from isp.models.moe.ahead import ComputedAhead
 from isp.models.roles import expert_stacks
 
 __all__ = ["ExpertWeight", "ShardedExperts"]
@@ -57,12 +58,20 @@ class ExpertWeight:
 
 
 class ShardedExperts(ABC):
-    """A module with experts, whose stacks are read together; subclasses say by which ranks."""
+    """A module with experts, whose stacks are read together; a subclass says by which rank."""
 
-    def __init__(self, module: nn.Module, name: str, communicator: WPCommunicator) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        communicator: WPCommunicator,
+        ahead: ComputedAhead | None,
+    ) -> None:
+        """`ahead`: the module that is computed while weights or tokens are in flight."""
         self.module, self.name, self.communicator = module, name, communicator
         self.weights = tuple(ExpertWeight(module, name, n) for n in expert_stacks(module))
-        self._own_code: ModuleForward
+        self.ahead = ahead
+        self.own_code: ModuleForward
         """The module's own code; `wrap` sets it."""
 
     @abstractmethod
