@@ -116,7 +116,7 @@ logger = logging.getLogger(__name__)
 
 _Choose = Callable[[Callable[[], Candidates]], CheckpointInfo | None]
 """Chooses the first good one of the candidates that a function finds: `preview`, or
-`Checkpointer.choose_from` on all ranks."""
+`Checkpointer.choose` on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -545,7 +545,7 @@ def begin_run(start: Start, config: JobConfig, checkpoints: RunCheckpoints) -> P
     if not checkpoints.are_whole:
         checkpoints.init_weights()
     checkpointer = checkpoints.checkpointer
-    info, is_own = _first_checkpoint(start, config.checkpoint, checkpointer.choose_from)
+    info, is_own = _first_checkpoint(start, config.checkpoint, checkpointer.choose)
     if info is None:
         if start.resumes:
             folder = start.checkpoints
