@@ -276,33 +276,24 @@ class Checkpointer:
 
     # -- loading -----------------------------------------------------------------------------
 
-    def choose(
-        self, load_step: int | None = None, *, launch: float | None = None
-    ) -> CheckpointInfo | None:
-        """Return the checkpoint to resume from, with every byte verified; None if there is none.
+    def choose(self, find: Callable[[], Candidates] | None = None) -> CheckpointInfo | None:
+        """Return the first good one of the candidates that `find` returns on rank 0, or None.
 
-        `isp.checkpoint.folder.candidates_in` gives the order. Raises CheckpointError if there is
-        no checkpoint of `load_step`, or all are damaged.
+        Without `find`, these are the checkpoints of the folder, the newest first. Verifies every
+        byte. Raises CheckpointError if `find` raises, or all candidates are damaged.
         """
-        return self.choose_from(lambda: candidates_in(self.folder, load_step, launch=launch))
+        if self._flight is not None:
+            self._flight.join()
+        return choose(find or (lambda: candidates_in(self.folder)), self._channel)
 
     def choose_initial(self, path: Path) -> CheckpointInfo:
         """Return the checkpoint at `path`, or the newest good one in a folder of them or a run's.
 
         Verifies every byte. Raises CheckpointError if there is none, or all are damaged.
         """
-        found = self.choose_from(lambda: candidates_at(path))
+        found = self.choose(lambda: candidates_at(path))
         assert found is not None
         return found
-
-    def choose_from(self, find: Callable[[], Candidates]) -> CheckpointInfo | None:
-        """Return the first good one of the candidates that `find` returns; see `choose`.
-
-        `find` is called on rank 0, after the save in flight has ended.
-        """
-        if self._flight is not None:
-            self._flight.join()
-        return choose(find, self._channel)
 
     def load(
         self, info: CheckpointInfo, state: TrainState, *, weights_only: bool = False

@@ -146,8 +146,7 @@ class Trainer:
     def run(self) -> bool:
         """Train to the last step, or until a stop signal or the time limit, and save.
 
-        Returns True if the run has finished. It begins from the state that `begin_run`
-        loads.
+        Returns True if the run has finished. It begins from the state that `begin_run` loads.
         """
         begun = begin_run(self.start, self.config, self._checkpoints)
         self.step, self.tokens = begun.step, begun.tokens

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isp.checkpoint import Checkpointer, CheckpointInfo, TrainState
+from isp.checkpoint.folder import candidates_in
 from isp.core.comm import Channel
 from isp.core.layers.module import RowsOf, bind_names, named_parameters
 from isp.core.mesh import Axis, Topology
@@ -122,7 +123,7 @@ def _channels(topology: Topology, rank: int) -> dict[Axis, Channel]:
 
 def chosen(checkpointer: Checkpointer, *step: int, **keys: float | None) -> CheckpointInfo:
     """Return the checkpoint to resume from; there has to be one."""
-    info = checkpointer.choose(*step, **keys)
+    info = checkpointer.choose(lambda: candidates_in(checkpointer.folder, *step, **keys))
     assert info is not None
     return info
 

@@ -1,6 +1,7 @@
 """Which run a start continues, from which checkpoint, and why: find, claim, open.
 
-Read from top to bottom, in the order in which a start takes its way:
+A start is one `isp train`, on all its ranks: a launch by the user, or a restart by torchrun. It has
+three steps, which follow each other in this file:
 
     find     `_find`: the run and its folder of checkpoints, the first that applies. Makes nothing.
                1. ranks that torchrun restarted: their own run [Note: Restarts]
@@ -15,15 +16,15 @@ Read from top to bottom, in the order in which a start takes its way:
     open     `begin_run`, on all ranks: load the first of: the run's own checkpoint, the one of
              `checkpoint.initial_load_path`, the initial weights
 
-`isp train --nproc` calls `check_start` before its ranks start, which finds and checks without
-making anything; rank 0 then calls `open_run`, and finds again.
+`isp train --nproc` calls `check_start` before its ranks start, which finds and checks but makes
+nothing. Rank 0 then calls `open_run`, which finds again: a run may have been started in between.
 
-[Note: Order of runs] The name of a run is its start in UTC, marked by `Z`; earlier versions of ISP
-wrote local time, without it. No name decides which run is the newest: a clock may be set back, or
-differ between machines. `launch.json` decides. It keeps the time of the last launch, which is made
-greater than that of each earlier launch of the job, so a launch on a slow clock is still the
-newest. It is a time and not a number of its own because runs of earlier versions have it, too, and
-because a run that has lost its file can be placed among the others by its name.
+[Note: Order of runs] The name of a run is the time of its start, but names do not decide which run
+is the newest: a clock may be set back, or differ between machines. `launch.json` decides. It keeps
+the time of the last launch, which is made greater than that of each earlier launch of the job, so a
+launch on a slow clock is still the newest. It is a time and not a number of its own because runs of
+earlier versions have it, too, and because a run that has lost its file can be placed among the
+others by its name.
 
 [Note: Finished runs] A run has finished when its `launch.json` says so, which is written last,
 after the checkpoint, the metrics and the evaluation of the last step. Until then the same command
@@ -116,7 +117,7 @@ logger = logging.getLogger(__name__)
 
 _Choose = Callable[[Callable[[], Candidates]], CheckpointInfo | None]
 """Chooses the first good one of the candidates that a function finds: `preview`, or
-`Checkpointer.choose_from` on all ranks."""
+`Checkpointer.choose` on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +252,8 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
         # It may go through `latest`, which will be this run's link.
         given = Path(checkpoint.folder).resolve()
 
-    # 1. Restarted ranks: `auto_resume`, `load_step` and `finished_step` do not count.
+    # 1. Restarted ranks stay in their run, whatever auto_resume and load_step say, and also if the
+    # run has finished.
     if (restarted := _restarted_run(job)) is not None:
         run, launch = restarted
         return Start(
@@ -266,7 +268,7 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
     load_step = checkpoint.load_step
     goes_on = checkpoint.auto_resume or load_step is not None
 
-    # 2. `checkpoint.folder`: its checkpoints are resumed in a new run's folder.
+    # 2. The checkpoints of `checkpoint.folder` are resumed by a new run.
     if given is not None:
         steps = CheckpointFolder(given).steps()
         if steps and not goes_on:
@@ -281,14 +283,16 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
     note = ""
     for run in earlier_runs(job) if goes_on else ():
         launched = run.launch()
-        # With load_step the user names a checkpoint, also of a finished run. Whether the run has
-        # that step is checked when its checkpoints are listed.
+        # With load_step the user names a checkpoint, also of a finished run. If the run lacks that
+        # step, `candidates_in` refuses the start.
         if launched is not None and launched.finished_step is not None and load_step is None:
             note = _why_not_resumed(run, launched.finished_step, config, topology)
             if note:
                 break
         elif not CheckpointFolder(run.checkpoint_folder).steps():
-            check_unlocked(run.checkpoint_folder)  # raises if it has just begun
+            # In progress, but not saved yet: the same command given twice must not train the same
+            # steps in two runs. Without a lock the run ended before its first checkpoint.
+            check_unlocked(run.checkpoint_folder)
             continue
         return Start(folder=run, is_new=False, checkpoints=run.checkpoint_folder, resumes=True)
     if load_step is not None:
@@ -545,7 +549,7 @@ def begin_run(start: Start, config: JobConfig, checkpoints: RunCheckpoints) -> P
     if not checkpoints.are_whole:
         checkpoints.init_weights()
     checkpointer = checkpoints.checkpointer
-    info, is_own = _first_checkpoint(start, config.checkpoint, checkpointer.choose_from)
+    info, is_own = _first_checkpoint(start, config.checkpoint, checkpointer.choose)
     if info is None:
         if start.resumes:
             folder = start.checkpoints
