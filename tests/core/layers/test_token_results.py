@@ -150,6 +150,21 @@ def test_whole_logits_take_several_labels_of_a_row() -> None:
     close(x.grad, dx)
 
 
+@pytest.mark.parametrize("number", [0, 3])
+def test_loss_chunks_may_have_no_labels(number: int) -> None:
+    """Catches a chunk without labels that fails, or moves those of the next one."""
+    _, of_head = solo_head(1)
+    tokens, x = torch.arange(number), plain().x.clone().requires_grad_()
+    labels = RowLabels(tokens, torch.full_like(tokens, 7))
+    found = results_of_head(of_head, x, labels, TokenScoreRules())
+    logits = F.linear(plain().x, plain().weight).flatten(0, 1)[labels.rows]
+    close(found, plain_scores(logits, tokens)[:, :2])
+    found.sum().backward()
+    assert x.grad is not None
+    reached = x.grad.flatten(0, 1).abs().sum(-1).nonzero().flatten().tolist()
+    assert reached == [7][:number]
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_losses_of_tokens_have_gradients(chunk: int) -> None:
     """Catches losses whose gradient is not theirs, or ignores the caller's weights of tokens."""
