@@ -40,7 +40,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from isp.config.models import language_model
 from isp.core.attention.mask import AttentionMask
 from isp.core.comm import Mesh, streams
 from isp.core.mesh import Mode
@@ -53,6 +52,7 @@ from isp.core.optim.zero1 import Zero1Optimizer
 from isp.models.build import build_model
 from isp.step.train_step import TrainStep
 from isp.train.garbage import collected_every
+from model.build import language_model
 from model.config import ModelConfig
 
 TOKENS = 16

@@ -45,6 +45,7 @@ from isp.config import JobConfig, load_config
 from isp.core.comm import Mesh
 from isp.core.micro_batch import MicroBatch
 from isp.metrics import device_name, peak_tflops
+from isp.step.job_models import trained_model
 from model.config import ModelConfig
 from model.huggingface import config_json
 from model.presets import PRESETS
@@ -163,7 +164,7 @@ def measure(
     )
     if device.type == "cuda":
         makers[f"{OURS}, again"] = of
-    flops = config.language_model.flops([tokens])
+    flops = trained_model(config).flops([tokens])
     peak, first = peak_tflops(device_name(device)), None
     for name, make in makers.items():
         one: dict[str, Any] = {"who": name, "tokens": tokens, "recompute": again, "fault": ""}

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from paced import Link, Paced
 
-from isp.config.models import language_model
 from isp.core.comm import Mesh, TimedTransfer
 from isp.core.mesh import (
     Axis,
@@ -46,6 +45,7 @@ from isp.core.pipeline.order import PipelineOrder, timeline
 from isp.models.build import build_model
 from isp.parity.forked import run_ranks
 from isp.step.train_step import TrainStep
+from model.build import language_model
 from model.config import ModelConfig
 
 CPU = torch.device("cpu")

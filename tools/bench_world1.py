@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isp.config.models import language_model
 from isp.core.comm import Mesh
 from isp.core.layers.rotary import RotaryEmbedding
 from isp.core.mesh.config import ParallelConfig
@@ -30,6 +29,7 @@ from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.models.build import build_model
 from isp.step.train_step import TrainStep
+from model.build import language_model
 from model.config import ModelConfig
 
 SIZES = {

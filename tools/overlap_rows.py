@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from isp.config.models import language_model
 from isp.core.attention.backends.cpu import CpuAttention
 from isp.core.attention.local import LocalAttention
 from isp.core.comm import Channel, Mesh, Pending, TimedTransfer
@@ -33,6 +32,7 @@ from isp.core.weights.uses import sequential_actions
 from isp.core.weights.wp_communicator import LocalWeights, WPCommunicator
 from isp.models.runtime.sharded_modules import ShardedEmbedding
 from isp.models.runtime.stage_module import StageModule
+from model.build import language_model
 from model.config import ModelConfig
 from model.decoder import Decoder
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_nproc, add_option, not_negative, positive
 from isp.cli.output import say
+from isp.step.job_models import check_models
 
 if TYPE_CHECKING:
     from isp.core.mesh import Mode
@@ -58,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     for mode in tuple(Mode) if args.modes is None else _modes(args.modes):
         try:  # raise all errors before any process starts
             own = config_for(config, mode, ranks)
-            own.check_folder_model()
+            check_models(own)
             if args.nproc is not None:
                 check_host_memory(own, own.topology(ranks), args.nproc)
             modes.append(mode)

@@ -29,6 +29,7 @@ from isp.cli.output import say
 from isp.cli.plan_command import add_calibrate, add_layouts, add_plan
 from isp.cli.profile_command import add_options as add_profile
 from isp.cli.topology_command import add_options as add_topology
+from isp.step.job_models import check_models, trained_model
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -242,7 +243,7 @@ def _train(args: argparse.Namespace) -> int:
 
         sized, topology = config.for_ranks(ranks), config.topology(ranks)
         config.require_packages()
-        sized.check_folder_model()
+        check_models(sized)
         check_param_groups(config)
         check_devices(config, args.nproc)
         check_host_memory(sized, topology, args.nproc)
@@ -351,7 +352,7 @@ def _prefetch(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, args.overrides)
     config = config.for_ranks(config.parallel.least_ranks)
-    say(schedule_text(config.language_model, config.parallel, config.data.num_micro_batches))
+    say(schedule_text(trained_model(config), config.parallel, config.data.num_micro_batches))
     if balance := balance_text(config):
         say(f"\n{balance}")
     return 0

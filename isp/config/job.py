@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from isp.config.data import DataConfig
 from isp.config.faults import describe_faults, place
 from isp.config.keys import KeyTable
-from isp.config.models import language_model
 from isp.config.sections import (
     CHECKPOINT_FOLDER,
     ENVIRONMENT_FILE,
@@ -43,9 +42,6 @@ from isp.models.huggingface.config_json import (
 from isp.utils.text import check_complete, redacted_values
 from model.config import ModelConfig
 from model.presets import with_preset
-
-if TYPE_CHECKING:
-    from isp.models.traced_model import TracedModel
 
 __all__ = [
     "ConfigError",
@@ -123,35 +119,6 @@ class JobConfig:
                 f"lr_scheduler.warmup_steps={warmup} and the {decay} steps of "
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
-            )
-
-    @property
-    def language_model(self) -> TracedModel:
-        """Return the model that `model` describes; one of `model.hf` is read and traced only once.
-
-        Raises ValueError if it cannot be made, or its logits do not fit the objective.
-        """
-        model = language_model(self.model, self.training.dtype)
-        _check_logits(self, model)
-        return model if self.training.objective == "sft" else model.computed(gives_scores=True)
-
-    def check_folder_model(self) -> None:
-        """Raise ValueError if the model of `model.hf` cannot be made, or split as configured.
-
-        Checks the teacher as well.
-        """
-        if self.training.objective == "distill":
-            second_model(self)
-        if self.model.hf is None:
-            return
-        model = self.language_model
-        model.check_layout(self.parallel, self.row_tokens)
-        model.check_length(self.parallel, self.row_tokens)
-        positions = model.learned_positions
-        if positions is not None and self.data.seq_len > positions:
-            raise ValueError(
-                f"data.seq_len={self.data.seq_len} is longer than the position embeddings of"
-                f" model.hf={self.model.hf}: use at most {positions}"
             )
 
     @property
@@ -278,48 +245,6 @@ def _check_objective(config: JobConfig) -> None:
         raise ValueError(
             f"training.dpo.label_smoothing={dpo.label_smoothing} is not defined for"
             f" training.dpo.loss_type=ipo: use 0, or sigmoid"
-        )
-
-
-def second_model(config: JobConfig) -> TracedModel | None:
-    """Return the frozen model of the objective, reference or teacher; None for other objectives.
-
-    Raises ValueError for a teacher with another vocabulary, or that cannot be split as the model.
-    """
-    training = config.training
-    if training.objective in ("sft", "reward"):
-        return None
-    if training.objective == "dpo":
-        return config.language_model.frozen()
-    how = replace(config.model, hf=training.distill.teacher, hf_overrides=None, adapter=None)
-    teacher = language_model(how, training.dtype, trains=False)
-    if teacher.vocab_size != config.language_model.vocab_size:
-        raise ValueError(
-            f"training.distill.teacher={training.distill.teacher} has {teacher.vocab_size}"
-            f" logits a token, and the model {config.language_model.vocab_size}: distill between"
-            f" models of one tokenizer"
-        )
-    if training.distill.top_k > teacher.vocab_size:
-        raise ValueError(
-            f"training.distill.top_k={training.distill.top_k} is more than the teacher's"
-            f" {teacher.vocab_size} logits of a token"
-        )
-    teacher.check_layout(config.parallel, config.row_tokens)
-    teacher.check_length(config.parallel, config.row_tokens)
-    return teacher.frozen()
-
-
-def _check_logits(config: JobConfig, model: TracedModel) -> None:
-    """Raise ValueError if the model's logits do not fit `training.objective`."""
-    from isp.models.huggingface.interface import LogitsOf
-
-    rewards = model.interface.logits_of(model.model) is LogitsOf.ROW_LABELS
-    if (config.training.objective == "reward") != rewards or (rewards and model.vocab_size != 1):
-        given = f"{model.vocab_size} labels of a sequence" if rewards else "a token's vocabulary"
-        raise ValueError(
-            f"training.objective={config.training.objective}: the logits of"
-            f" {type(model.model).__name__} are of {given}: reward takes the folder of a"
-            f" ...ForSequenceClassification with num_labels=1, and nothing else does"
         )
 
 

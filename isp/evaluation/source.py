@@ -16,7 +16,6 @@ from torch import nn
 from isp.checkpoint import Checkpointer, TrainState
 from isp.checkpoint.folder import CheckpointInfo, newest_at
 from isp.checkpoint.state import CheckpointWeights, check_shapes
-from isp.config.models import language_model
 from isp.config.sections import DTYPES, CheckpointConfig
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis, ParallelConfig
@@ -35,6 +34,7 @@ from isp.train.state.export import as_saved, plain_decoder, saved_model
 from isp.train.state.saved_run import saved_config
 from isp.utils.environment import require
 from isp.utils.files import download_hint, read_json
+from model.build import language_model
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE
 

@@ -13,7 +13,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from isp.config import JobConfig, load_config
 from isp.config.data import DataConfig
-from isp.config.models import how_computed
 from isp.core.comm import Mesh
 from isp.core.comm.cuda import compute_deterministically
 from isp.core.mesh import Topology
@@ -30,6 +29,7 @@ from isp.models.loading import begun_by_the_model, empty_model
 from isp.models.traced_model import TracedModel
 from isp.step.host_memory import check_memory_of_states
 from isp.step.setup import check_param_groups, make_world
+from model.build import how_computed
 from model.config import ModelConfig
 
 __all__ = ["ParallelRun", "loop_config", "parallelize", "parallelize_folder"]

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from isp.config import JobConfig
-from isp.config.models import language_model
 from isp.core.comm.tag import Purpose, Tag, Transfer
 from isp.core.mesh import Axis, Mode, ParallelConfig, Topology
 from isp.core.mesh.layout import ParameterLayout
@@ -18,6 +17,7 @@ from isp.core.optim.torch_optimizer import count_states, optimizer_of
 from isp.core.optim.update_rules import update_rule, values_of
 from isp.core.pipeline.order import PipelineOrder
 from isp.models.traced_model import TracedModel
+from model.build import language_model
 from model.config import ModelConfig
 
 __all__ = ["Coordinates", "PlanCase"]

@@ -13,7 +13,6 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from isp.config.models import language_model
 from isp.core.mesh import Axis, Mode, PipelineConfig
 from isp.core.pipeline.order import PipelineOrder
 from isp.core.section import KeyRole, defaults_of
@@ -24,6 +23,7 @@ from isp.models.rank_plans import RankShape, marked, rank_shapes
 from isp.models.roles import ParameterRole
 from isp.models.runtime.stage_module import StageModule
 from isp.planner.case import Coordinates, PlanCase
+from model.build import language_model
 from model.config import ModelConfig
 
 __all__ = [

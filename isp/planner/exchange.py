@@ -7,6 +7,7 @@ from dataclasses import replace
 from isp.config import JobConfig
 from isp.core.mesh import ContextExchange
 from isp.planner.lengths import Planned
+from isp.step.job_models import trained_model
 
 __all__ = ["choose_exchange", "with_exchange"]
 
@@ -27,7 +28,7 @@ def choose_exchange(
         return (config, "")
     if asked is not ContextExchange.AUTO:
         # Layers with a window gather in either case.
-        windows = config.language_model.attention_windows
+        windows = trained_model(config).attention_windows
         gathers = asked is ContextExchange.RING and all(window for window, _ in windows)
         note = ", but all layers have a window, and those gather" if gathers else ""
         return (config, f"{asked}, as configured{note}")

@@ -17,6 +17,7 @@ from isp.config import ConfigError, JobConfig
 from isp.planner.case import PlanCase
 from isp.planner.fabric import Fabric
 from isp.planner.memory import Memory, busiest, moments, peak
+from isp.step.job_models import check_models
 
 __all__ = [
     "OPTIONS",
@@ -123,7 +124,7 @@ class Planned:
         """
         try:
             longer = replace(self.config, data=replace(self.config.data, seq_len=seq_len))
-            longer.check_folder_model()
+            check_models(longer)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         return PlanCase.of(longer, self.world_size, on_cpu=self.on_cpu)

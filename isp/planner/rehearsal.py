@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from isp.config.models import language_model
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.comm import Channel
 from isp.core.comm.channel import DryChannel
@@ -53,6 +52,7 @@ from isp.planner.dry import (
     fuse_norms,
 )
 from isp.planner.record import BlockRecord, Compute, EventRecorder, PeakMemory, Work
+from model.build import language_model
 from model.config import ModelConfig
 
 __all__ = ["Rehearsal", "record_of_kind", "records_of", "rehearsal"]

@@ -28,6 +28,7 @@ from isp.planner.memory import Memory, peak
 from isp.planner.predict import Prediction, predict
 from isp.planner.record import BlockRecord, Compute, Launch, Reach
 from isp.planner.rehearsal import record_of_kind
+from isp.step.job_models import check_models
 
 __all__ = ["Candidate", "Found", "evaluate", "rows_of", "search"]
 
@@ -318,7 +319,7 @@ def _with_batch(config: JobConfig, rows: int, data: int, micro_bsz: int) -> JobC
     whole = None if config.training.global_batch_size is None else rows
     training = replace(config.training, global_batch_size=whole)
     found = replace(config, data=sizes, training=training)
-    found.check_folder_model()
+    check_models(found)
     return found
 
 

@@ -19,6 +19,7 @@ from isp.core.pipeline.order import PipelineOrder
 from isp.core.weights.uses import ActionKind
 from isp.models.build import shape_only
 from isp.models.runtime.stage_module import StageModule
+from isp.step.job_models import trained_model
 
 __all__ = ["check_host_memory", "check_memory_of_states", "input_bytes_on_host"]
 
@@ -189,7 +190,7 @@ def _chunks(config: JobConfig, stage: int) -> tuple[StageModule, ...]:
     """Return the model chunks of pipeline rank `stage`, on the meta device."""
     order = PipelineOrder(config.parallel.pipeline)
     stages = order.stages_of(stage)
-    return shape_only(config.language_model, Mode.ISP, stages, order.num_stages)
+    return shape_only(trained_model(config), Mode.ISP, stages, order.num_stages)
 
 
 def _state_bytes(config: JobConfig, topology: Topology, elements: int) -> int:

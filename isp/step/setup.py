@@ -15,6 +15,7 @@ from isp.core.optim.update_rules import check_groups, values_of
 from isp.core.torch_private import Store
 from isp.models.build import trained_layouts
 from isp.models.traced_model import TracedModel
+from isp.step.job_models import trained_model
 
 __all__ = ["check_device", "check_devices", "check_param_groups", "device_of", "make_world"]
 
@@ -59,7 +60,7 @@ def check_param_groups(config: JobConfig, model: TracedModel | None = None) -> N
     """
     if not (config.optimizer.is_torchs or config.optimizer.param_groups):
         return
-    layouts = trained_layouts(config.language_model if model is None else model)
+    layouts = trained_layouts(trained_model(config) if model is None else model)
     decayed = {name for name, layout in layouts.items() if layout.decays}
     if (make := optimizer_of(config.optimizer, decayed)) is not None:
         dims = {name: len(layout.global_shape) for name, layout in layouts.items()}

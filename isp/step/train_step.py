@@ -28,6 +28,7 @@ from isp.core.pipeline.stage import ISPCommunicatorSchedulerHook, Pipeline
 from isp.core.weights.wp_communicator import DeferredWeightGradients
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.traced_model import TracedModel
+from isp.step.job_models import trained_model
 from isp.step.phases import PhaseClock
 from isp.step.same_rows import SameRows
 from isp.step.step_work import StepParts, StepWork
@@ -136,7 +137,7 @@ def make_train_step(
     replaces the model of the configuration, `make_optimizer` its update rule.
     `weights_may_change`: see `TrainStep`.
     """
-    model = config.language_model if model is None else model
+    model = trained_model(config) if model is None else model
     built = build_model(
         model,
         config.parallel,

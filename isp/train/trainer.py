@@ -17,7 +17,6 @@ import torch
 from isp.checkpoint import CheckpointError
 from isp.checkpoint.agreement import attempt, attempt_first
 from isp.config import JobConfig
-from isp.config.job import second_model
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis
 from isp.core.mesh.phase import Phase
@@ -31,6 +30,7 @@ from isp.metrics import (
     peak_tflops,
     shared_cores,
 )
+from isp.step.job_models import second_model, trained_model
 from isp.step.objectives import DistillLoss, PreferenceLoss, RewardLoss
 from isp.step.phases import PhaseClock, is_of_step
 from isp.step.train_step import StepOutcome, TokenLoss, make_train_step
@@ -122,7 +122,7 @@ class Trainer:
         self._slow_watch = SlowRankWatch(
             mesh.topology, hostnames, factor=warn.slow_rank_factor, steps=warn.slow_rank_steps
         )
-        traced = config.language_model
+        traced = trained_model(config)
         trained = sum(p.numel() for p in traced.shape.parameters() if p.requires_grad)
         logger.info(
             "model       %s parameters%s, %s, on %s",

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from isp.checkpoint import Checkpointer, TrainState
 from isp.config import load_config
-from isp.config.models import language_model
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Mesh
 from isp.core.mesh import Axis, Topology
@@ -22,6 +21,7 @@ from isp.evaluation.source import Source, open_source
 from isp.models.build import build_model
 from isp.models.huggingface.tiny import kept_in_float64, tiny_model
 from isp.train.state.saved_run import saved_values
+from model.build import language_model
 from tests.model.folders import in_float64
 from tests.toolkit import topology
 from tools.architectures import ARCHITECTURES

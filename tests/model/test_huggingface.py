@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from isp.config.models import language_model
 from isp.core.layers.rope_scaling import RopeScaling
 from isp.models.build import parameter_shapes
+from model.build import language_model
 from model.config import ModelConfig
 from model.huggingface import config_json
 from model.presets import PRESETS

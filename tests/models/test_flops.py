@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from isp.config.models import language_model
 from isp.models.traced_model import TracedModel
+from model.build import language_model
 from model.config import ModelConfig
 from tests.models.folders import small_config
 

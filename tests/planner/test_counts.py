@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from isp.config.models import language_model
 from isp.core.comm.tag import Purpose
 from isp.core.mesh import ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.core.mesh.config import LaunchPoint, OverlapUnit
@@ -18,6 +17,7 @@ from isp.planner.counts import traffic
 from isp.planner.declared import shape_of
 from isp.planner.record import Launch
 from isp.planner.rehearsal import records_of
+from model.build import language_model
 from model.config import ModelConfig
 from tests.planner.cases import Counts, counted, plan_case, share
 from tests.ranks import run_ranks

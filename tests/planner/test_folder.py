@@ -23,6 +23,7 @@ from isp.planner.case import PlanCase
 from isp.planner.counts import traffic
 from isp.planner.memory import memory, states
 from isp.planner.record import Compute, Work
+from isp.step.job_models import trained_model
 from isp.step.train_step import TrainStep, make_train_step
 from tests.models.folders import small_config, write_folder, write_job
 from tests.planner.cases import Counts, counted, share
@@ -130,7 +131,7 @@ def test_planned_transfers_and_weights_are_those_of_a_run(
     """
     job = write_job(tmp_path, write_folder(tmp_path / "model", kind, weights=False, **sizes))
     configs = [load_config(job, words) for words in layouts]
-    _ = configs[0].language_model  # traced once, for all ranks
+    _ = trained_model(configs[0])  # traced once, for all ranks
     of_ranks = run_ranks(WORLD, _counted, configs)
     for n, config in enumerate(configs):
         case = PlanCase.of(config, WORLD, on_cpu=True)
@@ -178,7 +179,7 @@ def test_planned_peak_is_the_measured_one(
     keys = ["--data.seq_len=256", "--training.dtype=float32"]
     job = write_job(tmp_path, write_folder(tmp_path, kind, weights=False, **sizes))
     configs = [load_config(job, [*words, *keys]) for words in layouts]
-    _ = configs[0].language_model  # traced once, for all ranks
+    _ = trained_model(configs[0])  # traced once, for all ranks
     of_ranks = run_ranks(WORLD, _peaks, configs, timeout_seconds=100)
     for n, config in enumerate(configs):
         for rank, found in enumerate(of_ranks):

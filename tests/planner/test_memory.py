@@ -10,7 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from isp.config.models import language_model
 from isp.core.attention.backend import AttentionBackend
 from isp.core.attention.mask import AttentionMask
 from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
@@ -24,6 +23,7 @@ from isp.planner.memory import gather_pool, memory, moments, states
 from isp.planner.record import EventRecorder, PeakMemory
 from isp.planner.rehearsal import records_of, rehearsal
 from isp.train.monitor.out_of_memory import memory_owners
+from model.build import language_model
 from model.config import ModelConfig
 from tests.planner.cases import plan_case
 from tests.planner.live import LiveBytes, live_bytes, tensors_here

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from isp.config import ConfigError
-from isp.config.models import language_model
 from isp.core.comm.tag import Tag, Transfer
 from isp.core.mesh import Axis, Mode, Topology, WeightConfig
 from isp.core.mesh.config import LaunchPoint, OverlapUnit, ParallelConfig, TensorConfig
@@ -21,6 +20,7 @@ from isp.planner.predict import Prediction, predict
 from isp.planner.record import Compute, Work
 from isp.planner.rehearsal import records_of
 from isp.planner.walk import Clock
+from model.build import language_model
 from model.config import ModelConfig
 from tests.planner.cases import plan_case
 from tests.train.runs import Layout

@@ -19,6 +19,7 @@ from isp.data.examples import SourceReader
 from isp.data.sources import open_datasets
 from isp.data.tokenizer import load_tokenizer
 from isp.models.huggingface.tiny import kept_in_float64
+from isp.step.job_models import check_models
 from isp.train.data import check_data
 from tests.data.chat_folder import CHATML, chat_folder, write_lines
 from tests.models.folders import small_config, write_folder
@@ -200,7 +201,7 @@ def test_a_reward_model_trains_as_in_one_process(job: Path) -> None:
     AutoModelForSequenceClassification.from_config(config).save_pretrained(job.parent / "model")
     _check(job, 2, MSP, ("--training.objective=reward",), _rewards)
     with pytest.raises(ValueError, match="labels of a sequence: reward takes the folder of"):
-        load_config(job).check_folder_model()
+        check_models(load_config(job))
 
 
 def test_a_student_trains_as_in_one_process(job: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from isp.config.models import language_model
 from isp.core.comm import Mesh
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import (
@@ -36,6 +35,7 @@ from isp.core.optim.zero1 import Zero1Optimizer
 from isp.core.weights.sharded_parameter import ShardedParameter
 from isp.models.build import build_model
 from isp.step.train_step import TrainStep
+from model.build import language_model
 from model.config import ModelConfig
 
 __all__ = [

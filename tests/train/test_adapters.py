@@ -22,6 +22,7 @@ from isp.data.sources import open_datasets
 from isp.evaluation.source import open_source
 from isp.models.build import build_model
 from isp.models.huggingface.tiny import kept_in_float64
+from isp.step.job_models import trained_model
 from isp.train.state.export import export
 from tests.models.folders import write_folder, write_job
 from tests.models.models import Rows, Trained, trained_plainly
@@ -51,7 +52,7 @@ def _initial(config: JobConfig, *, frozen: bool = False) -> dict[str, Tensor]:
     """The weights that a run begins from, or its reference."""
     mesh = Mesh(Topology.create(1, ParallelConfig()), 0)
     built = build_model(
-        config.language_model.frozen() if frozen else config.language_model,
+        trained_model(config).frozen() if frozen else trained_model(config),
         config.parallel,
         mesh,
         seed=config.training.seed,
@@ -137,7 +138,7 @@ def test_modules_are_named_as_in_peft(tmp_path: Path) -> None:
             f"--model.adapter.{key}={value if isinstance(value, str) else json.dumps(value)}"
             for key, value in words.items()
         ]
-        ours = load_config(job, given).language_model.model
+        ours = trained_model(load_config(job, given)).model
         assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
 
 
@@ -157,7 +158,7 @@ def test_what_is_not_supported_is_refused_by_its_name(tmp_path: Path) -> None:
         "target_parameters=[mlp.gate.weight]": "which is not a stack of experts: use",
     }.items():
         with pytest.raises(ValueError, match=why):
-            _ = load_config(job, [f"--model.adapter.{words}"]).language_model
+            _ = trained_model(load_config(job, [f"--model.adapter.{words}"]))
     with pytest.raises(ValueError, match=r"model.adapter needs model.hf"):
         load_config(job, ["--model.hf=null", "--model.adapter.r=4"])
     folder = tmp_path / "adapter"

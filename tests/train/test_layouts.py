@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isp.config.models import language_model
 from isp.core.layers.vocab_loss import IGNORED
 from isp.core.mesh import Axis, ContextExchange, Mode, PipelineSchedule, WeightConfig
 from isp.core.mesh.config import OverlapUnit
 from isp.core.optim.config import OptimizerConfig
+from model.build import language_model
 from model.config import ModelConfig
 from tests.model.plain import PlainDecoder, document_bounds, train_plainly
 from tests.ranks import run_ranks

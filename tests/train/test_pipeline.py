@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from isp.config.models import language_model
 from isp.core.mesh import Mode, PipelineConfig, PipelineSchedule
 from isp.core.micro_batch import MicroBatch
 from isp.core.pipeline.order import Hop, PipelineOrder, program, split_layers, timeline
 from isp.core.weights.uses import Action, ActionKind
+from model.build import language_model
 from model.config import ModelConfig
 from tests.planner.live import LiveBytes
 from tests.ranks import run_ranks

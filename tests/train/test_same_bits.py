@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from isp.config.models import language_model
 from isp.core.comm.tag import Purpose
 from isp.core.mesh import Mode, PipelineSchedule, WeightConfig
 from isp.core.mesh.config import LaunchPoint, OverlapUnit
+from model.build import language_model
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 from tests.train.runs import Layout, Meshes, Numbers, Task, Weights, make_run

@@ -22,6 +22,7 @@ from isp.data.rendering import TemplateFailure, render
 from isp.data.tokenizer import HFTokenizer
 from isp.models.huggingface import adapters as lora
 from isp.models.huggingface import make
+from isp.step.job_models import trained_model
 from isp.utils.limits import check_in_child, limited
 from tests.models.folders import write_folder, write_job
 
@@ -266,7 +267,7 @@ def test_the_sizes_of_a_folder_are_limited(
     described.pop("layer_types", None)
     file.write_text(json.dumps(described | sizes))
     with pytest.raises(ValueError, match=r"config\.json|cannot build") as refused:
-        _ = config.language_model
+        _ = trained_model(config)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -281,4 +282,4 @@ def test_the_pattern_of_an_adapter_is_limited(
     words = [f"--model.adapter.target_modules={pattern}", "--model.adapter.r=2"]
     config = load_config(write_job(tmp_path, folder), words)
     with pytest.raises(ValueError, match=r"model\.adapter\.target_modules=.* takes more than 0\.5"):
-        _ = config.language_model
+        _ = trained_model(config)

@@ -8,6 +8,7 @@ from isp.config import JobConfig
 from isp.core.attention.sequence import SequenceRanks
 from isp.core.mesh.sequence_split import SequenceSplit
 from isp.core.micro_batch import MicroBatch
+from isp.step.job_models import trained_model
 
 __all__ = ["ContextBalance", "balance_text"]
 
@@ -20,7 +21,7 @@ def balance_text(config: JobConfig) -> str:
     ranks = config.topology(config.parallel.least_ranks).context
     if ranks == 1:
         return ""
-    data, windows = config.data, config.language_model.attention_windows
+    data, windows = config.data, trained_model(config).attention_windows
     lengths = (data.seq_len,) * (data.micro_bsz if data.pack else 1)
     plan = (
         SequenceSplit.of(lengths, ranks, windows) if windows else SequenceSplit.of(lengths, ranks)

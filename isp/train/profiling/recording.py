@@ -30,6 +30,7 @@ from isp.profile.recorder import RankRecord, Recorder, RegisterHook
 from isp.profile.totals import mean_totals, timeline, totals
 from isp.profile.trace import Event, chrome_trace, torch_events, write_trace
 from isp.profile.waits import worst_waits
+from isp.step.job_models import trained_model
 from isp.step.train_step import TrainStep
 from isp.utils.files import write_whole, written_whole
 
@@ -181,7 +182,7 @@ def _mode_profile(
         ),
         waits=worst_waits(times, steps, config.parallel),
         plan_grid=schedule_text(
-            config.language_model, config.parallel, config.data.num_micro_batches
+            trained_model(config), config.parallel, config.data.num_micro_batches
         )
         if topology.mode.gathers_weights
         else None,

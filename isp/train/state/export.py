@@ -19,7 +19,6 @@ from isp.checkpoint.folder import describe_contents
 from isp.checkpoint.state import CheckpointWeights, check_shapes, saved_rows
 from isp.config import JobConfig
 from isp.config.keys import KeyTable
-from isp.config.models import language_model
 from isp.config.removed import REMOVED_KEYS
 from isp.config.sections import DTYPES
 from isp.models.build import parameter_shapes
@@ -27,6 +26,7 @@ from isp.models.huggingface.config_json import read_config
 from isp.models.traced_model import TracedModel
 from isp.utils.environment import require
 from isp.utils.files import copy_regular
+from model.build import language_model
 from model.config import ModelConfig
 from model.huggingface import CONFIG_FILE, config_json
 from model.weight_names import exported_rows

@@ -80,6 +80,7 @@ from isp.config.sections import CheckpointConfig, JobSection
 from isp.core.comm import Mesh
 from isp.core.mesh import Topology
 from isp.models.build import parameter_shapes
+from isp.step.job_models import trained_model
 from isp.train.folder.run_folder import (
     RUN_NAME,
     LaunchRecord,
@@ -491,7 +492,7 @@ def _check(start: Start, config: JobConfig, topology: Topology) -> None:
             )
         check_changes(info, config, topology)
         stream_place(info, config)
-    model = config.language_model
+    model = trained_model(config)
     check_shapes(info, parameter_shapes(model), model.earlier_names)
 
 

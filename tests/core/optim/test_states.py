@@ -20,6 +20,7 @@ from isp.core.optim.main_grads import MainGradients
 from isp.core.optim.states import StateMemory
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.step import host_memory as train_memory
+from isp.step.job_models import trained_model
 from tests.core.optim.places import Spec, loss, place
 from tests.core.optim.test_update_rules import plain_optimizer
 from tests.ranks import run_each
@@ -222,7 +223,7 @@ def test_too_little_host_memory_is_told_before_ranks_start(
 ) -> None:
     """Catches a machine that swaps, or kills a rank, for states that nobody counted."""
     config = load_config(write_job(tmp_path), [*SAVES, *HOST])
-    numbers_of_model = config.language_model.num_parameters
+    numbers_of_model = trained_model(config).num_parameters
     states = 12 * numbers_of_model  # of two ranks, which share them
     copies = states + 2 * numbers_of_model
     monkeypatch.setattr(train_memory, "attainable_bytes", lambda: states + copies)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config, to_yaml
 from isp.models.huggingface.make import folder_config, made
+from isp.step.job_models import check_models, trained_model
 from isp.train.data import check_data
 from tests.config.test_job import faults_of
 from tests.models.folders import write_folder, write_job
@@ -108,7 +109,7 @@ def test_what_isp_cannot_compute_is_named(
     change(folder, **values)
     assert message in faults_of(write_job(folder.parent, folder), ISP_2)
     if "dynamic" in message:  # one rank has the whole row
-        assert config_of(folder).language_model.num_parameters > 0
+        assert trained_model(config_of(folder)).num_parameters > 0
 
 
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_weights_of_another_model_are_named(folder: Path, message: str) -> None:
     change_weights(folder, **FAULTS[message])
     config = config_of(folder)
     with pytest.raises(ValueError, match=r"the weights in .* do not fit this model") as refused:
-        _ = config.language_model
+        _ = trained_model(config)
     assert message in str(refused.value)
 
 
@@ -149,10 +150,10 @@ def test_damaged_and_foreign_files_are_named(folder: Path) -> None:
     config, file = config_of(folder), folder / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short"):
-        _ = config.language_model
+        _ = trained_model(config)
     file.rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"the weights are in pytorch_model\.bin, but isp reads"):
-        _ = config.language_model
+        _ = trained_model(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
@@ -160,7 +161,7 @@ def test_weights_of_a_quantised_dtype_are_refused(folder: Path, dtype: torch.dty
     """Catches whole numbers, whose scales are elsewhere or nowhere, that train as weights."""
     change_weights(folder, model__norm__weight=torch.ones(32).to(dtype))
     with pytest.raises(ValueError, match=r"model\.norm\.weight in .* as quantised weights do"):
-        _ = config_of(folder).language_model
+        _ = trained_model(config_of(folder))
 
 
 INDEXES = {
@@ -178,7 +179,7 @@ def test_damaged_indexes_are_named(folder: Path, message: str) -> None:
     config = config_of(folder)
     (folder / f"{WEIGHTS}.index.json").write_text(INDEXES[message])
     with pytest.raises(ValueError, match=r"index\.json is damaged: ") as refused:
-        _ = config.language_model
+        _ = trained_model(config)
     assert message in str(refused.value)
 
 
@@ -188,15 +189,15 @@ def test_models_that_cannot_be_made_or_driven_are_named(folder: Path) -> None:
     with pytest.raises(
         ValueError, match=r"model\.hf=.*cannot build a causal language model from it"
     ):
-        _ = config_of(folder).language_model
+        _ = trained_model(config_of(folder))
     change(folder, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
     with pytest.raises(ValueError, match=r"isp runs no code that a folder brings"):
-        _ = config_of(folder).language_model
+        _ = trained_model(config_of(folder))
     drops = write_folder(folder.parent / "drops", "gpt2", weights=False, resid_pdrop=0.1)
     with pytest.raises(
         ValueError, match=r"transformer\.h\.0\.attn\.resid_dropout applies dropout 0\.1"
     ):
-        _ = config_of(drops).language_model
+        _ = trained_model(config_of(drops))
 
 
 KERNEL = "somebody/kernel@0123abc"
@@ -228,7 +229,7 @@ def test_a_folder_does_not_choose_the_code_that_computes(
             text[part] |= changes
         change(folder, **text)
     change(folder, **changes)
-    assert config_of(folder).language_model.num_parameters > 0
+    assert trained_model(config_of(folder)).num_parameters > 0
     # transformers' own choices: one of a package would be used by a model without the interface.
     whole = made(folder_config(folder))
     for config in (whole.config, whole.config.get_text_config(decoder=True)):
@@ -253,7 +254,7 @@ def test_missing_packages_are_named_with_the_way_out(
     )
     config = config_of(folder)
     with pytest.raises(ValueError, match=r"needs the transformers package: bash tools/setup_env"):
-        _ = config.language_model
+        _ = trained_model(config)
 
 
 def test_the_command_line_tells_a_fault_in_one_line(folder: Path) -> None:
@@ -282,9 +283,9 @@ def test_rows_beyond_a_table_of_positions_are_refused(
 ) -> None:
     """Catches an IndexError in a rank, and a table of kinds of tokens that is taken for one."""
     folder = write_folder(tmp_path / "model", kind, weights=False, **sizes)
-    config_of(folder, "--data.seq_len=128").check_folder_model()
+    check_models(config_of(folder, "--data.seq_len=128"))
     with pytest.raises(ValueError, match=r"data\.seq_len=129 is longer .* use at most 128"):
-        config_of(folder, "--data.seq_len=129").check_folder_model()
+        check_models(config_of(folder, "--data.seq_len=129"))
 
 
 def test_rows_at_whose_length_a_model_does_something_else_are_refused(tmp_path: Path) -> None:
@@ -292,11 +293,11 @@ def test_rows_at_whose_length_a_model_does_something_else_are_refused(tmp_path: 
     sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 1, "attention_heads": 4}
     off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "layerdrop"), 0.0)
     folder = write_folder(tmp_path / "model", "xglm", weights=False, **sizes, **off)
-    config_of(folder, "--data.seq_len=64").check_folder_model()
+    check_models(config_of(folder, "--data.seq_len=64"))
     long, said = "--data.seq_len=256", r"embed_positions .* row of 512 tokens: it calls `arange`"
     with pytest.raises(ValueError, match=said):
-        config_of(folder, long).check_folder_model()
-    config_of(folder, long, "--model.allow_unchecked").check_folder_model()
+        check_models(config_of(folder, long))
+    check_models(config_of(folder, long, "--model.allow_unchecked"))
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "check"])

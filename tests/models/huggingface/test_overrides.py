@@ -14,11 +14,12 @@ import yaml
 from isp.checkpoint.folder import newest_at
 from isp.cli import main
 from isp.config import ConfigError, JobConfig, load_config
-from isp.config.models import language_model
 from isp.models.huggingface.config_json import beyond_positions
 from isp.models.huggingface.overrides import OverrideError, overridden_config, overridden_json
+from isp.step.job_models import trained_model
 from isp.train.state.export import saved_model
 from isp.train.state.saved_run import check_changes
+from model.build import language_model
 from model.config import ModelConfig
 from tests.models.folders import load_folder, write_folder, write_job
 from tests.toolkit import topology
@@ -193,7 +194,7 @@ def test_commands_take_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert whole == config
     expected = {"max_position_embeddings": 512, "rope_parameters": {"rope_theta": 7e4}}
     assert config.model.hf_overrides == expected
-    assert config.language_model.model.config.rope_parameters["rope_theta"] == 7e4
+    assert trained_model(config).model.config.rope_parameters["rope_theta"] == 7e4
     assert main(["config", str(job), *words]) == 0
     again = tmp_path / "again.yaml"
     again.write_text(capsys.readouterr().out)
@@ -363,10 +364,10 @@ def test_a_teacher_is_not_overridden(tmp_path: Path) -> None:
     values["training"] |= {"objective": "distill", "distill": {"teacher": str(folder)}}
     values["model"]["hf_overrides"] = LONGER
     job.write_text(yaml.safe_dump(values))
-    from isp.config.job import second_model
+    from isp.step.job_models import second_model
 
     config: JobConfig = load_config(job)
     teacher = second_model(config)
     assert teacher is not None
-    rope = [m.model.config.rope_parameters["rope_type"] for m in (teacher, config.language_model)]
+    rope = [m.model.config.rope_parameters["rope_type"] for m in (teacher, trained_model(config))]
     assert rope == ["default", "yarn"]

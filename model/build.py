@@ -1,18 +1,22 @@
-"""Construction of the model that a `model` section describes."""
+"""Construction of the model that a `model` section describes: the decoder, or that of a folder."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from isp.core.section import KeyRole, defaults_of
+from isp.models.huggingface.interface import RouterCoefficients
+from isp.models.loading import begun_by_the_model, folder_model
+from isp.models.traced_model import TracedModel
 from isp.utils.environment import require
 from model.config import ModelConfig
-
-if TYPE_CHECKING:  # a configuration is read without torch
-    from isp.models.traced_model import TracedModel
+from model.decoder import Decoder
+from model.weight_names import earlier_names
 
 __all__ = ["how_computed", "language_model"]
 
@@ -31,8 +35,6 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
     require(f"model.hf={model.hf}", "transformers", "safetensors")
     if model.adapter is not None:
         require("model.adapter", "peft", extra="peft")
-    from isp.models.loading import folder_model
-
     return folder_model(
         model.hf,
         dtype,
@@ -45,8 +47,6 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
 
 def how_computed(model: ModelConfig) -> dict[str, Any]:
     """Return the keys that decide how the model is computed, as arguments for `TracedModel`."""
-    from isp.models.huggingface.interface import RouterCoefficients
-
     return {
         "recomputation": model.recomputation,
         "attention_backend": model.attention_backend,
@@ -64,13 +64,6 @@ def how_computed(model: ModelConfig) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def _decoder(model: ModelConfig) -> TracedModel:
     """Return the traced decoder of these sizes; cached for all ways of computing it."""
-    import torch
-
-    from isp.models.loading import begun_by_the_model
-    from isp.models.traced_model import TracedModel
-    from model.decoder import Decoder
-    from model.weight_names import earlier_names
-
     with torch.device("meta"):
         decoder = Decoder(model)
     names = earlier_names(model)

@@ -1,0 +1,79 @@
+"""The models that a run trains and compares with, from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from isp.config.job import JobConfig
+from isp.models.huggingface.interface import LogitsOf
+from isp.models.traced_model import TracedModel
+from model.build import language_model
+
+__all__ = ["check_models", "second_model", "trained_model"]
+
+
+def trained_model(config: JobConfig) -> TracedModel:
+    """Return the model that `config.model` describes; one of `model.hf` is read and traced once.
+
+    Raises ValueError if it cannot be made, or its logits do not fit the objective.
+    """
+    objective = config.training.objective
+    model = language_model(config.model, config.training.dtype)
+    rewards = model.interface.logits_of(model.model) is LogitsOf.ROW_LABELS
+    if (objective == "reward") != rewards or (rewards and model.vocab_size != 1):
+        given = f"{model.vocab_size} labels of a sequence" if rewards else "a token's vocabulary"
+        raise ValueError(
+            f"training.objective={objective}: the logits of {type(model.model).__name__} are of"
+            f" {given}: reward takes the folder of a ...ForSequenceClassification with"
+            f" num_labels=1, and nothing else does"
+        )
+    return model if objective == "sft" else model.computed(gives_scores=True)
+
+
+def second_model(config: JobConfig) -> TracedModel | None:
+    """Return the frozen model of the objective, reference or teacher; None for other objectives.
+
+    Raises ValueError for a teacher with another vocabulary, or that cannot be split as the model.
+    """
+    training = config.training
+    if training.objective in ("sft", "reward"):
+        return None
+    model = trained_model(config)
+    if training.objective == "dpo":
+        return model.frozen()
+    how = replace(config.model, hf=training.distill.teacher, hf_overrides=None, adapter=None)
+    teacher = language_model(how, training.dtype, trains=False)
+    if teacher.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"training.distill.teacher={training.distill.teacher} has {teacher.vocab_size}"
+            f" logits a token, and the model {model.vocab_size}: distill between models of one"
+            f" tokenizer"
+        )
+    if training.distill.top_k > teacher.vocab_size:
+        raise ValueError(
+            f"training.distill.top_k={training.distill.top_k} is more than the teacher's"
+            f" {teacher.vocab_size} logits of a token"
+        )
+    teacher.check_layout(config.parallel, config.row_tokens)
+    teacher.check_length(config.parallel, config.row_tokens)
+    return teacher.frozen()
+
+
+def check_models(config: JobConfig) -> None:
+    """Raise ValueError if the model of `model.hf` cannot be made, or split as configured.
+
+    Checks the teacher as well.
+    """
+    if config.training.objective == "distill":
+        second_model(config)
+    if config.model.hf is None:
+        return
+    model = trained_model(config)
+    model.check_layout(config.parallel, config.row_tokens)
+    model.check_length(config.parallel, config.row_tokens)
+    positions = model.learned_positions
+    if positions is not None and config.data.seq_len > positions:
+        raise ValueError(
+            f"data.seq_len={config.data.seq_len} is longer than the position embeddings of"
+            f" model.hf={config.model.hf}: use at most {positions}"
+        )
