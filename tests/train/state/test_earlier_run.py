@@ -39,7 +39,8 @@ def test_it_is_resumed_evaluated_and_exported(run: Path) -> None:
     run_programs(1, lambda rank: train(config))
     found = [(line.loss, line.grad_norm) for line in read_metrics(run / "metrics.jsonl")[2:]]
     for theirs, ours in zip(THEN, found, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
+        # Of another CPU, whose float32 sums of a norm were seen to differ by 2e-6.
+        assert ours == pytest.approx(theirs, rel=1e-5)
     step = str(run / "checkpoint" / "step_4")
     assert main(["evaluate", step, "--data", "tables.txt"]) == 0
     assert main(["checkpoint", "export", step, "--hf", "exported"]) == 0
