@@ -21,7 +21,7 @@ import time
 from typing import NamedTuple
 
 import torch
-from paced import Link, Paced
+from paced import Link, Paced, linears_of
 from torch import Tensor
 
 import isp
@@ -109,7 +109,7 @@ def _measure_shared(rank: int, options: argparse.Namespace) -> dict[str, list[fl
     runs["behind"] = _run("exchange", INSIDE)
     WeightHolders._ahead_of = ahead_of
     for run in runs.values():
-        for layer in run.train_step.built.linears:
+        for layer in linears_of(run.train_step.built):
             if "shared_expert." in layer.name:
                 layer.communicator = Paced(layer.communicator, lambda _: exchange / 4)
         run.step(run.loss(ids), lr=0.0)  # the first one makes buffers

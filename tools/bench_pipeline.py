@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from paced import Link, Paced
+from paced import Link, Paced, linears_of
 
 from isp.core.comm import Mesh, TimedTransfer
 from isp.core.mesh import (
@@ -76,7 +76,7 @@ class Contestant:
         self.mesh = Mesh(Topology.create(world, parallel), rank)
         traced = language_model(model, "float32")
         built = build_model(traced, parallel, self.mesh, seed=1, device=CPU, dtype=torch.float32)
-        for layer in built.linears:
+        for layer in linears_of(built):
             if layer.name != traced.trace.head:
                 layer.communicator = Paced(layer.communicator, lambda _: o.ms / 1e3)
         gradients = MainGradients(built.parameters, self.mesh, rows_of=self.mesh[Axis.ZERO1])

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from isp.core.comm import Channel
 from isp.core.mesh.phase import Phase
-from isp.core.weights.wp_communicator import FullWeights, WPCommunicator
+from isp.core.weights.wp_communicator import FullWeights, WeightGradientRoute, WPCommunicator
+from isp.models.build import BuiltModel
+from isp.models.runtime.fused_linears import FusedLinears
+from isp.models.runtime.sharded_modules import ShardedLinear
 
-__all__ = ["Link", "Paced"]
+__all__ = ["Link", "Paced", "linears_of"]
 
 
 @dataclass
@@ -68,9 +71,21 @@ class Paced(WPCommunicator):
             yield full
             time.sleep(self.seconds(module))
 
+    @property
+    def route(self) -> WeightGradientRoute | None:  # type: ignore[override]
+        """The route of the communicator: factors that it defers are multiplied without a sleep."""
+        return self.communicator.route
+
     def pass_by(self, key: Hashable) -> None:
         self.communicator.pass_by(key)
 
     def grad_hook(self, grad: Tensor, *, module: Any, **place: Any) -> Tensor | None:
         time.sleep(self.seconds(module))
         return self.communicator.grad_hook(grad, module=module, **place)
+
+
+def linears_of(built: BuiltModel) -> Iterator[ShardedLinear | FusedLinears]:
+    """Yield the linears of this rank's stage modules, in forward order."""
+    for use in (u for chunk in built.chunks for block in chunk.weight_blocks() for u in block.uses):
+        if isinstance(use.layer, ShardedLinear | FusedLinears):
+            yield use.layer
