@@ -53,7 +53,7 @@ class OwnExperts(nn.Module):
         self.bias = nn.Parameter(torch.randn(3, size))
         self.norm = nn.LayerNorm(size)
         self.trouble = ""
-        self.factor: Tensor = torch.ones(())
+        self.factor, self.more = torch.ones(()), torch.ones(())
 
     def forward(self, x: Tensor, numbers: Tensor, *, weights: Tensor) -> Any:
         if self.trouble == "writes":
@@ -70,6 +70,8 @@ class OwnExperts(nn.Module):
         inside = torch.einsum("nd,eid->eni", x, self.up) + self.bias.unsqueeze(1)
         if self.trouble == "fails in backward":
             inside.register_hook(_fail)
+        if self.trouble == "gives more":
+            self.more = inside
         first = x @ self.up[0].T.view(self.up.shape[1:])  # a read of its own, turned
         return (F.silu(inside) * self.down).sum(0) + first * self.down[2]
 
@@ -254,7 +256,7 @@ def test_experts_that_would_lose_gradients_are_refused() -> None:
 
 def _leased(rank: int, trouble: str) -> tuple[int, bool]:
     """Bytes of whole weights that are left by a backward which does not go through all of the
-    experts; whether the gradients of that are right.
+    experts; whether the gradients of that are right, or refused.
     """
     built = isp.parallelize(Chosen(trouble).double(), _job(0.0)).train_step.built
     (chunk,), communicator, right = built.chunks, built.communicator, True
@@ -262,7 +264,10 @@ def _leased(rank: int, trouble: str) -> tuple[int, bool]:
     experts: Any = chunk.model.get_submodule("blocks.1.experts")
     ids, positions = (x[:1, :32] for x in (_data()[0].input_ids, torch.arange(64).view(1, -1)))
     total = chunk(ids, positions, None).square().sum()
-    if trouble:
+    if trouble == "gives more":
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.experts other than through its result"):
+            experts.more.sum().backward()
+    elif trouble:
         with pytest.raises(ArithmeticError, match="as planned"):
             total.backward()
         del total
@@ -276,9 +281,12 @@ def _leased(rank: int, trouble: str) -> tuple[int, bool]:
 
 
 def test_a_backward_that_ends_inside_of_experts_gives_their_weights_back() -> None:
-    """Catches buffers that are lost when backward fails, or does not reach the experts' input."""
-    for of_ranks in run_each(2, _leased, {x: x for x in ("", "fails in backward")}).values():
-        assert of_ranks == [(0, True)] * 2
+    """Catches buffers that are lost when backward fails, or does not reach the experts' input, and
+    weights that are read while they are not there.
+    """
+    cases = {trouble: trouble for trouble in ("", "fails in backward", "gives more")}
+    for case, of_ranks in run_each(2, _leased, cases).items():
+        assert of_ranks == [(0, True)] * 2, case
 
 
 DECODER = ModelConfig(
