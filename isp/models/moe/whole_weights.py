@@ -98,12 +98,12 @@ class ShardedExperts(ABC):
         inputs = [*(leaves[i] for i in places), *(weight.weight for weight in self.weights)]
         reads = _BackwardReads(self)
         with self.whole(Phase.FORWARD) as whole:
-            token, *inside = _Enter.apply(*inputs, whole, reads)
+            tie, *inside = _Enter.apply(*inputs, whole, reads)
             for i, x in zip(places, inside, strict=False):  # the rest are the stacks
                 leaves[i] = x
             with reads.positions_saved(whole):
                 y = self._run(code, tree_unflatten(leaves, spec), inside[len(places) :])
-        left: Tensor = _Leave.apply(y, token, reads)
+        left: Tensor = _Leave.apply(y, tie, reads)
         return left
 
     @contextmanager
@@ -250,10 +250,10 @@ def _index_in(x: Tensor, memories: Sequence[int]) -> int | None:
 
 
 class _Enter(Function):
-    """forward   x.., shards.. -> an empty token, x.. and the stacks in `whole`, for the code inside
+    """forward   x.., shards.. -> a tie (empty), x.. and the stacks in `whole`, for the code inside
     backward  ends the use of the stacks, gives dW of each to the communicator, the last one first
 
-    The token goes to `_Leave`, so backward comes here even if no token of this rank reaches an
+    The tie goes to `_Leave`, so backward comes here even if no token of this rank reaches an
     expert. It does so when it has run all nodes that lead to an output, and, as autograd first runs
     what was recorded last, all that only lead to other parameters that the code reads.
     """
@@ -270,8 +270,8 @@ class _Enter(Function):
         frozen = [w for w, needs in zip(stacks, needed, strict=True) if not needs]
         ctx.mark_non_differentiable(*frozen)
         # On the device of the weights: autograd runs the nodes of each device in a thread.
-        token = whole[0].new_empty(0)
-        return token, *(x.detach() for x in inputs[:num_x]), *stacks
+        tie = whole[0].new_empty(0)
+        return tie, *(x.detach() for x in inputs[:num_x]), *stacks
 
     @staticmethod
     @once_differentiable
@@ -293,9 +293,9 @@ class _Leave(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, token: Tensor, reads: _BackwardReads) -> Tensor:
+    def forward(ctx: Any, y: Tensor, tie: Tensor, reads: _BackwardReads) -> Tensor:
         ctx.reads = reads
-        ctx.save_for_backward(token)
+        ctx.save_for_backward(tie)
         return y.detach()
 
     @staticmethod
@@ -304,9 +304,9 @@ class _Leave(Function):
         reads: _BackwardReads = ctx.reads
         # First of all: in a recomputed block, reading it starts the recompute, which runs up to
         # here with all its gathers and exchanges.
-        (token,) = ctx.saved_tensors
+        (tie,) = ctx.saved_tensors
         reads.begin()
         _, reaches_enter = needs_grad(ctx, 2)
         if not reaches_enter:  # `torch.autograd.grad` asks for something inside alone
             call_after_backward(reads.end)
-        return dy, token.detach(), None
+        return dy, tie.detach(), None

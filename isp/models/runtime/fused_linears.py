@@ -2,7 +2,8 @@
 
 Their weights are concatenated to [sum of Oi, I], and a rank holds contiguous rows of that: perhaps
 some of one linear, all of the next and none of a third. Each parameter is a view of its own rows,
-so optimizers, checkpoints and adapters see separate parameters. The call of the first linear
+so optimizers, checkpoints and adapters see separate parameters. The graph has the fused parameter
+alone: hooks on the gradient of one of the views never run. The call of the first linear
 gathers all rows in one transfer and computes all outputs; the calls of the others return theirs.
 
 B batch, S sequence, N tokens, I in features, Oi out features of linear i

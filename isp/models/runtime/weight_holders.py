@@ -319,7 +319,7 @@ class WeightHolders:
 
         `forward_only`: linears whose weights backward does not read.
         """
-        holders = self._gathered  # experts without a holder are not gathered
+        holders = self._gathered  # without experts that are not gathered
 
         def turn(index: int) -> float:
             """Return the place of a call in the order in which weights are read.

@@ -256,8 +256,8 @@ class Position:
     ) -> Wrapper:
         """Return the wrapper `Wrap.CALL` of a linear, a table or experts of the trace.
 
-        `reads_shard`: False for experts whose weights the communicator does not gather, which do
-        not call it themselves. `substituted`: a pass may name another function to call, see
+        `reads_shard`: False for experts that stay on their rank as a whole: no plan has a use that
+        gathers them, so their place is passed here. `substituted`: a pass may name another function to call, see
         `Instead`. `kept`: a recompute may take the result of the forward.
         """
 
