@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isp.core.comm import Channel
 from isp.core.mesh.phase import Phase
+from isp.core.weights.gradients import ProductSink
 from isp.core.weights.wp_communicator import FullWeights, WeightGradientRoute, WPCommunicator
 from isp.models.build import BuiltModel
 from isp.models.runtime.fused_linears import FusedLinears
@@ -53,9 +54,10 @@ class Link:
 
 
 class Paced(WPCommunicator):
-    """Sleeps where a layer multiplies by its weight or for its gradient, then hands on.
+    """Sleeps where a layer multiplies by its weight, then calls the communicator.
 
-    `seconds` says how long a layer's product takes.
+    `seconds` says how long a layer's product takes. A gradient that is reduced sleeps as well; one
+    that is added straight into the main gradient does not.
     """
 
     def __init__(self, communicator: WPCommunicator, seconds: Callable[[Any], float]) -> None:
@@ -73,8 +75,13 @@ class Paced(WPCommunicator):
 
     @property
     def route(self) -> WeightGradientRoute | None:  # type: ignore[override]
-        """The route of the communicator: factors that it defers are multiplied without a sleep."""
+        """The route of the communicator."""
         return self.communicator.route
+
+    @property
+    def product_sink(self) -> ProductSink | None:  # type: ignore[override]
+        """The sink of the communicator."""
+        return self.communicator.product_sink
 
     def pass_by(self, key: Hashable) -> None:
         self.communicator.pass_by(key)

@@ -36,7 +36,12 @@ from isp.core.weights.declare import WeightHolder
 from isp.core.weights.gather_reduce import DeclaredWeight
 from isp.core.weights.gradients import GradientSink, OutputGradient
 from isp.core.weights.uses import Action
-from isp.core.weights.wp_communicator import FullWeights, ShardedLayer, WPCommunicator
+from isp.core.weights.wp_communicator import (
+    FullWeights,
+    ShardedLayer,
+    WeightGradientRoute,
+    WPCommunicator,
+)
 
 __all__ = [
     "EmbeddingWeightParallelCommunicator",
@@ -155,6 +160,15 @@ class _Delegating(WPCommunicator):
     @property
     def is_recomputing(self) -> bool:  # type: ignore[override]
         return self.communicator.is_recomputing
+
+    @property
+    def route(self) -> WeightGradientRoute | None:
+        """The route of the model's communicator, which all layers share."""
+        return self.communicator.route
+
+    @route.setter
+    def route(self, route: WeightGradientRoute | None) -> None:
+        self.communicator.route = route
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.communicator.gradient_dtype(dtype)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -99,9 +99,6 @@ class DryWeights(WPCommunicator):
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return master_dtype(dtype) if self._wide_gradients else dtype
-
-    def pass_by(self, key: Hashable) -> None:
-        """Do nothing: the recorder has hooks of its own, and the plan is walked later."""
 
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None

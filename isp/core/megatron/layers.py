@@ -29,7 +29,7 @@ from isp.core.megatron.mappings import (
 from isp.core.mesh import Axis, Mode
 from isp.core.mesh.layout import ParameterLayout
 from isp.core.mesh.partition import chunk_range
-from isp.core.weights.gradients import GradientSink, OutputGradient
+from isp.core.weights.gradients import OutputGradient, ProductSink
 from isp.core.weights.wp_communicator import (
     LocalWeights,
     ShardedLayer,
@@ -76,14 +76,18 @@ class _Initialized(ParallelModule):
 
 
 class IntoMainGradients:
-    """The route that multiplies straight into the main gradient, without a dW in between."""
+    """The route that multiplies straight into the main gradient, without a dW in between.
 
-    def __init__(self, gradients: GradientSink) -> None:
+    For weights that stay on their rank, and a sink with `add_product`, such as `MainGradients`.
+    """
+
+    def __init__(self, gradients: ProductSink) -> None:
         self._gradients = gradients
 
     def __call__(
         self, layer: ShardedLayer, weight: nn.Parameter, dy: OutputGradient, x: Tensor
     ) -> None:
+        assert not layer.communicator.gathers_weights, "a gathered weight's gradient is reduced"
         self._gradients.add_product(weight, dy, x)
 
 

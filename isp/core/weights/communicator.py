@@ -90,6 +90,7 @@ class ISPCommModelConfig:
 
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD  # Python 3.11 looks members up by hand
 _GATHER = WeightOpKind.GATHER
+_LAUNCH_POINT = "launch point"
 _CACHED_PLANS = 8
 
 
@@ -101,25 +102,25 @@ class _Declared(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Stop:
+class _FollowedEntry:
     """An entry of the plan, whose operations refer to weights in place of names."""
 
     chunk: int
-    """The model chunk that it lies in."""
+    """The entry's model chunk."""
     before: tuple[WeightOp, ...]
     """The operations before the use, as planned."""
     gathers: tuple[PlannedGather, ...]
     frees: tuple[DeclaredWeight, ...]
     launches: bool
-    """Whether its last operation is a gather: the site launches gathers for later uses."""
+    """True if its last operation is a gather: the use launches gathers for later uses."""
 
 
-class _Itinerary(NamedTuple):
+class _FollowedPlan(NamedTuple):
     """A plan as the communicator follows it: made once, and followed step after step."""
 
     start: tuple[PlannedGather, ...]
     """Gathers to launch before the first stop."""
-    stops: tuple[_Stop, ...]
+    stops: tuple[_FollowedEntry, ...]
     entries: tuple[PlanEntry, ...]
     expected: tuple[tuple[Hashable, Phase], ...]
     """For each stop, the key and phase of the use that reaches it."""
@@ -144,7 +145,7 @@ class _Use:
         communicator: ISPCommunicator,
         layer: WeightHolder,
         known: _Declared | None,
-        stop: _Stop | None,
+        stop: _FollowedEntry | None,
         with_bias: bool,
     ) -> None:
         self._communicator, self._with_bias = communicator, with_bias
@@ -165,7 +166,7 @@ class _Use:
     def bias(self) -> Tensor | None:
         return self._read(1) if self._with_bias else None
 
-    def planned(self) -> _Stop | None:
+    def planned(self) -> _FollowedEntry | None:
         """Return the stop of the plan that is followed now, if this use has one there."""
         return self.stop if self.cursor is self._communicator._cursor else None
 
@@ -273,10 +274,10 @@ class ISPCommunicator(WPCommunicator):
         self._keys: dict[tuple[int, int, int], Hashable] = {}
         """The key of the use at each place (chunk, block, use), in forward order."""
         self._launch_points: set[Hashable] = set()
-        """The keys of `pass_by`."""
-        self._itineraries: dict[tuple[Action, ...], _Itinerary] = {}
+        """The keys of uses without a layer."""
+        self._itineraries: dict[tuple[Action, ...], _FollowedPlan] = {}
         """Cache by the actions of a step; a run repeats few of them."""
-        self._stops: tuple[_Stop, ...] = ()
+        self._stops: tuple[_FollowedEntry, ...] = ()
         """The stops that the cursor counts."""
         self._cursor: PlanCursor | None = None
         self._announced = False
@@ -297,7 +298,9 @@ class ISPCommunicator(WPCommunicator):
         self._chunks = as_chunks(declared)
         names, weights = weight_names(declared), self._gatherer.weights
         for site, block, use in declared_uses(declared):
-            self._keys[site[1:]] = use.key if use.layer is None else id(use.layer)
+            # A key of the caller's never meets the id of a layer.
+            launch_point = _LAUNCH_POINT, use.key
+            self._keys[site[1:]] = launch_point if use.layer is None else id(use.layer)
             if use.layer is not None:
                 name, own = names[id(use.layer.weight)], parameters_of(use.layer)
                 if name not in weights:
@@ -312,7 +315,7 @@ class ISPCommunicator(WPCommunicator):
                 found = _Declared(weight, own)
                 self._layers[id(use.layer)] = self._layers[id(use.layer.weight)] = found
             elif use.key is not None:
-                self._launch_points.add(use.key)
+                self._launch_points.add(launch_point)
             else:
                 raise ValueError(
                     f"{use.use.name} in {block.name} has neither a layer nor a key, so no forward"
@@ -408,9 +411,10 @@ class ISPCommunicator(WPCommunicator):
 
         Raises KeyError if no launch point was declared with this key.
         """
-        if key not in self._launch_points:
+        launch_point = _LAUNCH_POINT, key
+        if launch_point not in self._launch_points:
             raise KeyError(f"no launch point is declared as {key!r}: pass DeclaredUse(.., key=key)")
-        if (stop := self._arrive(key, _FORWARD)) is not None:
+        if (stop := self._arrive(launch_point, _FORWARD)) is not None:
             self._run(stop)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -441,7 +445,7 @@ class ISPCommunicator(WPCommunicator):
         self._gatherer.launch(found.start)
         return cursor
 
-    def _itinerary(self, actions: tuple[Action, ...]) -> _Itinerary:
+    def _itinerary(self, actions: tuple[Action, ...]) -> _FollowedPlan:
         """Return the plan of `actions`, whose weights and keys are looked up once."""
         if (known := self._itineraries.get(actions)) is not None:
             return known
@@ -453,7 +457,7 @@ class ISPCommunicator(WPCommunicator):
             return tuple((weights[op.weight], op.bias is not None) for op in launched)
 
         stops = tuple(
-            _Stop(
+            _FollowedEntry(
                 entry.site.chunk,
                 entry.before,
                 gathers(entry.before),
@@ -466,11 +470,11 @@ class ISPCommunicator(WPCommunicator):
         expected = tuple((self._keys[e.site[1:]], e.site.phase) for e in planned.entries)
         if len(self._itineraries) >= _CACHED_PLANS:  # actions that do not repeat
             self._itineraries.clear()
-        found = _Itinerary(gathers(planned.start), stops, planned.entries, expected)
+        found = _FollowedPlan(gathers(planned.start), stops, planned.entries, expected)
         self._itineraries[actions] = found
         return found
 
-    def _arrive(self, key: Hashable, phase: Phase) -> _Stop | None:
+    def _arrive(self, key: Hashable, phase: Phase) -> _FollowedEntry | None:
         """Return the plan's stop for a use, after running the stops skipped before it."""
         if self._latch.error is not None:
             self._latch.check()
@@ -483,11 +487,11 @@ class ISPCommunicator(WPCommunicator):
             start, index = 0, self._begin_pass(key)
         if index is None:
             return None
+        stop = self._stops[index]
+        assert self.model_chunk in (stop.chunk, None), (self.model_chunk, stop)
         if index > start:
             for skipped in self._stops[start:index]:
                 self._run(skipped)
-        stop = self._stops[index]
-        assert self.model_chunk in (stop.chunk, None), (self.model_chunk, stop)
         return stop
 
     def _begin_pass(self, key: Hashable) -> int | None:
@@ -506,7 +510,7 @@ class ISPCommunicator(WPCommunicator):
         backward = [Action(ActionKind.BACKWARD, 0, chunk) for chunk in reversed(chunks)]
         return self._follow(forward + backward).arrive(key, _FORWARD)
 
-    def _run(self, stop: _Stop) -> None:
+    def _run(self, stop: _FollowedEntry) -> None:
         """Run the operations of a stop without a use: a launch point, or one that was skipped."""
         if stop.gathers:
             self._gatherer.launch(stop.gathers)

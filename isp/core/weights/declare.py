@@ -64,8 +64,8 @@ class DeclaredUse:
     layer: WeightHolder | None = None
     """The layer whose weight is read here."""
     at: nn.Module | None = None
-    """The module whose call marks the place for recorders; None: the layer itself, or a launch
-    point without a module. One call may contain several uses."""
+    """The module whose call marks the place for recorders; one call may contain several uses. None
+    in a traced model: a call that mixes tokens, which no module makes."""
     key: Hashable = None
     """The key with which the model calls `WPCommunicator.pass_by` here; for launch points only.
     Uses of one key are passed in turn."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -238,9 +238,16 @@ def _optimizer_steps() -> list[int]:
 # -- gradients -------------------------------------------------------------------------------
 
 
-_InFlight: TypeAlias = tuple[ShardedParameter, Pending, list[Lease], int]
-"""A reduce-scatter in flight: the parameter, this rank's piece of the sum, the buffers to give back
-after it, and the bytes of the full gradient as sent, which is kept until the sum has arrived."""
+class _InFlight(NamedTuple):
+    """A reduce-scatter in flight."""
+
+    parameter: ShardedParameter
+    piece: Pending
+    """This rank's piece of the sum."""
+    leases: list[Lease]
+    """The buffers to give back after it."""
+    num_bytes: int
+    """The bytes of the full gradient as sent, which is kept until the sum has arrived."""
 
 
 class GradientReducer:
@@ -289,7 +296,7 @@ class GradientReducer:
             while self._in_flight and self.bytes_in_flight + num_bytes > self.max_bytes_in_flight:
                 self._deliver_oldest()
             pending, leases = self._send(parameter, channel, grad, place)
-            self._in_flight.append((parameter, pending, leases, num_bytes))
+            self._in_flight.append(_InFlight(parameter, pending, leases, num_bytes))
             self.bytes_in_flight += num_bytes
         except Exception as failed:
             self._latch.error = failed
@@ -302,7 +309,7 @@ class GradientReducer:
             return grad
         with self._latch:
             pending, leases = self._send(parameter, channel, grad, None)
-            shard = parameter.as_it_lies(pending.wait()).clone()
+            shard = parameter.without_padding(pending.wait()).clone()
             for lease in leases:
                 lease.release()
         return shard
@@ -339,7 +346,7 @@ class GradientReducer:
     def _deliver_oldest(self) -> None:
         parameter, pending, leases, num_bytes = self._in_flight.popleft()
         self.bytes_in_flight -= num_bytes
-        self.sink.add(parameter.parameter, parameter.as_it_lies(pending.wait()))
+        self.sink.add(parameter.parameter, parameter.without_padding(pending.wait()))
         for lease in leases:
             lease.release()
 

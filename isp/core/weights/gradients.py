@@ -72,11 +72,15 @@ class GradientSink(Protocol):
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient, promised or not; the tensor must not be kept."""
 
-    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
-        """Add the weight gradient dy^T x, promised or not."""
-
     def withdraw(self, parameter: nn.Parameter) -> None:
         """Take a promise back."""
+
+
+class ProductSink(GradientSink, Protocol):
+    """A sink that multiplies a weight gradient straight into its buffer."""
+
+    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
+        """Add the weight gradient dy^T x, promised or not."""
 
 
 class ParameterGradients:
@@ -94,6 +98,3 @@ class ParameterGradients:
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
         else:
             parameter.grad += gradient
-
-    def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
-        self.add(parameter, weight_gradient(dy, x))

@@ -50,7 +50,7 @@ class ShardedParameter:
             return x.contiguous()
         return pad_rows(x.movedim(self.layout.dim, 0), length)
 
-    def as_it_lies(self, piece: Tensor) -> Tensor:
+    def without_padding(self, piece: Tensor) -> Tensor:
         """Return the shard of a piece as a reduction delivers it: without padding, as a view."""
         layout = self.layout
         if layout.travels_as_it_lies:

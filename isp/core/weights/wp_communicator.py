@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from isp.core.mesh.phase import Phase
 from isp.core.weights.declare import WeightHolder
-from isp.core.weights.gradients import GradientSink, OutputGradient, weight_gradient
+from isp.core.weights.gradients import OutputGradient, ProductSink, weight_gradient
 
 __all__ = [
     "DeferredWeightGradients",
@@ -61,7 +61,7 @@ class WPCommunicator(ABC):
     route: WeightGradientRoute | None = None
     """The function that takes both factors of weight gradients; None: they are multiplied at once.
     A `DeferredWeightGradients` if a schedule splits the backward."""
-    adds_products: GradientSink | None = None
+    product_sink: ProductSink | None = None
     """The sink that multiplies factors straight into its buffers, for weights that stay on their
     rank; None: products are made here, and delivered by `grad_hook`."""
 
@@ -88,8 +88,7 @@ class WPCommunicator(ABC):
         gather. The tensors may be read any number of times.
         """
 
-    @abstractmethod
-    def pass_by(self, key: Hashable) -> None:
+    def pass_by(self, key: Hashable) -> None:  # noqa: B027  # only plans have launch points
         """Report that a forward has reached the launch point without a weight declared as `key`.
 
         Gathers that the plan launches there are launched. Does nothing if weights are not gathered.
@@ -125,8 +124,8 @@ class WPCommunicator(ABC):
             if self.route is not None:
                 if (dw := self.route(module, parameter, dy, x)) is None:
                     return None
-            elif self.adds_products is not None:
-                self.adds_products.add_product(parameter, dy, x)
+            elif self.product_sink is not None:
+                self.product_sink.add_product(parameter, dy, x)
                 return None
         if dw is None:
             dw = weight_gradient(dy, x, dtype=self.gradient_dtype(x.dtype))
@@ -171,12 +170,12 @@ class LocalWeights(WPCommunicator):
 
     gathers_weights = False
 
-    def deliver_to(self, sink: GradientSink | None) -> None:
-        """Let `sink` compute the products of layers; None: autograd delivers them, too."""
-        self.adds_products = sink
+    def deliver_to(self, sink: ProductSink | None) -> None:
+        """Add products dy^T x straight into `sink`; None: autograd accumulates them.
 
-    def pass_by(self, key: Hashable) -> None:
-        """Do nothing: no weight is gathered, so there is no plan."""
+        It accumulates all other gradients in either case.
+        """
+        self.product_sink = sink
 
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None
@@ -198,7 +197,7 @@ class DeferredWeightGradients:
     the communicator where they are reduced over the weight group.
     """
 
-    def __init__(self, sink: GradientSink, *, limit: int | None = None) -> None:
+    def __init__(self, sink: ProductSink, *, limit: int | None = None) -> None:
         if limit is not None and limit < 0:
             raise ValueError(f"limit={limit} must be at least 0, or None to defer all")
         self._sink = sink

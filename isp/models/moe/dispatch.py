@@ -36,6 +36,7 @@ from isp.core.megatron.mappings import (
 )
 from isp.core.mesh.config import ExpertConfig
 from isp.core.mesh.partition import chunk_range
+from isp.core.mesh.phase import Phase
 from isp.core.tensors import tensors_in
 from isp.core.torch_private import TreeSpec, reparametrized, tree_flatten, tree_unflatten
 from isp.core.weights.wp_communicator import WPCommunicator
@@ -173,7 +174,7 @@ class _Route:
     """The number of rows sent to each rank."""
     received: list[int]
     """The number of rows received from each rank."""
-    under_way: list[Pending] = field(default_factory=list)
+    in_flight: list[Pending] = field(default_factory=list)
     """The transfers in flight, in the order in which they are waited for."""
 
     def launch(self, rows: Iterable[Tensor], what: str, *, back: bool = False) -> list[Tensor]:
@@ -186,7 +187,7 @@ class _Route:
         buffers = []
         for x in rows:
             buffer = x.new_empty(sum(here), *x.shape[1:])
-            self.under_way.append(
+            self.in_flight.append(
                 self.channel.all_to_all_into(
                     buffer, x.contiguous(), out_rows=here, in_rows=there, tag=tag
                 )
@@ -196,8 +197,8 @@ class _Route:
 
     def wait(self) -> list[Tensor]:
         """Wait for all transfers in flight; return the buffers that they filled."""
-        under_way, self.under_way = self.under_way, []
-        return [transfer.wait() for transfer in under_way]
+        in_flight, self.in_flight = self.in_flight, []
+        return [transfer.wait() for transfer in in_flight]
 
 
 class _Part(NamedTuple):
@@ -236,15 +237,15 @@ class ExpertExchange:
         ranks: Channel,
         bounds: Sequence[int],
         *,
-        alike: Channel,
+        same_tokens: Channel,
         num_chunks: int,
     ) -> None:
         """`bounds`: rank i has experts `bounds[i]` up to, not including, `bounds[i + 1]`.
 
-        `alike`: the ranks that have the same tokens, of which each sends its share.
+        `same_tokens`: the ranks that have the same tokens, of which each sends its share.
         `num_chunks`: the number of parts into which tokens are divided to overlap transfers.
         """
-        self.ranks, self.bounds, self.alike = ranks, bounds, alike
+        self.ranks, self.bounds, self.same_tokens = ranks, bounds, same_tokens
         self.num_chunks = num_chunks
         self._tag = Tag(Purpose.EXPERTS, name)
 
@@ -259,9 +260,9 @@ class ExpertExchange:
         The CPU waits for the device once, for the numbers of rows.
         """
         # Padded, so that each of the ranks with the same tokens sends as many.
-        count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.alike.size)
+        count, pad = len(tokens), (0, 0, 0, -len(tokens) % self.same_tokens.size)
         tokens, numbers, weights = (
-            scatter_to_sequence_parallel_region(F.pad(x, pad) if pad[-1] else x, self.alike)
+            scatter_to_sequence_parallel_region(F.pad(x, pad) if pad[-1] else x, self.same_tokens)
             for x in (tokens, numbers, weights)
         )
         # transformers uses index E for an entry that goes to no expert: send it with weight 0.
@@ -277,26 +278,26 @@ class ExpertExchange:
         ]
         return Sent(sent, count)
 
-    def __call__(
-        self, compute: Compute, sent: Sent, read: Sequence[Tensor], recomputed_to_the_end: bool
-    ) -> Tensor:
+    def __call__(self, compute: Compute, sent: Sent, read: Sequence[Tensor], saves: bool) -> Tensor:
         """Return for each token that was `sent` the sum of its experts' results, [N, D].
 
         `compute` is called with the rows that this rank received, and their experts numbered within
-        this rank's. `read`: all other tensors that it reads. `recomputed_to_the_end`: True if a
+        this rank's. `read`: all other tensors that it reads. `saves`: True if a
         recompute runs beyond this exchange in any case, see `_Combine`.
         """
         try:
-            sums = self._sums(compute, sent.parts, read, recomputed_to_the_end)
+            sums = self._sums(compute, sent.parts, read, saves)
         except BaseException:
             # A recompute ends with one, at the last tensor that it is for. Results of the parts
             # before are in flight then; nothing else would wait for them and free their buffers.
-            for part in sent.parts:
-                part.route.wait()
+            # After an error of the code, other ranks may have launched nothing to wait for.
+            if self.ranks.log.phase is Phase.RECOMPUTE:
+                for part in sent.parts:
+                    part.route.wait()
             raise
         out = sums[0] if len(sums) == 1 else torch.cat(sums)
         every = gather_from_sequence_parallel_region(
-            out, self.alike, tensor_parallel_output_grad=False
+            out, self.same_tokens, tensor_parallel_output_grad=False
         )
         return every if len(every) == sent.num_tokens else every[: sent.num_tokens]
 
@@ -305,7 +306,7 @@ class ExpertExchange:
         compute: Compute,
         parts: Sequence[_Part],
         read: Sequence[Tensor],
-        recomputed_to_the_end: bool,
+        saves: bool,
     ) -> list[Tensor]:
         """Return the sums of each part of the tokens; all results are sent before any is added."""
         back = []
@@ -316,10 +317,7 @@ class ExpertExchange:
             else:  # [Note: Every rank takes part]; empty, but connected to all inputs
                 y = joined(x * w, *read) * torch.ones_like(w)
             back.append(_Return.apply(y.to(x.dtype), part.route))
-        return [
-            _Combine.apply(rows, part, recomputed_to_the_end)
-            for rows, part in zip(back, parts, strict=True)
-        ]
+        return [_Combine.apply(rows, part, saves) for rows, part in zip(back, parts, strict=True)]
 
     def _routes(self, parts: Sequence[Tensor]) -> list[_Part]:
         """Return each part of the tokens, given its expert indices [N, k]."""

@@ -188,6 +188,8 @@ class _BackwardReads:
     def __init__(self, experts: ShardedExperts) -> None:
         self.experts = experts
         self._whole: Sequence[Tensor] = ()
+        # After a backward that failed, the use ends when the graph is freed, and with it this
+        # object: Python then closes the generator of `ShardedExperts.whole`.
         self._use = ExitStack()
 
     def begin(self) -> None:
@@ -307,6 +309,8 @@ class _Leave(Function):
         (tie,) = ctx.saved_tensors
         reads.begin()
         _, reaches_enter = needs_grad(ctx, 2)
-        if not reaches_enter:  # `torch.autograd.grad` asks for something inside alone
+        if not reaches_enter:
+            # `torch.autograd.grad` asks for something inside alone, or only biases are trained and
+            # x has no gradient: the stacks stay whole until the end of the backward pass.
             call_after_backward(reads.end)
         return dy, tie.detach(), None

@@ -19,7 +19,7 @@ Source: Bekman et al. 2025 (Arctic Long Sequence Training), TiledMLP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -191,9 +191,6 @@ class _Sums(WPCommunicator):
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, torch.float32)
-
-    def pass_by(self, key: Hashable) -> None:
-        self._communicator.pass_by(key)
 
     def unshard(
         self, module: Any, phase: Phase, weight: Tensor, bias: Tensor | None = None

@@ -296,7 +296,7 @@ class WeightHolders:
             layers.expert,
             layers.expert_bounds(layout.global_shape[0]),
             # In mtp all tensor ranks have the same tokens, and each sends its share of them.
-            alike=Channel.solo() if layers.mode.splits_sequence else layers.tensor,
+            same_tokens=Channel.solo() if layers.mode.splits_sequence else layers.tensor,
             num_chunks=layers.expert_chunks,
         )
 

@@ -257,8 +257,8 @@ class Position:
         """Return the wrapper `Wrap.CALL` of a linear, a table or experts of the trace.
 
         `reads_shard`: False for experts that stay on their rank as a whole: no plan has a use that
-        gathers them, so their place is passed here. `substituted`: a pass may name another function to call, see
-        `Instead`. `kept`: a recompute may take the result of the forward.
+        gathers them, so their place is passed here. `substituted`: a pass may name another
+        function to call, see `Instead`. `kept`: a recompute may take the result of the forward.
         """
 
         def wrap(inner: ModuleForward) -> ModuleForward:
