@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 
-from isp.core.internevo import ISPOverlapState
+from isp.core.comm import Channel
+from isp.core.internevo import HeadWeightParallelCommunicator, ISPOverlapState
 from isp.core.mesh.config import LaunchPoint
+from isp.core.weights.gradients import ProductSink
 from isp.core.weights.uses import sequential_actions
-from isp.core.weights.wp_communicator import LocalWeights
+from isp.core.weights.wp_communicator import (
+    DeferredWeightGradients,
+    LocalWeights,
+    WPCommunicator,
+)
 from tests.core.weights.echo import echo_net
 
 
@@ -30,6 +38,27 @@ def test_overlap_state_shows_what_is_gathered() -> None:
     net(torch.tensor([[1, 2, 3, 1]])).sum().backward()
     communicator.finish()
     assert not any(weight.gathered for weight in state.weights)
+
+
+def test_all_communicators_of_a_model_have_one_route() -> None:
+    """Catches a route that is set on the communicator of a head or table, and read by nobody."""
+    _, communicator, _ = echo_net()
+    head = HeadWeightParallelCommunicator(communicator, Channel.solo(), Channel.solo())
+    head.route = route = DeferredWeightGradients(mock.create_autospec(ProductSink))
+    assert communicator.route is route
+    communicator.route = None
+    assert head.route is None
+
+
+def test_a_communicator_of_a_users_own_needs_two_methods() -> None:
+    """Catches a new abstract method, which would break communicators that users have written."""
+
+    class Own(WPCommunicator):
+        gathers_weights = False
+        unshard = LocalWeights.unshard
+        grad_hook = LocalWeights.grad_hook
+
+    assert Own().pass_by("anything") is None  # type: ignore[func-returns-value]
 
 
 def test_communication_mode() -> None:
