@@ -138,7 +138,8 @@ def _layout(name: str, text: str) -> Layout:
         return _with_context(*map(int, cut.groups()))
     if sizes := re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", name):
         return Layout(int(sizes[1]), int(sizes[2]))
-    if split := re.fullmatch(r"(mtp|msp|fsp) ?([1-9]\d?)", name):
+    modes = "|".join(mode for mode in Mode if mode.splits_features)
+    if split := re.fullmatch(rf"({modes}) ?([1-9]\d?)", name):
         return Layout(int(split[2]), 1, Mode(split[1]))
     raise ConfigError(
         f"--layouts {text}: {name!r} is no layout: write all, or sizes of the tensor and weight"
