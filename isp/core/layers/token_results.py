@@ -77,8 +77,8 @@ class ResultRules(ABC):
     def find(self, logits: Tensor, beside: Any, shard: LogitShard) -> tuple[Tensor, Tensor | None]:
         """Return the results [B, n, K], and a tensor to save for `gradient` (or None).
 
-        `logits` [B, n, V'] may be overwritten; `beside` [B, n, ..] holds further inputs of each
-        token, such as its target.
+        `logits` [B, n, V'] may be overwritten if they are float32 or wider; `beside` [B, n, ..]
+        holds further inputs of each token, such as its target.
         """
 
     @abstractmethod
@@ -338,16 +338,21 @@ class _OfLogits(Function):
     def forward(
         ctx: Any, logits: Tensor, beside: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
     ) -> Tensor:
-        found, kept = rules.find(logits.clone(), beside, shard)
-        ctx.save_for_backward(logits, kept)
-        ctx.beside, ctx.rules, ctx.shard = beside, rules, shard
+        # Rules leave narrower logits as they are, so evaluation in bfloat16 copies none.
+        is_wide = logits.dtype == torch.promote_types(logits.dtype, torch.float32)
+        found, kept = rules.find(logits.clone() if is_wide else logits, beside, shard)
+        # Saved, so that torch raises in backward if labels have been written in place since.
+        ctx.of_rows = isinstance(beside, RowLabels)
+        ctx.save_for_backward(logits, kept, *(beside if ctx.of_rows else (beside,)))
+        ctx.rules, ctx.shard = rules, shard
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        logits, kept = ctx.saved_tensors
-        dlogits = ctx.rules.gradient(logits.clone(), ctx.beside, kept, given, ctx.shard)
+        logits, kept, *saved = ctx.saved_tensors
+        beside = RowLabels(*saved) if ctx.of_rows else saved[0]
+        dlogits = ctx.rules.gradient(logits.clone(), beside, kept, given, ctx.shard)
         return dlogits, None, None, None
 
 
@@ -355,6 +360,7 @@ def results_of_logits(
     logits: Tensor, beside: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
 ) -> Tensor:
     """Return the results of a model's logits [B, n, V']; see `results_of_head`."""
+    assert isinstance(beside, Tensor) or isinstance(rules, TokenScoreRules)
     if isinstance(beside, RowLabels):
         beside = beside._replace(rows=pinned_memory.send(beside.rows, logits.device))
     found: Tensor = _OfLogits.apply(logits, beside, rules, shard)
@@ -498,6 +504,7 @@ def results_of_head(
     and entropy are then computed once a row, whatever the number of its labels. Computes
     `of.chunk_tokens` tokens at a time, fewer if the rules take more memory for a token.
     """
+    assert isinstance(beside, Tensor) or isinstance(rules, TokenScoreRules)
     head, size = of.head, of.chunk_tokens
     of = of._replace(chunk_tokens=size and max(1, size // rules.num_buffers))
     found: Tensor = _OfHead.apply(x, head.weight, head.bias, beside, of, rules)
