@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from isp.cli.options import Run, add_nproc, add_option, not_negative, positive
 from isp.cli.output import say
-from isp.step.job_models import check_models
 
 if TYPE_CHECKING:
     from isp.core.mesh import Mode
@@ -49,6 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     ranks = world_size(args.nproc, least=config.parallel.least_ranks)
     from isp.profile.table import describe
     from isp.step.host_memory import check_host_memory
+    from isp.step.job_models import check_models
     from isp.step.setup import check_devices
     from isp.train.data import check_data
     from isp.train.folder.run_folder import check_can_create

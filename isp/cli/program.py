@@ -29,7 +29,6 @@ from isp.cli.output import say
 from isp.cli.plan_command import add_calibrate, add_layouts, add_plan
 from isp.cli.profile_command import add_options as add_profile
 from isp.cli.topology_command import add_options as add_topology
-from isp.step.job_models import check_models, trained_model
 
 if TYPE_CHECKING:
     from isp.config import JobConfig
@@ -237,6 +236,7 @@ def _train(args: argparse.Namespace) -> int:
         args.words = [*without_nproc(args.words, *LAYOUT_OPTIONS), *chosen]
     if args.nproc is not None:  # every error before any process starts
         from isp.step.host_memory import check_host_memory
+        from isp.step.job_models import check_models
         from isp.step.setup import check_devices, check_param_groups
         from isp.train.data import check_data
         from isp.train.state.resume import check_start
@@ -348,6 +348,7 @@ def _prefetch(args: argparse.Namespace) -> int:
     """Print the prefetch plan, and the balance of pipeline stages."""
     from isp.config import load_config
     from isp.models.rank_plans import schedule_text
+    from isp.step.job_models import trained_model
     from isp.train.monitor.balance import balance_text
 
     config = load_config(args.config, args.overrides)

@@ -76,7 +76,7 @@ class _PairLoss(TokenLoss):
         loss = (losses * is_pair).sum().double()
         # The ranks of a sequence all have the value, which is summed over them: each reports 1/p of
         # it. The gradient stays whole, as each rank's is of its own tokens.
-        return loss + (1 / work.token_ranks - 1) * loss.detach()
+        return loss + (1 / work.num_loss_parts - 1) * loss.detach()
 
 
 class PreferenceLoss(_PairLoss):
@@ -145,7 +145,7 @@ def _summed(work: StepWork, index: int, scores: Tensor) -> Tensor:
     documents = work.documents(index)
     numbers = work.as_labels(index, documents.numbers).flatten()
     own = scores.new_zeros(len(documents.num_labels)).index_add(0, numbers, scores.flatten())
-    if work.token_ranks == 1:
+    if work.num_loss_parts == 1:
         return own
     tensor, tag = work.mesh[Axis.TENSOR], Tag(tensor="documents")
     every = tensor.all_reduce(own.detach().clone(), tag=tag).wait()

@@ -127,7 +127,7 @@ class StepWork(ABC):
         """
 
     @property
-    def token_ranks(self) -> int:
+    def num_loss_parts(self) -> int:
         """The number of ranks that a sequence's losses are divided over, each by its own tokens."""
         return 1 if self.chunks[-1].splits_logits else self.mesh[Axis.TENSOR].size
 

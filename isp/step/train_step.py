@@ -113,7 +113,7 @@ class MeanWork(StepWork):
         if routers is not None and torch.is_grad_enabled():
             # For the reported loss only: `RouterLosses` adds its gradients at the routers' logits.
             # Each rank of a sequence has the whole of it, and `over_ranks` sums over the ranks.
-            self.total += routers.end() / self.token_ranks
+            self.total += routers.end() / self.num_loss_parts
         self.hook.after_criterion()
         self.total += loss.detach()
         return self.optimizer.scale_loss(loss)

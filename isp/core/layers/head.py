@@ -18,7 +18,6 @@ from torch import Tensor
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Pending
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.compiled import compiles
 from isp.core.layers.linear import LinearLayer, Moves, NeedsGrad, needs_grad
 from isp.core.layers.vocab_loss import LogitShard, losses_and_gradient
 from isp.core.mesh.phase import Phase
@@ -59,7 +58,7 @@ class _ChunkedLoss(Function):
         count = num_loss_chunks(x, labels.numel(), of.chunk_tokens)
         pieces = x.chunk(count, dim=1)  # [B, S'/c, D]
         # Gathering x joins the ranks' tokens, so a chunk's labels are those of every rank's slice.
-        by_ranks = labels.unflatten(1, (of.token_ranks, -1))  # [B, p, S']
+        by_ranks = labels.unflatten(1, (of.num_slices, -1))  # [B, p, S']
         targets = [t.flatten(1) for t in by_ranks.chunk(len(pieces), dim=2)]  # [B, p S'/c]
         sums = HeadGradients(of, x, len(pieces), needs)
         loss = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -181,15 +180,15 @@ class HeadLoss(NamedTuple):
     head: LinearLayer
     moves: Moves
     """Collectives of x and dx, and, as y and dy, of the model's logits and their gradient."""
-    shard: LogitShard
+    logit_shard: LogitShard
     """The part of a token's logits that this rank reads."""
     chunk_tokens: int
     """Tokens of a loss chunk; 0: all tokens are one chunk."""
     after_head: Callable[[Tensor], Tensor] | None = None
     """The model's operations after its head, [B, n, V'] -> logits, such as a soft cap or a scale;
     None: there are none."""
-    token_ranks: int = 1
-    """p, the number of ranks whose tokens' logits this rank reads (its part of the vocabulary)."""
+    num_slices: int = 1
+    """p, the number of ranks whose tokens are in the logits of this rank."""
 
     def total(self, x: Tensor, labels: Tensor, expected: Tensor | None = None) -> Tensor:
         """Return the sum of all losses, a float64 scalar.
@@ -214,8 +213,7 @@ class HeadLoss(NamedTuple):
         `expected`: the gradient of each loss; None: no gradient is computed.
         """
         logits, back = self.logits(x, full, training=expected is not None)
-        compiled = compiles(self.shard.compile, logits.device)
-        losses, dy = losses_and_gradient(logits, target, expected, self.shard, compiled=compiled)
+        losses, dy = losses_and_gradient(logits, target, expected, self.logit_shard)
         del logits  # their memory holds the gradient now, and is free without one
         if dy is not None:
             tag = Tag(Purpose.OUTPUT_GRADIENT, self.head.name, "dy")

@@ -154,10 +154,10 @@ class RankLayers:
         return HeadLoss(
             head,
             moves=head.moves if self.splits_features else self.logit_moves,
-            shard=self.logit_shard(vocab_size, compile),
+            logit_shard=self.logit_shard(vocab_size, compile),
             chunk_tokens=chunk_tokens,
             after_head=after_head,
-            token_ranks=self.token_ranks.size if self.splits_logits else 1,
+            num_slices=self.token_ranks.size if self.splits_logits else 1,
         )
 
     @property

@@ -24,7 +24,7 @@ from torch import Tensor
 from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.compiled import compiles, widened
+from isp.core.layers.compiled import widened
 from isp.core.layers.head import HeadGradients, HeadLoss, deliver, num_loss_chunks, one_ahead
 from isp.core.layers.linear import needs_grad
 from isp.core.layers.vocab_loss import IGNORED, LogitShard, losses_and_gradient, places_of
@@ -77,8 +77,8 @@ class ResultRules(ABC):
     def find(self, logits: Tensor, beside: Any, shard: LogitShard) -> tuple[Tensor, Tensor | None]:
         """Return the results [B, n, K], and a tensor to save for `gradient` (or None).
 
-        `logits` [B, n, V'] may be overwritten; `beside` [B, n, ..] holds further inputs of each
-        token, such as its target.
+        `logits` [B, n, V'] may be overwritten if they are float32 or wider; `beside` [B, n, ..]
+        holds further inputs of each token, such as its target.
         """
 
     @abstractmethod
@@ -149,16 +149,14 @@ class TokenLossRules(ResultRules):
     needs_logits = True
 
     def find(self, logits: Tensor, target: Tensor, shard: LogitShard) -> tuple[Tensor, None]:
-        compiled = compiles(shard.compile, logits.device)
-        losses, _ = losses_and_gradient(logits, target, None, shard, compiled=compiled)
+        losses, _ = losses_and_gradient(logits, target, None, shard)
         return losses.unsqueeze(-1), None
 
     def gradient(
         self, logits: Tensor, target: Tensor, kept: None, given: Tensor, shard: LogitShard
     ) -> Tensor:
-        compiled = compiles(shard.compile, logits.device)
         dloss = given.squeeze(-1)
-        _, found = losses_and_gradient(logits, target, dloss, shard, compiled=compiled)
+        _, found = losses_and_gradient(logits, target, dloss, shard)
         assert found is not None
         return found
 
@@ -340,16 +338,21 @@ class _OfLogits(Function):
     def forward(
         ctx: Any, logits: Tensor, beside: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
     ) -> Tensor:
-        found, kept = rules.find(logits.clone(), beside, shard)
-        ctx.save_for_backward(logits, kept)
-        ctx.beside, ctx.rules, ctx.shard = beside, rules, shard
+        # Rules leave narrower logits as they are, so evaluation in bfloat16 copies none.
+        is_wide = logits.dtype == torch.promote_types(logits.dtype, torch.float32)
+        found, kept = rules.find(logits.clone() if is_wide else logits, beside, shard)
+        # Saved, so that torch raises in backward if labels have been written in place since.
+        ctx.of_rows = isinstance(beside, RowLabels)
+        ctx.save_for_backward(logits, kept, *(beside if ctx.of_rows else (beside,)))
+        ctx.rules, ctx.shard = rules, shard
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor | None, ...]:
-        logits, kept = ctx.saved_tensors
-        dlogits = ctx.rules.gradient(logits.clone(), ctx.beside, kept, given, ctx.shard)
+        logits, kept, *saved = ctx.saved_tensors
+        beside = RowLabels(*saved) if ctx.of_rows else saved[0]
+        dlogits = ctx.rules.gradient(logits.clone(), beside, kept, given, ctx.shard)
         return dlogits, None, None, None
 
 
@@ -357,6 +360,7 @@ def results_of_logits(
     logits: Tensor, beside: Tensor | RowLabels, rules: ResultRules, shard: LogitShard
 ) -> Tensor:
     """Return the results of a model's logits [B, n, V']; see `results_of_head`."""
+    assert isinstance(beside, Tensor) or isinstance(rules, TokenScoreRules)
     if isinstance(beside, RowLabels):
         beside = beside._replace(rows=pinned_memory.send(beside.rows, logits.device))
     found: Tensor = _OfLogits.apply(logits, beside, rules, shard)
@@ -389,7 +393,7 @@ class _OfHead(Function):
             for own_x, own_beside in zip(chunks.cut(x), chunks.beside(), strict=True):
                 logits, _ = of.logits(own_x, full, training=False)
                 ctx.num_logits = logits.shape[-1]
-                results, again = rules.find(logits, own_beside, of.shard)
+                results, again = rules.find(logits, own_beside, of.logit_shard)
                 del logits
                 found.append(results)
                 kept.append(again)
@@ -413,10 +417,10 @@ class _OfHead(Function):
             for own_x, own_beside, part, again, length in zip(*parts, strict=True):
                 back = None
                 # Rules that do not read the logits get their shape and dtype, and no product.
-                logits = x.new_empty(1).expand(len(x), of.token_ranks * length, ctx.num_logits)
+                logits = x.new_empty(1).expand(len(x), of.num_slices * length, ctx.num_logits)
                 if rules.needs_logits or of.after_head is not None:
                     logits, back = of.logits(own_x, full, training=True)
-                dy = rules.gradient(logits, own_beside, again, part, of.shard)
+                dy = rules.gradient(logits, own_beside, again, part, of.logit_shard)
                 del logits
                 dy = of.moves.dy(dy, tag=Tag(Purpose.OUTPUT_GRADIENT, head.name, "dy")).wait()
                 sums.add(own_x, dy if back is None else back(dy), full.weight)
@@ -433,8 +437,8 @@ class _Chunks:
     """
 
     def __init__(self, of: HeadLoss, x: Tensor, beside: Tensor | RowLabels) -> None:
-        self._moves, self._layer, self._ranks = of.moves, of.head.name, of.token_ranks
-        self.count = num_loss_chunks(x, x[..., 0].numel() * of.token_ranks, of.chunk_tokens)
+        self._moves, self._layer, self._ranks = of.moves, of.head.name, of.num_slices
+        self.count = num_loss_chunks(x, x[..., 0].numel() * of.num_slices, of.chunk_tokens)
         """c; the number of chunks that each use of x is cut into."""
         self.lengths = [part.shape[1] for part in x.chunk(self.count, dim=1)]
         """Positions of each chunk."""
@@ -500,6 +504,7 @@ def results_of_head(
     and entropy are then computed once a row, whatever the number of its labels. Computes
     `of.chunk_tokens` tokens at a time, fewer if the rules take more memory for a token.
     """
+    assert isinstance(beside, Tensor) or isinstance(rules, TokenScoreRules)
     head, size = of.head, of.chunk_tokens
     of = of._replace(chunk_tokens=size and max(1, size // rules.num_buffers))
     found: Tensor = _OfHead.apply(x, head.weight, head.bias, beside, of, rules)

@@ -14,7 +14,7 @@ from isp.core.autograd import Function, once_differentiable
 from isp.core.comm import Channel
 from isp.core.comm.channel import check_channel
 from isp.core.comm.tag import Purpose, Tag
-from isp.core.layers.compiled import CompileWhen, lazily_compiled, widened
+from isp.core.layers.compiled import CompileWhen, compiles, lazily_compiled, widened
 
 __all__ = [
     "IGNORED",
@@ -168,16 +168,15 @@ def losses_and_gradient(
     target: Tensor,
     dloss: Tensor | None,
     shard: LogitShard,
-    *,
-    compiled: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return tokens' losses without smoothing, and dlogits for `dloss` (None: no gradient).
 
-    Overwrites the logits. `compiled`: three passes over the logits instead of eight: two that read
-    them, and one that turns them into their gradient.
+    Overwrites the logits, those narrower than float32 only with their gradient. If `shard.compile`
+    allows it, compiled kernels pass over the logits three times instead of eight: two passes read
+    them, and one turns them into their gradient.
     """
     channel, first = shard.channel, shard.first
-    if compiled:
+    if compiles(shard.compile, logits.device):
         return _in_three_passes(logits, target, dloss, channel=channel, first=first)
     losses, softmax = _losses(
         logits, target, smoothing=0.0, first=first, channel=channel, reuse_logits=True

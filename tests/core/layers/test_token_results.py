@@ -14,10 +14,14 @@ from torch import Tensor
 
 from isp.core.comm import Channel, Mesh
 from isp.core.layers.token_results import (
+    AllLogits,
+    DivergenceRules,
+    PickedLogits,
     ResultRules,
     RowLabels,
     TokenLossRules,
     TokenScoreRules,
+    TopLogits,
     results_of_head,
     results_of_logits,
 )
@@ -148,6 +152,46 @@ def test_whole_logits_take_several_labels_of_a_row() -> None:
     (found * WEIGHTS).sum().backward()
     assert x.grad is not None
     close(x.grad, dx)
+
+
+RULES: dict[str, tuple[ResultRules, Tensor]] = {
+    "all": (AllLogits(), plain().labels),
+    "picked": (PickedLogits(), torch.arange(3).expand(B, S, 3)),
+    "top": (TopLogits(2), plain().labels),
+    "loss": (TokenLossRules(), plain().labels),
+    "scores": (TokenScoreRules(TEMPERATURE, entropy=True), plain().labels),
+    "divergence": (DivergenceRules(TEMPERATURE), torch.zeros(B, S, 4)),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_results_of_logits_leave_the_logits_as_they_are(name: str, dtype: torch.dtype) -> None:
+    """Catches a rule that overwrites logits of a narrow dtype, which are not copied first."""
+    rules, beside = RULES[name]
+    logits = F.linear(plain().x, plain().weight).to(dtype)
+    before = logits.clone()
+    results_of_logits(logits, beside, rules, LogitShard(Channel.solo(), 0, V))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_labels_of_whole_logits_may_not_be_written_before_backward(by_row: bool) -> None:
+    """Catches gradients of other labels than the results'."""
+    labels = plain().labels.clone()
+    given = RowLabels(labels.flatten(), torch.arange(B * S)) if by_row else labels
+    logits = F.linear(plain().x, plain().weight).requires_grad_()
+    found = results_of_logits(logits, given, TokenScoreRules(), LogitShard(Channel.solo(), 0, V))
+    labels.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
+
+
+def test_only_scores_take_several_labels_of_a_row() -> None:
+    """Catches row labels that reach rules without an arithmetic for them."""
+    _, of_head = solo_head(0)
+    with pytest.raises(AssertionError):
+        results_of_head(of_head, plain().x, LABELS, PickedLogits())
 
 
 @pytest.mark.parametrize("number", [0, 3])
