@@ -237,7 +237,7 @@ def _launch_of(folder: CheckpointFolder, step: int) -> float | None:
 
 def candidates_at(path: Path) -> Candidates:
     """Return the checkpoint at `path`, or all in it; raise ValueError if there is none."""
-    return Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as asked", [])
+    return Candidates(str(path), [str(p) for p in checkpoints_at(path)], "as given", [])
 
 
 def newest_at(path: Path) -> CheckpointInfo:

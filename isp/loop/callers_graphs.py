@@ -4,7 +4,7 @@ The caller's graph begins at the results of whole rows; the model's ends at thos
 computed. So the caller's code is the same on all ranks of a sequence, and each rank's backward uses
 only the gradients of its own tokens: a scalar that all ranks compute counts once.
 
-Which call may come when is not decided here but in `ParallelRun`.
+`ParallelRun` decides which calls are allowed when.
 
 B batch, S sequence, N tokens of a row whose results this rank computes, K numbers of each token
 """
@@ -30,7 +30,7 @@ from isp.loop.token_query import TokenQuery
 from isp.step.step_work import StepParts, StepWork
 from isp.step.train_step import MeanWork, StepOutcome, TrainStep
 
-__all__ = ["CallersGraphs", "LossForward", "LossFunction", "WaitingForward", "check_scalar"]
+__all__ = ["CallersGraphs", "LossForward", "check_scalar"]
 
 _CHUNK = 0
 """Number of the only model chunk of a rank without a pipeline."""
@@ -166,7 +166,7 @@ class WaitingForward(ABC):
         """Run the model's backward from the gradient of what the caller got."""
 
     def counted_twice(self, gradient: Tensor) -> Tensor | float:
-        """Return the part of the caller's scalar that a sum over data ranks would add too often."""
+        """Return the part of the caller's scalar to subtract before data ranks sum it."""
         return 0.0
 
 
@@ -210,7 +210,7 @@ class LossForward(WaitingForward):
     def __init__(
         self, step: TrainStep, number: int, own: Tensor, work: MeanWork, num_labels: Tensor
     ) -> None:
-        """`own` is this rank's part of the loss, times the loss scale."""
+        """Wait for the gradient of `own`, this rank's part of the loss, times the loss scale."""
         super().__init__(step, number, own, num_labels)
         self._dtype, self._work = own.dtype, work
         self.mean = own.detach() + (step.over_ranks(work.total) - own.detach())
@@ -236,11 +236,11 @@ class LossForward(WaitingForward):
         return gradient * self.mean * (1 - 1 / self._step.mesh[Axis.DATA].size)
 
 
-class _Handed(Function):
-    """The node at which the caller's graph begins.
+class _GraphStart(Function):
+    """The node at which the caller's graph starts.
 
-    forward   return results [B, S, K] or a loss []; they need a gradient because `door` does
-    backward  pass their gradient to `arrived`
+    forward   return results [B, S, K] or a loss []; they need a gradient because `anchor` does
+    backward  pass their gradient to `note_gradient`
 
     The node refers to the forward's graph, so activations live as long as the caller's results.
     """
@@ -248,18 +248,18 @@ class _Handed(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        door: Tensor,
+        anchor: Tensor,
         whole: Tensor,
         forward: WaitingForward,
-        arrived: Callable[..., None],
+        note_gradient: Callable[..., None],
     ) -> Tensor:
-        ctx.of, ctx.arrived = forward, arrived
+        ctx.of, ctx.note_gradient = forward, note_gradient
         return writable(whole.view_as(whole))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        ctx.arrived(ctx.of, gradient)
+        ctx.note_gradient(ctx.of, gradient)
         return None, None, None, None
 
 
@@ -312,7 +312,7 @@ class CallersGraphs:
             return whole
         forward = _ResultForward(step, self._num_forwards, found, places, query)
         self._valid.add(forward)
-        return self._handed(whole, forward)
+        return self._started(whole, forward)
 
     def loss(self, batch: MicroBatch, *, more: bool) -> Tensor:
         """Return the loss of `ParallelRun.loss` with its gradient, [].
@@ -326,7 +326,7 @@ class CallersGraphs:
         self._num_forwards += 1
         num_labels = step.objective.count(batch).double()
         forward = LossForward(step, self._num_forwards, own, work, num_labels)
-        loss = self._handed(forward.mean, forward)
+        loss = self._started(forward.mean, forward)
         self._last_loss = _LastLoss(weakref.ref(loss), forward)
         return loss
 
@@ -370,7 +370,7 @@ class CallersGraphs:
         # autograd reached them in.
         return sorted(arrived, key=lambda item: item[0].number, reverse=True)
 
-    def _arrive(self, forward: WaitingForward, gradient: Tensor) -> None:
+    def _note_gradient(self, forward: WaitingForward, gradient: Tensor) -> None:
         """Keep the gradient of a forward that autograd has reached in the caller's graph.
 
         Raises RuntimeError outside of `arrivals`, and for a forward that is not valid any more.
@@ -410,11 +410,11 @@ class CallersGraphs:
         self.forget_loss()
         self._valid.clear()
 
-    def _handed(self, whole: Tensor, forward: WaitingForward) -> Tensor:
-        """Return `whole` as the begin of a new graph, whose backward calls `_arrive`."""
-        door = whole.new_empty(0).requires_grad_()
-        handed: Tensor = _Handed.apply(door, whole, forward, self._arrive)
-        return handed
+    def _started(self, whole: Tensor, forward: WaitingForward) -> Tensor:
+        """Return `whole` as the start of a new graph, whose backward calls `_note_gradient`."""
+        anchor = whole.new_empty(0).requires_grad_()
+        started: Tensor = _GraphStart.apply(anchor, whole, forward, self._note_gradient)
+        return started
 
     def _run(self, work: StepWork, *, training: bool, last: bool = False) -> None:
         """Run forward and, in `training`, backward of `work`, in a prefetch plan of its own.

@@ -29,11 +29,6 @@ class OffDevice:
         self._host = torch.empty(0, dtype=torch.uint8)
         """Host memory for the contents, page-locked for CUDA."""
 
-    @property
-    def away(self) -> bool:
-        """True if the contents are on the host and the storages empty."""
-        return bool(self._kept)
-
     def leave(self) -> None:
         """Move weights and optimizer states to the host; drop the main gradients' contents.
 

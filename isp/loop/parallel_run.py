@@ -9,7 +9,7 @@ A step of the mean cross-entropy is two calls, a step of a loss of the user's ow
     run.step()                                      # sums gradients over ranks, clips, updates
 
 `run.forward_backward(batches, my_loss)` does the first two for micro-batches, and is the only way
-through pipeline stages. Which call may come when is in `State` and `_NEXT_STATE`, and only there.
+through pipeline stages. `_NEXT_STATE` lists the calls that are allowed in each `State`.
 
 B batch, S sequence, D hidden size, V vocabulary
 """
@@ -60,71 +60,108 @@ from isp.models.traced_model import TracedModel
 from isp.step.saved_step import SavedStep
 from isp.step.train_step import StepOutcome, make_train_step
 
-__all__ = ["ParallelRun", "State"]
+__all__ = ["Call", "ParallelRun", "State"]
 
 logger = logging.getLogger(__name__)
 
 _EXTRA = "extra"
 """Key of the caller's own values in a checkpoint."""
-
-
-_STEP = "call run.step(), or run.zero_grad() to drop the gradients"
+_STEP_OR_DROP = "call run.step(), or run.zero_grad() to drop the gradients"
+"""Way out of the states in which gradients wait for the step."""
 
 
 class State(Enum):
     """State of a run's gradients; the value has the words for what is pending and the way out."""
 
-    READY = "there are no gradients", "call run.backward(loss) before"
-    ADDED = "gradients of run.backward wait for the step", _STEP
-    LAST = "a backward with last=True has ended the gradients of the step", _STEP
-    SUMMED = "run.grad_norm() has summed the gradients over the ranks", _STEP
-    AWAY = "the weights are on the host", "call run.to({device!r}) to bring them back"
+    READY = "there are no gradients", "call run.backward(loss) first, or run.step(loss)"
+    ADDED = "gradients of run.backward wait for the step", _STEP_OR_DROP
+    LAST = "a backward with last=True has ended the gradients of the step", _STEP_OR_DROP
+    SUMMED = "run.grad_norm() has summed the gradients over the ranks", _STEP_OR_DROP
+    AWAY = "the weights are on the host", "call run.to(run.device) to bring them back"
 
-    def refusal(self, call: str, device: torch.device) -> str:
-        """Return the message for a `call` that may not come in this state."""
+    def refusal(self, call: Call) -> str:
+        """Return the message for a `call` that is not allowed in this state."""
         pending, way_out = self.value
-        way_out = way_out.format(device=str(device))
-        return f"run.{call} may not come now: {pending}: {way_out}"
+        return f"run.{call.value} cannot be called now: {pending}; {way_out}"
 
 
-def _next_states() -> dict[str, dict[State, State]]:
-    """Return, for each call, the states in which it may come, each with the state after it.
+class Call(Enum):
+    """A call of a run whose order matters; the value is what the user writes after `run.`."""
 
-    A call that fails before the model's backward changes nothing; one that fails in it leads to
-    READY, since an unknown part of the gradients has been added.
+    LOG_PROBS = "log_probs"
+    LOGITS = "logits"
+    HIDDEN = "hidden"
+    LOSS = "loss"
+    LOSS_NO_GRAD = "loss under torch.no_grad()"
+    BACKWARD = "backward"
+    LAST_BACKWARD = "backward(.., last=True)"
+    FORWARD_BACKWARD = "forward_backward"
+    LAST_FORWARD_BACKWARD = "forward_backward(.., last=True)"
+    FORWARD_BACKWARD_NO_GRAD = "forward_backward under torch.no_grad()"
+    GRAD_NORM = "grad_norm"
+    STEP = "step"
+    STEP_OF_LOSS = "step(loss)"
+    ZERO_GRAD = "zero_grad"
+    SAVE_PRETRAINED = "save_pretrained"
+    NAMED_WEIGHTS = "named_weights"
+    SAVE = "save"
+    LOAD = "load"
+    TO_HOST = "to('cpu')"
+    TO_DEVICE = "to(run.device)"
+
+
+def _next_states() -> dict[Call, dict[State, State]]:
+    """Return, for each call, the states in which it is allowed, each with the state after it.
+
+    A call that is refused, or fails before it does anything, changes nothing. One that fails in the
+    model's backward leads to READY, since an unknown part of the gradients has been added. Four
+    calls change something first and may fail after that: `step` leads to READY before it updates,
+    and `load` once it has found a checkpoint that fits; `grad_norm` leads to SUMMED before it sums;
+    `to('cpu')` drops results that wait for a backward, and stays READY if it fails.
     """
     ready, added, last, summed, away = State
     anywhere = {state: state for state in (ready, added, last, summed)}
     return {
-        # Computing keeps the gradients. Results are valid until the next step or zero_grad, one of
-        # `loss` until the run computes anything else (see `CallersGraphs`).
-        "log_probs": anywhere,
-        "logits": anywhere,
-        "hidden": anywhere,
-        "loss": anywhere,
+        # Computing keeps the gradients. Results are valid until the next step or zero_grad. A
+        # result of `loss` is valid only until the run computes anything else (`CallersGraphs`).
+        Call.LOG_PROBS: anywhere,
+        Call.LOGITS: anywhere,
+        Call.HIDDEN: anywhere,
+        Call.LOSS: anywhere,
         # An evaluation runs as a step of its own, which would drop the gradients.
-        "loss under torch.no_grad()": {ready: ready},
-        "forward_backward under torch.no_grad()": {ready: ready, added: added},
+        Call.LOSS_NO_GRAD: {ready: ready},
+        Call.FORWARD_BACKWARD_NO_GRAD: {ready: ready, added: added},
         # Gradients add up until the caller declares one the last, or reads the norm of their sum.
-        "backward": {ready: added, added: added},
-        "forward_backward": {ready: added, added: added},
-        "backward(.., last=True)": {ready: last, added: last},
-        "forward_backward(.., last=True)": {ready: last, added: last},
-        "grad_norm": {added: summed, last: summed, summed: summed},
-        "step": {added: ready, last: ready, summed: ready},
-        "step(loss)": {ready: ready},
-        "zero_grad": {**dict.fromkeys(anywhere, ready), away: away},
+        Call.BACKWARD: {ready: added, added: added},
+        Call.FORWARD_BACKWARD: {ready: added, added: added},
+        Call.LAST_BACKWARD: {ready: last, added: last},
+        Call.LAST_FORWARD_BACKWARD: {ready: last, added: last},
+        Call.GRAD_NORM: {added: summed, last: summed, summed: summed},
+        Call.STEP: {added: ready, last: ready, summed: ready},
+        Call.STEP_OF_LOSS: {ready: ready},
+        Call.ZERO_GRAD: {**dict.fromkeys(anywhere, ready), away: away},
         # Weights and checkpoints.
-        "save_pretrained": anywhere,
-        "named_weights": anywhere,
-        "save": anywhere,
-        "load": dict.fromkeys(anywhere, ready),
-        "to('cpu')": {ready: away, away: away},
-        "to(run.device)": {**anywhere, away: ready},
+        Call.SAVE_PRETRAINED: anywhere,
+        Call.NAMED_WEIGHTS: anywhere,
+        Call.SAVE: anywhere,
+        Call.LOAD: dict.fromkeys(anywhere, ready),
+        # A `to` that moves nothing, as the weights are there already, is allowed in each state and
+        # changes nothing, so it does not look here.
+        Call.TO_HOST: {ready: away},
+        Call.TO_DEVICE: {away: ready},
     }
 
 
 _NEXT_STATE = _next_states()
+
+_IN_CALLERS_GRAPH = (Call.LOG_PROBS, Call.LOGITS, Call.HIDDEN, Call.LOSS)
+"""Calls after which the caller's autograd runs the backward."""
+_NEEDS_TRAINED = {
+    Call.LOSS: Call.LOSS_NO_GRAD,
+    Call.FORWARD_BACKWARD: Call.FORWARD_BACKWARD_NO_GRAD,
+    Call.LAST_FORWARD_BACKWARD: Call.FORWARD_BACKWARD_NO_GRAD,
+}
+"""Calls that need a weight that is not frozen, each with the one to make without."""
 
 
 class ParallelRun:
@@ -221,7 +258,7 @@ class ParallelRun:
         """
         rows = input_ids, labels, position_ids, attention_mask
         query = ScoreQuery(self._reader, *rows, temperature=temperature, entropy=entropy)
-        scores: TokenScores = self._answer("log_probs", query)
+        scores: TokenScores = self._answer(Call.LOG_PROBS, query)
         return scores
 
     @overload
@@ -270,7 +307,7 @@ class ParallelRun:
         """
         rows = input_ids, pick, position_ids, attention_mask
         query = LogitQuery(self._reader, *rows, top_k=top_k, temperature=temperature)
-        found: Tensor | TopTokens = self._answer("logits", query)
+        found: Tensor | TopTokens = self._answer(Call.LOGITS, query)
         return found
 
     def hidden(
@@ -288,11 +325,11 @@ class ParallelRun:
         `log_probs` does, and ValueError for a model that does not end in a linear.
         """
         query = HiddenQuery(self._reader, input_ids, position_ids, attention_mask)
-        found: Tensor = self._answer("hidden", query)
+        found: Tensor = self._answer(Call.HIDDEN, query)
         return found
 
-    def _answer(self, call: str, query: TokenQuery) -> Any:
-        """Compute a query and return the caller's result; `call` is the method, for errors."""
+    def _answer(self, call: Call, query: TokenQuery) -> Any:
+        """Compute a query and return the caller's result."""
         self._check(call, trains=torch.is_grad_enabled())
         return query.answer(self._graphs.results(query))
 
@@ -334,7 +371,7 @@ class ParallelRun:
         check_predicts(self._reader, "loss")
         batch = self._reader.read(input_ids, labels, position_ids)
         trains = torch.is_grad_enabled()
-        self._check("loss" if trains else "loss under torch.no_grad()", trains=trains)
+        self._check(Call.LOSS if trains else Call.LOSS_NO_GRAD, trains=trains)
         if trains:
             return self._graphs.loss(batch, more=self._state is not State.READY)
         self._graphs.forget_loss()
@@ -370,12 +407,9 @@ class ParallelRun:
             raise ValueError("forward_backward was given no batches")
         self.config.parallel.pipeline.check_micro_batches(len(batches), "len(batches)")
         queries = [self._query(batch, temperature, entropy) for batch in batches]
-        call, trains = "forward_backward", torch.is_grad_enabled()
-        if not trains:
-            call = "forward_backward under torch.no_grad()"
-        elif last:
-            call = "forward_backward(.., last=True)"
-        after = self._check(call, trains=trains)
+        trains = torch.is_grad_enabled()
+        call = Call.LAST_FORWARD_BACKWARD if last else Call.FORWARD_BACKWARD
+        after = self._check(call if trains else Call.FORWARD_BACKWARD_NO_GRAD, trains=trains)
 
         def loss_of(index: int, found: Tensor) -> Tensor:
             """Return the caller's loss of micro-batch `index` from its results [B, S, K]."""
@@ -426,7 +460,7 @@ class ParallelRun:
         Raises ValueError for a loss that is not a scalar, and RuntimeError if it does not depend on
         a result that waits for a backward, and after `grad_norm` or a backward with `last=True`.
         """
-        after = self._check("backward(.., last=True)" if last else "backward", trains=True)
+        after = self._check(Call.LAST_BACKWARD if last else Call.BACKWARD, trains=True)
         check_scalar(loss, "run.backward takes a scalar, got")
         arrived = self._graphs.arrivals(loss)
         if not arrived:
@@ -456,7 +490,7 @@ class ParallelRun:
         `zero_grad`. Raises RuntimeError if there was no `backward`; `step(loss)` reports the norm
         itself.
         """
-        self._state = self._check("grad_norm", trains=True)
+        self._state = self._check(Call.GRAD_NORM, trains=True)
         return self.train_step.grad_norm()
 
     def step(self, loss: Tensor | None = None, lr: float | None = None) -> StepOutcome:
@@ -478,14 +512,14 @@ class ParallelRun:
             )
         lr = self.config.optimizer.lr if lr is None else lr
         if loss is None:
-            self._check("step", trains=True)
+            self._check(Call.STEP, trains=True)
             totals, data = torch.stack((self._loss, self._count)), self.mesh[Axis.DATA]
             self.zero_grad()
             outcome = self.train_step.update(
                 lambda: data.all_reduce(totals, tag=Tag(tensor="metrics")).wait(), lr
             )
         else:
-            self._check("step(loss)", trains=True)
+            self._check(Call.STEP_OF_LOSS, trains=True)
             forward = self._graphs.forward_of(loss)
             # The caller's graph is a single node, so the gradient is 1.
             ((_, gradient),) = self._graphs.arrivals(loss)
@@ -505,7 +539,7 @@ class ParallelRun:
     def zero_grad(self) -> None:
         """Drop the gradients since the last step, and results that wait for a backward."""
         self._graphs.drop()
-        self._state = _NEXT_STATE["zero_grad"][self._state]
+        self._state = _NEXT_STATE[Call.ZERO_GRAD][self._state]
 
     def count(self, mask: Tensor) -> Tensor:
         """Return the sum of `mask` (any shape) over data ranks, [], float64, on the device.
@@ -556,14 +590,14 @@ class ParallelRun:
             raise ValueError(f"run.to({str(device)!r}): a run is on {self.device}, or on 'cpu'")
         if home and self._state is State.AWAY:
             self._off_device.come_back()
-            self._state = _NEXT_STATE["to(run.device)"][self._state]
+            self._state = _NEXT_STATE[Call.TO_DEVICE][self._state]
         elif not home and self._state is not State.AWAY:
             self._leave()
         return self
 
     def _leave(self) -> None:
         """Move the run's tensors to the host."""
-        after = self._check("to('cpu')", trains=False)
+        after = self._check(Call.TO_HOST, trains=False)
         self.zero_grad()
         self._off_device.leave()
         self._state = after
@@ -577,7 +611,7 @@ class ParallelRun:
         model, only the adapters are written, as PEFT does. Raises CheckpointError on all ranks if
         rank 0 cannot write.
         """
-        self._check("save_pretrained", trains=False)
+        self._check(Call.SAVE_PRETRAINED, trains=False)
         self.weights.save_pretrained(Path(folder))
 
     def named_weights(
@@ -601,7 +635,7 @@ class ParallelRun:
         world = self.mesh.topology.world_size
         if to_rank is not None and not 0 <= to_rank < world:
             raise ValueError(f"to_rank={to_rank} must be a rank, from 0 to {world - 1}")
-        self._check("named_weights", trains=False)
+        self._check(Call.NAMED_WEIGHTS, trains=False)
         wanted = to_rank in (None, self.mesh.rank)
         return self.weights.named(dtype, wanted=wanted, merge_adapters=merge_adapters)
 
@@ -616,7 +650,7 @@ class ParallelRun:
         checkpoints to keep, 0: all. Gradients since the last step are not saved. Raises
         CheckpointError on all ranks if any rank cannot write.
         """
-        self._check("save", trains=False)
+        self._check(Call.SAVE, trains=False)
         # The caller may have written weights; checkpoints hold the float32 masters.
         self.train_step.optimizer.take_up_weights(only_written=True)
         self._saved.save(
@@ -632,15 +666,15 @@ class ParallelRun:
 
         All ranks call it. `path` is a checkpoint, or a folder of which the newest good one is
         loaded. Random states are loaded if the layout is the same. `weights_only` leaves out random
-        states, optimizer states and the step count. Gradients since the last step are dropped.
-        Raises ValueError for another model or update rule, and CheckpointError if there is no good
-        checkpoint.
+        states, optimizer states and the step count. Gradients since the last step are dropped,
+        once a checkpoint with the model's shapes is found. Raises ValueError for another model or
+        update rule, and CheckpointError if there is no good checkpoint.
         """
-        self._check("load", trains=False)
-        self.zero_grad()
+        self._check(Call.LOAD, trains=False)
         own, model = self._checkpointer.at(Path(path)), self._traced
         info = own.choose() or own.choose_initial(Path(path))
         check_shapes(info, parameter_shapes(model), model.earlier_names)
+        self.zero_grad()
         found = self._saved.load(own, info, weights_only=weights_only)
         self.num_steps, self._num_tokens = (0, 0) if weights_only else (found.step, found.tokens)
         return dict(found.shared.get(_EXTRA, {}))
@@ -652,25 +686,25 @@ class ParallelRun:
 
     # -- checks and state --------------------------------------------------------------------------
 
-    def _check(self, call: str, *, trains: bool) -> State:
-        """Return the state after `call`; raise RuntimeError or ValueError if it may not come now.
+    def _check(self, call: Call, *, trains: bool) -> State:
+        """Return the state after `call`; raise RuntimeError or ValueError if it is not allowed now.
 
         `trains`: the call computes, or uses, gradients. Copies weights that the caller has moved
         back into the memory that the optimizer updates.
         """
         after = _NEXT_STATE[call].get(self._state)
         if after is None:
-            raise RuntimeError(self._state.refusal(call, self.device))
+            raise RuntimeError(self._state.refusal(call))
         stages = self.mesh[Axis.PIPELINE].size
-        if trains and stages > 1 and call in ("log_probs", "logits", "hidden", "loss"):
+        if trains and stages > 1 and call in _IN_CALLERS_GRAPH:
             # The stages' backward passes have to be scheduled, which the caller's autograd cannot.
             raise ValueError(
-                f"run.{call} with gradients and parallel.pipeline.size={stages}: call"
+                f"run.{call.value} with gradients and parallel.pipeline.size={stages}: call"
                 f" run.forward_backward(batches, loss_function), or this under torch.no_grad()"
             )
-        name = call.partition("(")[0]
-        if trains and name in ("loss", "forward_backward") and not self.train_step.built.trained:
-            raise RuntimeError(f"all weights are frozen: call run.{name} under torch.no_grad()")
+        if call in _NEEDS_TRAINED and not self.train_step.built.trained:
+            without = _NEEDS_TRAINED[call].value
+            raise RuntimeError(f"all weights are frozen: call run.{without}")
         if trains and self._adapters_are_off:
             raise RuntimeError(
                 "adapters have no gradient in run.adapters_off(): compute there under"
@@ -701,7 +735,7 @@ class ParallelRun:
         if self.mesh.rank == 0 and not self._has_warned:
             logger.warning(
                 "all labels of a batch are %s (ignore_index), on all ranks: its loss is 0, and a"
-                " step on it leaves the weights as they are (told once); labels are tokens of"
+                " step on it leaves the weights as they are (logged once); labels are tokens of"
                 " input_ids, aligned with them and not shifted",
                 IGNORED,
             )

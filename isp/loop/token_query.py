@@ -1,4 +1,4 @@
-"""`TokenQuery`: what a caller asks of each token of a micro-batch, one class for each kind.
+"""Per-token queries over one micro-batch, a class for each kind.
 
 A query checks the caller's arguments, says which numbers are computed for each token and how, and
 turns them into the caller's form.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import isp
-from isp.loop.parallel_run import _NEXT_STATE, ParallelRun, State
-from tests.models.models import job
-from tests.models.own import VOCAB, Own
+from isp.checkpoint import CheckpointError
+from isp.loop.parallel_run import _NEXT_STATE, Call, ParallelRun, State
+from tests.models.models import VOCAB, job, tiny
+from tests.models.own import Own
 
 IDS = torch.randint(VOCAB, (1, 16), generator=torch.Generator().manual_seed(0))
 BATCHES = [{"input_ids": IDS}]
@@ -31,40 +31,39 @@ def _forward_backward(run: ParallelRun, last: bool = False) -> None:
     run.forward_backward(BATCHES, lambda scores, _: scores.log_probs.mean(), last=last)
 
 
-def _leave(run: ParallelRun) -> None:
-    """Do what `to` does on a device; for a CPU rank, "cpu" is where its weights are."""
-    if run._state is not State.AWAY:
-        run._leave()
-
-
 def _step_of_loss(run: ParallelRun) -> None:
     run.step(run.loss(IDS))
 
 
-CALLS: dict[str, Callable[[ParallelRun, Path], object]] = {
-    "log_probs": lambda run, _: run.log_probs(IDS),
-    "logits": lambda run, _: run.logits(IDS),
-    "hidden": lambda run, _: run.logits(IDS),  # the model's last call is no linear
-    "loss": lambda run, _: run.loss(IDS),
-    "loss under torch.no_grad()": lambda run, _: torch.no_grad()(run.loss)(IDS),
-    "forward_backward under torch.no_grad()": lambda run, _: torch.no_grad()(
+CALLS: dict[Call, Callable[[ParallelRun, Path], object]] = {
+    Call.LOG_PROBS: lambda run, _: run.log_probs(IDS),
+    Call.LOGITS: lambda run, _: run.logits(IDS),
+    Call.HIDDEN: lambda run, _: run.hidden(IDS),
+    Call.LOSS: lambda run, _: run.loss(IDS),
+    Call.LOSS_NO_GRAD: lambda run, _: torch.no_grad()(run.loss)(IDS),
+    Call.FORWARD_BACKWARD_NO_GRAD: lambda run, _: torch.no_grad()(
         partial(_forward_backward, run)
     )(),
-    "backward": lambda run, _: _backward(run),
-    "forward_backward": lambda run, _: _forward_backward(run),
-    "backward(.., last=True)": lambda run, _: _backward(run, last=True),
-    "forward_backward(.., last=True)": lambda run, _: _forward_backward(run, last=True),
-    "grad_norm": lambda run, _: run.grad_norm(),
-    "step": lambda run, _: run.step(),
-    "step(loss)": lambda run, _: _step_of_loss(run),
-    "zero_grad": lambda run, _: run.zero_grad(),
-    "save_pretrained": lambda run, _: dict(run.named_weights()),  # no model of transformers
-    "named_weights": lambda run, _: dict(run.named_weights()),
-    "save": lambda run, folder: run.save(folder / "saved"),
-    "load": lambda run, folder: run.load(folder),
-    "to('cpu')": lambda run, _: _leave(run),
-    "to(run.device)": lambda run, _: run.to("cpu"),
+    Call.BACKWARD: lambda run, _: _backward(run),
+    Call.FORWARD_BACKWARD: lambda run, _: _forward_backward(run),
+    Call.LAST_BACKWARD: lambda run, _: _backward(run, last=True),
+    Call.LAST_FORWARD_BACKWARD: lambda run, _: _forward_backward(run, last=True),
+    Call.GRAD_NORM: lambda run, _: run.grad_norm(),
+    Call.STEP: lambda run, _: run.step(),
+    Call.STEP_OF_LOSS: lambda run, _: _step_of_loss(run),
+    Call.ZERO_GRAD: lambda run, _: run.zero_grad(),
+    Call.SAVE_PRETRAINED: lambda run, folder: run.save_pretrained(folder / "weights"),
+    Call.NAMED_WEIGHTS: lambda run, _: dict(run.named_weights()),
+    Call.SAVE: lambda run, folder: run.save(folder / "saved"),
+    Call.LOAD: lambda run, folder: run.load(folder),
+    Call.TO_HOST: lambda run, _: run._leave(),  # as `to` does on a device
+    Call.TO_DEVICE: lambda run, _: run.to("cpu"),
 }
+WITHOUT_MOVE = {
+    (Call.TO_HOST, State.AWAY),
+    *((Call.TO_DEVICE, state) for state in State if state is not State.AWAY),
+}
+"""Calls of `to` that move nothing, and do not look into the table."""
 
 
 def _into(run: ParallelRun, state: State) -> None:
@@ -87,17 +86,19 @@ def _back(run: ParallelRun) -> None:
 def test_each_call_in_each_state_does_what_the_table_says(tmp_path: Path) -> None:
     """Catches a call that comes in a state in which it loses gradients, one that is refused for
     nothing, and a state that a call forgets to enter."""
-    run: Any = isp.parallelize(Own(), job())
+    run = isp.parallelize(tiny("llama"), job())  # ends in a linear, as `hidden` needs
     run.save(tmp_path)
-    assert CALLS.keys() == _NEXT_STATE.keys()
+    assert set(CALLS) == set(_NEXT_STATE) == set(Call)
     for call, after in _NEXT_STATE.items():
         for state in State:
+            if (call, state) in WITHOUT_MOVE:
+                continue
             _into(run, state)
             if state in after:
                 CALLS[call](run, tmp_path)
                 assert run._state is after[state], (call, state)
             else:
-                with pytest.raises(RuntimeError, match="may not come now") as refused:
+                with pytest.raises(RuntimeError, match="cannot be called now") as refused:
                     CALLS[call](run, tmp_path)
                 # A call of several (a forward, then its backward) may be refused at the first.
                 assert state.value[0] in str(refused.value), (call, state)
@@ -113,6 +114,29 @@ def test_a_refusal_names_the_call_what_is_pending_and_the_way_out() -> None:
     with pytest.raises(RuntimeError) as refused:
         run.backward(loss)
     assert str(refused.value) == (
-        "run.backward may not come now: run.grad_norm() has summed the gradients over the ranks:"
-        " call run.step(), or run.zero_grad() to drop the gradients"
+        "run.backward cannot be called now: run.grad_norm() has summed the gradients over the"
+        " ranks; call run.step(), or run.zero_grad() to drop the gradients"
     )
+
+
+def test_a_to_that_moves_nothing_is_allowed_in_each_state() -> None:
+    """Catches one that is refused, or that drops gradients."""
+    run = isp.parallelize(Own(), job())
+    for state in State:
+        _into(run, state)
+        # On CPU ranks the host is the run's device, so where weights are away, name another.
+        run.device = torch.device("cuda", 0) if state is State.AWAY else torch.device("cpu")
+        assert run.to("cpu") is run
+        assert run._state is state
+        run.device = torch.device("cpu")
+        _back(run)
+
+
+def test_a_load_without_a_checkpoint_keeps_the_gradients(tmp_path: Path) -> None:
+    """Catches gradients that are dropped before it is known whether there is anything to load."""
+    run = isp.parallelize(Own(), job())
+    _into(run, State.ADDED)
+    with pytest.raises(CheckpointError):
+        run.load(tmp_path)
+    assert run._state is State.ADDED
+    assert run.step().grad_norm > 0

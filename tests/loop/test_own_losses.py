@@ -184,7 +184,7 @@ def _in_order(rank: int, _: None) -> None:
     run = isp.parallelize(tiny("llama"), job(2, 2))
     rows = _part(run, BATCHES[0])
     before = whole_weights(run)
-    assert "call run.backward(loss) before" in raised(run.step)
+    assert "call run.backward(loss) first" in raised(run.step)
     found = run.log_probs(*rows)
     assert "loss.backward()" in raised(found.log_probs.sum().backward)
     loss = run.log_probs(*rows).log_probs.sum()

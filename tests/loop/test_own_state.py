@@ -157,7 +157,7 @@ def _looked_at(rank: int, case: tuple[Any, Any, JobConfig]) -> float:
     model, base, config = case
     run = isp.parallelize(model, config).eval()
     rows = DATA[0].part(run.dp_rank, run.dp_size)
-    assert "run.grad_norm may not come now: there are no gradients" in raised(run.grad_norm)
+    assert "run.grad_norm cannot be called now: there are no gradients" in raised(run.grad_norm)
     for weight in (1.0, -1.0):
         run.backward(weight * run.log_probs(*rows).log_probs.sum())
     assert run.grad_norm() < TOLERANCE
@@ -218,12 +218,12 @@ def _away(rank: int, config: JobConfig) -> None:
             run.loss(*rows.part(run.dp_rank, run.dp_size))
         run._leave()
         assert not any(p.untyped_storage().nbytes() for p in weights)
-        assert "call run.to('cpu')" in raised(run.loss, *rows)
-        assert "call run.to('cpu')" in raised(run.step)
+        assert "call run.to(run.device)" in raised(run.loss, *rows)
+        assert "call run.to(run.device)" in raised(run.step)
         assert run.to("cpu") is run
     assert "is on cpu, or on 'cpu'" in raised(run.to, "cuda")
     _backward(run, DATA[0].part(run.dp_rank, run.dp_size))
-    assert "run.to('cpu') may not come now: gradients" in raised(run._leave)
+    assert "run.to('cpu') cannot be called now: gradients" in raised(run._leave)
 
 
 def test_weights_leave_the_device_and_come_back() -> None:

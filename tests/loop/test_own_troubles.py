@@ -55,7 +55,7 @@ def _in_the_model(run: ParallelRun, rows: Rows) -> None:
     _fails("forward", run, run.hidden, rows.input_ids)
     _fails("backward", run, lambda: run.backward(_loss_of(run, rows)))
     # what is there is a part of the gradients
-    assert "call run.backward(loss) before" in raised(run.step)
+    assert "call run.backward(loss) first" in raised(run.step)
     run.backward(_loss_of(run, rows))
     run.zero_grad()
 
@@ -69,7 +69,7 @@ def _in_the_loss(run: ParallelRun, rows: Rows) -> None:
 
     raised(run.forward_backward, batches, loss)
     assert len(calls) == 2
-    assert "call run.backward(loss) before" in raised(run.step)
+    assert "call run.backward(loss) first" in raised(run.step)
     assert "one scalar" in raised(run.forward_backward, batches, lambda scores, _: scores.log_probs)
     assert "has no input_ids" in raised(run.forward_backward, [{"rows": 1}], loss)
     found = run.log_probs(*rows).log_probs
@@ -87,7 +87,7 @@ def _between(run: ParallelRun, rows: Rows) -> None:
         run.log_probs(*rows)
     pending = run.loss(*rows)
     run.backward(found)
-    assert "run.step(loss) may not come now: gradients" in raised(run.step, pending)
+    assert "run.step(loss) cannot be called now: gradients" in raised(run.step, pending)
     assert "loss.backward()" in raised(_loss_of(run, rows).backward)
     run.zero_grad()
     assert "go backward once" in raised(run.backward, _loss_of(run, rows) + 1 * other)

@@ -86,7 +86,7 @@ class LaunchRecord(NamedTuple):
     id: str
     """torchrun's name for the launch."""
     at: float
-    """Time of the launch from `launch_time`, in seconds since 1970."""
+    """Time of the launch from `state.resume.launch_time`, in seconds since 1970."""
     finished_step: int | None = None
     """The step at which the run finished, all files written; None if it has not finished."""
     launcher: str = ""

@@ -1,1 +1,1 @@
-"""The state of a run between processes: resuming, saving, exporting, launchers."""
+"""The state of a run between processes: resuming, saving, exporting."""

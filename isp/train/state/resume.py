@@ -1,18 +1,21 @@
-"""Which run a start continues, from which checkpoint, and why: find, claim, open.
+"""Choice of the run that a start continues, and of its checkpoint: find, claim, open.
 
 A start is one `isp train`, on all its ranks: a launch by the user, or a restart by torchrun. It has
 three steps, which follow each other in this file:
 
     find     `_find`: the run and its folder of checkpoints, the first that applies. Makes nothing.
                1. ranks that torchrun restarted: their own run [Note: Restarts]
-               2. `checkpoint.folder`: a new run, which resumes from the checkpoints there
+               2. `checkpoint.folder`: a new run, which resumes from the checkpoints there; if there
+                  are some, `checkpoint.auto_resume: false` refuses the start
                3. the runs of the job, the last launched first [Note: Order of runs]: one that has
                   finished is resumed or not [Note: Finished runs]; one with a checkpoint is
-                  resumed; one that is in progress refuses the start; one without is passed over
+                  resumed; one without is passed over, but refuses the start if it is in progress
                4. a new run
-    claim    `_claimed`: lock the checkpoints, copy one from `checkpoint.upload_to` if there are
-             none, and check that the run can go on from it. `open_run`: also make or reopen the
-             folder of the run, and write `launch.json` [Note: Starts]
+    claim    `_claimed`: lock the checkpoints, which refuses the start if another process has the
+             lock; copy one from `checkpoint.upload_to` if there are none (that of `load_step`, else
+             the newest, or none with `auto_resume: false`); check that the run can go on from it.
+             `open_run`: also make or reopen the folder of the run, and write `launch.json`
+             [Note: Starts]
     open     `begin_run`, on all ranks: load the first of: the run's own checkpoint, the one of
              `checkpoint.initial_load_path`, the initial weights
 
@@ -123,7 +126,7 @@ _Choose = Callable[[Callable[[], Candidates]], CheckpointInfo | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where this start goes on: a run and its checkpoints, as found, claimed and opened."""
+    """The run that this start continues, and its checkpoints, as found, claimed and opened."""
 
     folder: RunFolder
     """Folder of the run. A new one exists once `open_run` has made it, maybe with a number more."""
@@ -281,21 +284,21 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
         return Start(folder=new, is_new=True, checkpoints=given, resumes=True)
 
     # 3. The runs of the job, the last launched first.
-    note = ""
+    new_start = Start(folder=new, is_new=True, checkpoints=new.checkpoint_folder, resumes=False)
     for run in earlier_runs(job) if goes_on else ():
+        found = Start(folder=run, is_new=False, checkpoints=run.checkpoint_folder, resumes=True)
         launched = run.launch()
         # With load_step the user names a checkpoint, also of a finished run. If the run lacks that
         # step, `candidates_in` refuses the start.
         if launched is not None and launched.finished_step is not None and load_step is None:
             note = _why_not_resumed(run, launched.finished_step, config, topology)
-            if note:
-                break
-        elif not CheckpointFolder(run.checkpoint_folder).steps():
+            return replace(new_start, note=note) if note else found
+        if not CheckpointFolder(run.checkpoint_folder).steps():
             # In progress, but not saved yet: the same command given twice must not train the same
             # steps in two runs. Without a lock the run ended before its first checkpoint.
             check_unlocked(run.checkpoint_folder)
             continue
-        return Start(folder=run, is_new=False, checkpoints=run.checkpoint_folder, resumes=True)
+        return found
     if load_step is not None:
         raise ValueError(
             f"checkpoint.load_step={load_step}: no run of job.name={job.name} under"
@@ -303,9 +306,7 @@ def _find(config: JobConfig, topology: Topology | None) -> Start:
         )
 
     # 4. A new run.
-    return Start(
-        folder=new, is_new=True, checkpoints=new.checkpoint_folder, resumes=False, note=note
-    )
+    return new_start
 
 
 def _check_folder(folder: Path) -> None:

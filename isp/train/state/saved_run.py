@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its run: saved, loaded, and compared with the configuration now.
+"""Values about its run in a checkpoint: saved, loaded, compared with the configuration now.
 
 Next to the state of a training step (`SavedStep`) these are plain values, under the keys below. A
 checkpoint from elsewhere may lack any of them, or have it in another form.
