@@ -243,7 +243,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _index_in(x: Tensor, memories: Sequence[int]) -> int | None:
-    """Return which of `memories`, of whole stacks, x lies in; None: in none of them.
+    """Return the index of the storage of x among `memories`, of whole stacks; None: it has another.
 
     The storage is all that views, views of views and detached views have in common.
     """
