@@ -34,11 +34,10 @@ from isp.core.mesh.topology import Axis
 from isp.core.weights.communicator import ISPCommunicator
 from isp.core.weights.declare import WeightHolder
 from isp.core.weights.gather_reduce import DeclaredWeight
-from isp.core.weights.gradients import GradientSink, OutputGradient
+from isp.core.weights.gradients import GradientSink, ProductSink
 from isp.core.weights.uses import Action
 from isp.core.weights.wp_communicator import (
     FullWeights,
-    ShardedLayer,
     WeightGradientRoute,
     WPCommunicator,
 )
@@ -170,21 +169,12 @@ class _Delegating(WPCommunicator):
     def route(self, route: WeightGradientRoute | None) -> None:
         self.communicator.route = route
 
+    @property
+    def product_sink(self) -> ProductSink | None:  # type: ignore[override]
+        return self.communicator.product_sink
+
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.communicator.gradient_dtype(dtype)
-
-    def add_product(
-        self,
-        dy: OutputGradient,
-        x: Tensor,
-        *,
-        module: ShardedLayer,
-        parameter: nn.Parameter | None,
-        returned: bool = False,
-    ) -> Tensor | None:
-        return self.communicator.add_product(
-            dy, x, module=module, parameter=parameter, returned=returned
-        )
 
     def unshard(
         self, module: WeightHolder, phase: Phase, weight: Tensor, bias: Tensor | None = None

@@ -72,15 +72,6 @@ class Forwards:
                 forward = wrappers[wrap](forward)
             set_forward(module, forward)
 
-    def describe(self, model: nn.Module) -> str:
-        """Return a line for each module of `model` with wrappers: its name, and those in order."""
-        names = {module: name for name, module in model.named_modules()}
-        return "\n".join(
-            f"{names[module] or 'model'}: "
-            + " > ".join([*(wrap.name.lower() for wrap in sorted(wrappers)), "own code"])
-            for module, wrappers in self._wrappers.items()
-        )
-
 
 def set_forward(module: nn.Module, forward: ModuleForward) -> None:
     """Replace the forward of this instance; its class keeps its own."""

@@ -450,7 +450,6 @@ class TracedModel:
         for part, limit in self.interface.length_limits(model).items():
             forwards.add(part, Wrap.COMPUTE, by_document(limit, position.document_lengths))
         forwards.install()
-        logger.debug("forwards of %s:\n%s", type(model).__name__, forwards.describe(model))
         routers = load = None
         if layers.device.type != "meta":
             of, experts = self._router_losses(), experts_of(self.shape, self.trace)

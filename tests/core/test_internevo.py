@@ -41,7 +41,7 @@ def test_overlap_state_shows_what_is_gathered() -> None:
 
 
 def test_all_communicators_of_a_model_have_one_route() -> None:
-    """Catches a route that is set on the communicator of a head or table, and read by nobody."""
+    """Catches a route that has no effect when it is set on a head's or table's communicator."""
     _, communicator, _ = echo_net()
     head = HeadWeightParallelCommunicator(communicator, Channel.solo(), Channel.solo())
     head.route = route = DeferredWeightGradients(mock.create_autospec(ProductSink))

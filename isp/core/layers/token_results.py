@@ -50,7 +50,7 @@ _LOGITS, _MAX, _SUM = (Tag(Purpose.LOSS, tensor=f"results.{x}") for x in ("logit
 class RowLabels(NamedTuple):
     """Labels of hidden rows, any number for each row, in any order.
 
-    Such as the last token of a prompt, whose hidden row predicts the first token of each answer.
+    Example: the hidden row of a prompt's last token predicts the first token of every answer.
     """
 
     tokens: Tensor

@@ -53,7 +53,8 @@ def grid(
 class _Line(NamedTuple):
     cells: tuple[str, ...]
     does: object
-    """What the line does, relative to its block: equal for lines that do the same."""
+    """Key of the line's operations, with blocks counted from its own; lines with equal keys do the
+    same."""
 
 
 class _Table:
