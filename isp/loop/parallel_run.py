@@ -514,6 +514,7 @@ class ParallelRun:
         if loss is None:
             self._check(Call.STEP, trains=True)
             totals, data = torch.stack((self._loss, self._count)), self.mesh[Axis.DATA]
+            # Ends the state of this step. The main gradients stay: the next `_begin` clears them.
             self.zero_grad()
             outcome = self.train_step.update(
                 lambda: data.all_reduce(totals, tag=Tag(tensor="metrics")).wait(), lr
@@ -523,6 +524,7 @@ class ParallelRun:
             forward = self._graphs.forward_of(loss)
             # The caller's graph is a single node, so the gradient is 1.
             ((_, gradient),) = self._graphs.arrivals(loss)
+            # Declared before the backward, so that buckets are summed while it runs.
             self.train_step.gradients.expect_last()
             forward.backward(gradient)
             outcome = forward.finish(lr)

@@ -80,9 +80,12 @@ class TokenQuery(ABC):
         self.num_labels = num_labels.sum().double()
         """Number of tokens that count as labels in a step's outcome; [], float64."""
 
-    @abstractmethod
+    _rules: ResultRules
+    """The rules of results that are made of logits."""
+
     def compute(self, chunk: StageModule, output: Tensor, beside: Tensor) -> Tensor:
         """Return the results [B, N, K] from the last chunk's output; `beside` is for its tokens."""
+        return chunk.results(output, beside, self._rules)
 
     @abstractmethod
     def answer(self, found: Tensor) -> Any:
@@ -127,9 +130,6 @@ class ScoreQuery(TokenQuery):
         )
         self._rules = TokenScoreRules(temperature, entropy)
 
-    def compute(self, chunk: StageModule, output: Tensor, beside: Tensor) -> Tensor:
-        return chunk.results(output, beside, self._rules)
-
     def answer(self, found: Tensor) -> TokenScores:
         return TokenScores(*found[:, : self.length].unbind(-1))
 
@@ -152,7 +152,6 @@ class LogitQuery(TokenQuery):
         batch, num_labels = _without_labels(reader, input_ids, position_ids, attention_mask)
         _check_choice(reader, input_ids, pick, top_k)
         length, beside = input_ids.shape[1], batch.tokens
-        self._rules: ResultRules
         if pick is not None:
             width, self._rules = pick.shape[2], PickedLogits()
             # Rows may be padded for the ranks. The padding picks token 0; `answer` cuts it off.
@@ -169,9 +168,6 @@ class LogitQuery(TokenQuery):
         """Position in each row whose logits the caller gets, [B]; None: all positions."""
         if reader.logits_of is LogitsOf.ROW_LABELS:
             self._last = _last_seen(reader, input_ids, attention_mask)
-
-    def compute(self, chunk: StageModule, output: Tensor, beside: Tensor) -> Tensor:
-        return chunk.results(output, beside, self._rules)
 
     def answer(self, found: Tensor) -> Tensor | TopTokens:
         found = found[:, : self.length]

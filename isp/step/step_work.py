@@ -200,7 +200,6 @@ def arrange(batch: MicroBatch, ranks: SequenceRanks) -> MicroBatch:
 
 def slice_sequence(batch: MicroBatch, channel: Channel) -> MicroBatch:
     """Return this rank's S/p tokens of each row; `cu_seqlens` stays that of the full row."""
-
     rows = (batch.tokens, batch.labels, batch.positions)
     tokens, labels, positions = (_own(x, channel).contiguous() for x in rows)
     return MicroBatch(tokens, labels, positions, batch.cu_seqlens)

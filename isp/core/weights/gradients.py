@@ -80,7 +80,7 @@ class ProductSink(GradientSink, Protocol):
     """A sink that multiplies a weight gradient straight into its buffer."""
 
     def add_product(self, parameter: nn.Parameter, dy: OutputGradient, x: Tensor) -> None:
-        """Add the weight gradient dy^T x, promised or not."""
+        """Add the weight gradient dy^T x; it keeps no promise."""
 
 
 class ParameterGradients:

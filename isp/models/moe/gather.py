@@ -20,7 +20,6 @@ class GatherExperts(ShardedExperts):
         return self.__call__ if self.communicator.gathers_weights else inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the experts of all tokens, as the module's forward."""
         if self.ahead is not None:
             self.ahead.compute((*args, *kwargs.values())[0])
         return self.on_whole(self.run_own, self.own_code, args, kwargs)

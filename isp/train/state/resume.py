@@ -1,23 +1,12 @@
 """Choice of the run that a start continues, and of its checkpoint: find, claim, open.
 
 A start is one `isp train`, on all its ranks: a launch by the user, or a restart by torchrun. It has
-three steps, which follow each other in this file:
+three steps, which follow each other in this file; the design notes draw them ("Which run is
+resumed"):
 
-    find     `_find`: the run and its folder of checkpoints, the first that applies. Makes nothing.
-               1. ranks that torchrun restarted: their own run [Note: Restarts]
-               2. `checkpoint.folder`: a new run, which resumes from the checkpoints there; if there
-                  are some, `checkpoint.auto_resume: false` refuses the start
-               3. the runs of the job, the last launched first [Note: Order of runs]: one that has
-                  finished is resumed or not [Note: Finished runs]; one with a checkpoint is
-                  resumed; one without is passed over, but refuses the start if it is in progress
-               4. a new run
-    claim    `_claimed`: lock the checkpoints, which refuses the start if another process has the
-             lock; copy one from `checkpoint.upload_to` if there are none (that of `load_step`, else
-             the newest, or none with `auto_resume: false`); check that the run can go on from it.
-             `open_run`: also make or reopen the folder of the run, and write `launch.json`
-             [Note: Starts]
-    open     `begin_run`, on all ranks: load the first of: the run's own checkpoint, the one of
-             `checkpoint.initial_load_path`, the initial weights
+    find     `_find`: the run and its folder of checkpoints; its four cases are numbered there
+    claim    `_claimed`, `open_run`: the locks, a copy from the store, checks, the run's folder
+    open     `begin_run`, on all ranks: the checkpoint that is loaded
 
 `isp train --nproc` calls `check_start` before its ranks start, which finds and checks but makes
 nothing. Rank 0 then calls `open_run`, which finds again: a run may have been started in between.
@@ -32,7 +21,8 @@ others by its name.
 [Note: Finished runs] A run has finished when its `launch.json` says so, which is written last,
 after the checkpoint, the metrics and the evaluation of the last step. Until then the same command
 resumes it, even with no step left, and completes what is missing. A finished run is resumed only
-if its newest good checkpoint has fewer than `training.steps` steps and the same model and data.
+if its newest good checkpoint has fewer than `training.steps` steps and the same model and data, or
+`checkpoint.allow_changes` is set.
 
 [Note: Restarts] Ranks that torchrun restarts stay in their run, whatever the configuration says,
 whether the run has a checkpoint yet or has finished: otherwise a rank that dies while the others
@@ -244,7 +234,7 @@ def reopen_finished(job: JobSection) -> None:
 
 
 def _find(config: JobConfig, topology: Topology | None) -> Start:
-    """Return the run to continue, or the new one to make, as the list at the top says.
+    """Return the run to continue, or the new one to make, the first of four cases that applies.
 
     Makes nothing. Raises ValueError, with the reason, if the run that comes first in that list
     cannot be continued. `topology`: see `compare`.
