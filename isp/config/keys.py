@@ -16,7 +16,7 @@ from typing import Any
 
 from isp.config.removed import without_removed
 from isp.config.yaml_file import KeyPath, parse_value
-from isp.core.section import KeyRole, absent_values, docs_of, role_of
+from isp.core.section import KeyRole, absent_values, docs_of, names_of, role_of
 from isp.utils.text import suggest
 
 __all__ = ["KeyTable", "general"]
@@ -68,9 +68,10 @@ class KeyTable:
         pending: list[tuple[KeyPath, type]] = [((), root)]
         for path, section in pending:  # grows while it is iterated, by the sections found
             types_by_name = typing.get_type_hints(section)
-            sections[path] = tuple(f.name for f in fields(section))
-            for name, default in ((f.name, f.default) for f in fields(section)):
-                hint = types_by_name[name]
+            sections[path] = names_of(section)
+            made = {f.name: f.default for f in fields(section)}
+            for name in sections[path]:
+                hint, default = types_by_name[name], made[name]
                 pending += [((*path, name), type_) for type_ in _sections_of(hint)]
                 pending += [((*path, name, _ENTRY), type_) for type_ in _entries_of(hint)]
                 if not is_dataclass(hint):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, field, fields, is_dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeVar, dataclass_transform
@@ -32,6 +34,7 @@ __all__ = [
     "defaults_of",
     "describe_value",
     "docs_of",
+    "names_of",
     "role_of",
     "section",
 ]
@@ -96,10 +99,12 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
 
     `role` is the role of its keys; a key with another one is `Annotated` with it. The constructor
     checks types and ranges of the fields, for values from a file and from Python, and raises
-    ValueError with a line for each fault.
+    ValueError with a line for each fault. A class may extend another section: inherited keys keep
+    their roles and docs, and are listed after its own.
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        _declare_inherited(cls)
         config = ConfigDict(
             strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
         )
@@ -127,6 +132,22 @@ def section(key: str, role: KeyRole | None = None) -> Callable[[type[T]], type[T
     return decorate
 
 
+def _declare_inherited(cls: type) -> None:
+    """Declare the keys of the section that `cls` extends in `cls` too, with role and doc.
+
+    Without it, pydantic would lose the docs, and both classes would share each field's metadata.
+    """
+    (base,) = cls.__bases__
+    if not is_dataclass(base):
+        return
+    docs, hints = docs_of(base), typing.get_type_hints(base, include_extras=True)
+    for item in fields(base):
+        if item.name not in cls.__annotations__:  # else declared anew, with another type
+            hint, doc = hints[item.name], Field(description=docs[item.name])
+            cls.__annotations__[item.name] = Annotated[hint, doc, role_of(base, item.name)]
+            setattr(cls, item.name, copy.copy(item))
+
+
 def role_of(section: type, name: str) -> KeyRole | None:
     """Return the role of the key `name` of a section; None if it has none, as a nested section."""
     role: KeyRole | None = section.__dataclass_fields__[name].metadata["role"]  # type: ignore[attr-defined]
@@ -135,8 +156,13 @@ def role_of(section: type, name: str) -> KeyRole | None:
 
 def docs_of(section: type) -> dict[str, str]:
     """Return the docstring below each field of a section, by the field's name."""
-    found = section.__pydantic_fields__.items()  # type: ignore[attr-defined]
-    return {name: field.description or "" for name, field in found}
+    found = section.__pydantic_fields__  # type: ignore[attr-defined]
+    return {name: found[name].description or "" for name in names_of(section)}
+
+
+def names_of(section: type) -> tuple[str, ...]:
+    """Return the names of a section's keys: its own, then those it inherits."""
+    return tuple(name for name in section.__annotations__ if name in section.__dataclass_fields__)  # type: ignore[attr-defined]
 
 
 def absent_values(section: type) -> dict[str, Any]:
