@@ -14,7 +14,7 @@ from isp.models.huggingface.interface import RouterCoefficients
 from isp.models.loading import begun_by_the_model, folder_model
 from isp.models.traced_model import TracedModel
 from isp.utils.environment import require
-from model.config import ModelConfig
+from model.config import ComputeConfig, ModelConfig
 from model.decoder import Decoder
 from model.weight_names import earlier_names
 
@@ -45,7 +45,7 @@ def language_model(model: ModelConfig, dtype: str, *, trains: bool = True) -> Tr
     )
 
 
-def how_computed(model: ModelConfig) -> dict[str, Any]:
+def how_computed(model: ComputeConfig) -> dict[str, Any]:
     """Return the keys that decide how the model is computed, as arguments for `TracedModel`."""
     return {
         "recomputation": model.recomputation,

@@ -25,116 +25,58 @@ from isp.core.section import (
 )
 from isp.models.huggingface.adapter_config import AdapterConfig
 
-__all__ = ["ModelConfig"]
+__all__ = ["ComputeConfig", "ModelConfig"]
 
 
-@section("model", KeyRole.MODEL)
-class ModelConfig:
-    """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder."""
+@section("model", KeyRole.METHOD)
+class ComputeConfig:
+    """The keys of `model` that say how to compute a model, whatever the model is."""
 
-    preset: Annotated[str | None, KeyRole.PLACE] = None
-    """Name of a known model (see `model/presets.py`). Sizes given here override its sizes."""
-    hf: Annotated[str | None, KeyRole.PLACE] = None
-    """Folder of a Hugging Face causal language model, trained unchanged: config.json, and
-    safetensors unless the weights should be random. Only checkpoint, checkpoint_*, mlp_tile_tokens,
-    loss_chunk_tokens, attention_backend, compile, allow_unchecked, keys of routers, hf_overrides
-    and adapter can be combined with it."""
-    hf_overrides: Annotated[dict[str, Any] | None, Absent(None)] = field(default=None, hash=False)
-    """Keys of config.json with other values than in the folder of hf, such as {rope_parameters:
-    {rope_type: yarn, factor: 4, original_max_position_embeddings: 32768}, max_position_embeddings:
-    131072}, by the names of the installed transformers (rope_scaling: an older one of
-    rope_parameters). Mappings are merged key by key. In a folder with a text_config, keys are those
-    of text_config. An export writes them to its config.json."""
-    adapter: AdapterConfig | None = None
+    adapter: Annotated[AdapterConfig | None, KeyRole.MODEL] = None
     """Adapters on the model of hf: only they are trained; null: the whole model is."""
-    vocab_size: Size = 32000
-    """Entries of the embedding table and of the logits, at least as many as the tokenizer has."""
-    hidden_size: Size = 4096
-    """Size of the hidden state between blocks."""
-    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 32
-    """Number of blocks."""
-    num_heads: Size = 32
-    """Number of query heads."""
-    num_kv_heads: Size | None = None
-    """Number of key and value heads, a divisor of num_heads; null: num_heads."""
-    head_dim: Size | None = None
-    """Size of a head; null: hidden_size / num_heads."""
-    intermediate_size: Size = 11008
-    """Hidden size of the MLP."""
-    num_experts: CountOrZero = 0
-    """Number of experts that replace an MLP; 0: none."""
-    experts_per_token: Size = 2
-    """Number of experts for each token, those with the largest probabilities."""
-    moe_intermediate_size: Size | None = None
-    """Hidden size of an expert; null: intermediate_size."""
-    norm_topk_prob: bool = True
-    """Divide the probabilities of a token's experts by their sum (Mixtral always does)."""
-    shared_expert_intermediate_size: CountOrZero = 0
-    """Hidden size of an expert for all tokens, multiplied by a sigmoid gate (Qwen2-MoE); 0: no
-    such expert."""
-    num_dense_layers: CountOrZero = 0
-    """Number of first blocks that have an MLP instead of experts."""
-    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
-    """Added to the mean square in RMSNorm."""
-    rope_theta: Annotated[float, Field(ge=1, le=1e30)] = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
-    """Scales rotary positions to longer contexts; null: no scaling."""
-    sliding_window: Count | None = None
-    """Number of tokens that a token attends to, including itself; null: all tokens before it."""
-    qkv_bias: bool = False
-    """Whether the projections to q, k and v have a bias (Qwen2)."""
-    qk_norm: bool = False
-    """Whether each head of q and k goes through RMSNorm (Qwen3)."""
-    tie_embeddings: bool = False
-    """Whether the logits use the embedding table."""
-    attention_backend: Annotated[AttentionBackend, KeyRole.METHOD] = AttentionBackend.AUTO
+    attention_backend: AttentionBackend = AttentionBackend.AUTO
     """Backend of attention; auto: the fastest that runs here."""
-    compile: Annotated[bool | Literal["auto"], KeyRole.METHOD] = "auto"
+    compile: bool | Literal["auto"] = "auto"
     """Fuse rotary embedding and SwiGLU into one kernel each by torch.compile, with fewer
     roundings, and the loss into two; auto: on CUDA. Other models than ISP's own decoder have the
     loss alone. Each layer costs a fraction of a millisecond of Python, so false may be faster with
     few tokens per rank."""
-    allow_unchecked: Annotated[bool, KeyRole.METHOD] = False
+    allow_unchecked: bool = False
     """Train a model that could not be checked for code that mixes tokens outside of attention, with
     a warning; false: refuse it. The check runs the model on the CPU with random weights, and
     compares what it calls at the length of a row. A model found to mix tokens is always refused."""
-    init_std: NotNegative = 0.02
-    """Standard deviation of the initial weights; for the output projections of blocks, it is
-    divided by sqrt(2 num_layers)."""
-
-    loss_chunk_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 4096
+    loss_chunk_tokens: CountOrZero = 4096
     """Number of tokens for which a rank computes logits and losses at a time; 0: all at once."""
-    router_aux_loss_coef: Annotated[NotNegative, KeyRole.METHOD] = 0.0
+    router_aux_loss_coef: NotNegative = 0.0
     """Coefficient of the load-balancing loss of experts; 0: that of config.json, if
     output_router_logits is set there.  Name and loss: transformers."""
-    router_z_loss_coef: Annotated[NotNegative, KeyRole.METHOD] = 0.0
+    router_z_loss_coef: NotNegative = 0.0
     """Coefficient of the router z-loss, the mean square of the log-sum-exp of router logits."""
-    moe_router_bias_update_rate: Annotated[NotNegative, KeyRole.METHOD] = 0.0
+    moe_router_bias_update_rate: NotNegative = 0.0
     """Rate at which each step moves the biases for choosing experts towards an even load, as in
     DeepSeek-V3's balancing without a loss (0.001 there); 0: never.  Name: Megatron."""
-    checkpoint: Annotated[Fraction, KeyRole.METHOD] = 0.0
+    checkpoint: Fraction = 0.0
     """Fraction of the blocks, counted from the first, whose activations are recomputed in
     backward."""
-    checkpoint_keeps_attention: Annotated[bool, KeyRole.METHOD] = False
+    checkpoint_keeps_attention: bool = False
     """Recompute everything except attention: its inputs q, k, v and its outputs are kept."""
-    checkpoint_distribute_activations: Annotated[bool, KeyRole.METHOD] = False
+    checkpoint_distribute_activations: bool = False
     """mtp: each tensor rank keeps 1/p of a recomputed block's input, which is gathered in
     backward."""
-    checkpoint_offload: Annotated[bool, KeyRole.METHOD] = False
+    checkpoint_offload: bool = False
     """Keep the inputs of recomputed blocks in host memory (pinned on CUDA). They are copied out
     during forward, and back one block ahead of backward."""
-    checkpoint_segment: Annotated[CountOrZero, KeyRole.METHOD] = 0
+    checkpoint_segment: CountOrZero = 0
     """Recompute in two levels: keep only the input of every n-th recomputed block, and compute the
     inputs between again in backward, with one more forward; 0: keep all. With m recomputed blocks
     in a stage, n = sqrt(m) keeps the least."""
-    checkpoint_norm_outputs: Annotated[bool, KeyRole.METHOD] = False
+    checkpoint_norm_outputs: bool = False
     """In blocks that are not recomputed: recompute everything between linears, attention,
     convolutions and scans. In msp mode, inputs of linears are then gathered again. Must be set
     together with checkpoint_mlp_activation."""
-    checkpoint_mlp_activation: Annotated[bool, KeyRole.METHOD] = False
+    checkpoint_mlp_activation: bool = False
     """Must be set together with checkpoint_norm_outputs."""
-    mlp_tile_tokens: Annotated[CountOrZero, KeyRole.METHOD] = 0
+    mlp_tile_tokens: CountOrZero = 0
     """Compute the MLP for this many tokens at a time, and again in backward. With a value above
     the tokens of a micro-batch: for all at once; 0: no tiles and no recomputation. The cost is
     small from 8192 on. With model.hf, it applies to modules of a block with several linears or
@@ -147,56 +89,6 @@ class ModelConfig:
                 " set model.checkpoint above 0"
             )
         self._check_kept_inputs()
-        self._check_described()
-
-    def _check_described(self) -> None:
-        """Raise ValueError unless the keys describe a model."""
-        if self.adapter is not None and self.hf is None:
-            raise ValueError("model.adapter needs model.hf, the folder of the model that it adapts")
-        if self.hf_overrides is not None and self.hf is None:
-            raise ValueError(
-                f"model.hf_overrides={json.dumps(self.hf_overrides)} changes the config.json of"
-                f" model.hf, which is not given: name its folder, or leave hf_overrides out"
-            )
-        if self.hf is not None:
-            self.check_beside(f"model.hf={self.hf}")
-            return
-        if self.head_dim is None and self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"model.num_heads={self.num_heads} must divide model.hidden_size="
-                f"{self.hidden_size}, unless model.head_dim is given"
-            )
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"model.num_kv_heads={self.kv_heads} must divide model.num_heads={self.num_heads}"
-            )
-        if self.head_size % 2 or self.head_size < 4:
-            raise ValueError(
-                f"rotary positions need a head size that is even and at least 4, not"
-                f" {self.head_size}: set model.head_dim (or hidden_size / num_heads)"
-            )
-
-        self._check_experts()
-
-    def _check_experts(self) -> None:
-        """Raise ValueError for keys of experts that contradict each other."""
-        if not self.num_experts:
-            for key in ("shared_expert_intermediate_size", "num_dense_layers"):
-                if getattr(self, key):
-                    raise ValueError(
-                        f"model.{key}={getattr(self, key)} needs experts: set model.num_experts,"
-                        f" or leave it out"
-                    )
-        elif self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must be at most"
-                f" model.num_experts={self.num_experts}"
-            )
-        elif self.num_dense_layers >= self.num_layers:
-            raise ValueError(
-                f"model.num_dense_layers={self.num_dense_layers} leaves no block of"
-                f" model.num_layers={self.num_layers} for experts: use fewer, or num_experts=0"
-            )
 
     def _check_kept_inputs(self) -> None:
         """Raise ValueError for keys of kept block inputs that have no effect together."""
@@ -246,6 +138,118 @@ class ModelConfig:
             between_linears=self.checkpoint_norm_outputs,
             mlp_tile_tokens=self.mlp_tile_tokens,
         )
+
+
+@section("model", KeyRole.MODEL)
+class ModelConfig(ComputeConfig):
+    """`model`: a preset, sizes, a preset with some sizes changed, or a model's folder."""
+
+    preset: Annotated[str | None, KeyRole.PLACE] = None
+    """Name of a known model (see `model/presets.py`). Sizes given here override its sizes."""
+    hf: Annotated[str | None, KeyRole.PLACE] = None
+    """Folder of a Hugging Face causal language model, trained unchanged: config.json, and
+    safetensors unless the weights should be random. Only checkpoint, checkpoint_*, mlp_tile_tokens,
+    loss_chunk_tokens, attention_backend, compile, allow_unchecked, keys of routers, hf_overrides
+    and adapter can be combined with it."""
+    hf_overrides: Annotated[dict[str, Any] | None, Absent(None)] = field(default=None, hash=False)
+    """Keys of config.json with other values than in the folder of hf, such as {rope_parameters:
+    {rope_type: yarn, factor: 4, original_max_position_embeddings: 32768}, max_position_embeddings:
+    131072}, by the names of the installed transformers (rope_scaling: an older one of
+    rope_parameters). Mappings are merged key by key. In a folder with a text_config, keys are those
+    of text_config. An export writes them to its config.json."""
+    vocab_size: Size = 32000
+    """Entries of the embedding table and of the logits, at least as many as the tokenizer has."""
+    hidden_size: Size = 4096
+    """Size of the hidden state between blocks."""
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] = 32
+    """Number of blocks."""
+    num_heads: Size = 32
+    """Number of query heads."""
+    num_kv_heads: Size | None = None
+    """Number of key and value heads, a divisor of num_heads; null: num_heads."""
+    head_dim: Size | None = None
+    """Size of a head; null: hidden_size / num_heads."""
+    intermediate_size: Size = 11008
+    """Hidden size of the MLP."""
+    num_experts: CountOrZero = 0
+    """Number of experts that replace an MLP; 0: none."""
+    experts_per_token: Size = 2
+    """Number of experts for each token, those with the largest probabilities."""
+    moe_intermediate_size: Size | None = None
+    """Hidden size of an expert; null: intermediate_size."""
+    norm_topk_prob: bool = True
+    """Divide the probabilities of a token's experts by their sum (Mixtral always does)."""
+    shared_expert_intermediate_size: CountOrZero = 0
+    """Hidden size of an expert for all tokens, multiplied by a sigmoid gate (Qwen2-MoE); 0: no
+    such expert."""
+    num_dense_layers: CountOrZero = 0
+    """Number of first blocks that have an MLP instead of experts."""
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-5
+    """Added to the mean square in RMSNorm."""
+    rope_theta: Annotated[float, Field(ge=1, le=1e30)] = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Scales rotary positions to longer contexts; null: no scaling."""
+    sliding_window: Count | None = None
+    """Number of tokens that a token attends to, including itself; null: all tokens before it."""
+    qkv_bias: bool = False
+    """Whether the projections to q, k and v have a bias (Qwen2)."""
+    qk_norm: bool = False
+    """Whether each head of q and k goes through RMSNorm (Qwen3)."""
+    tie_embeddings: bool = False
+    """Whether the logits use the embedding table."""
+    init_std: NotNegative = 0.02
+    """Standard deviation of the initial weights; for the output projections of blocks, it is
+    divided by sqrt(2 num_layers)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapter is not None and self.hf is None:
+            raise ValueError("model.adapter needs model.hf, the folder of the model that it adapts")
+        if self.hf_overrides is not None and self.hf is None:
+            raise ValueError(
+                f"model.hf_overrides={json.dumps(self.hf_overrides)} changes the config.json of"
+                f" model.hf, which is not given: name its folder, or leave hf_overrides out"
+            )
+        if self.hf is not None:
+            self.check_beside(f"model.hf={self.hf}")
+            return
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.num_heads={self.num_heads} must divide model.hidden_size="
+                f"{self.hidden_size}, unless model.head_dim is given"
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"model.num_kv_heads={self.kv_heads} must divide model.num_heads={self.num_heads}"
+            )
+        if self.head_size % 2 or self.head_size < 4:
+            raise ValueError(
+                f"rotary positions need a head size that is even and at least 4, not"
+                f" {self.head_size}: set model.head_dim (or hidden_size / num_heads)"
+            )
+
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Raise ValueError for keys of experts that contradict each other."""
+        if not self.num_experts:
+            for key in ("shared_expert_intermediate_size", "num_dense_layers"):
+                if getattr(self, key):
+                    raise ValueError(
+                        f"model.{key}={getattr(self, key)} needs experts: set model.num_experts,"
+                        f" or leave it out"
+                    )
+        elif self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} must be at most"
+                f" model.num_experts={self.num_experts}"
+            )
+        elif self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"model.num_dense_layers={self.num_dense_layers} leaves no block of"
+                f" model.num_layers={self.num_layers} for experts: use fewer, or num_experts=0"
+            )
 
     @property
     def kv_heads(self) -> int:

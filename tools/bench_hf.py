@@ -35,6 +35,7 @@ from isp.core.comm import Mesh
 from isp.core.micro_batch import MicroBatch
 from isp.models.huggingface.weight_files import WeightFiles
 from isp.parity.forked import run_ranks
+from isp.step.job_models import trained_model
 from isp.step.train_step import TrainStep, make_train_step
 from isp.utils.files import read_json
 
@@ -125,7 +126,13 @@ def fill(train_step: TrainStep, folder: Path) -> None:
 def ours(config: JobConfig, batch: MicroBatch, mesh: Mesh, folder: Path) -> Step:
     """A training step as the trainer builds it, on the device of `batch`, from these weights."""
     own = config.model.hf is None
-    train_step = make_train_step(config, mesh, batch.tokens.device, initial_weights=not own)
+    train_step = make_train_step(
+        trained_model(config),
+        config,
+        mesh,
+        batch.tokens.device,
+        initial_weights=not own,
+    )
     train_step.drain()
     if own:
         fill(train_step, folder)

@@ -16,6 +16,7 @@ from isp.config import JobConfig
 from isp.core.comm import Mesh
 from isp.core.comm.cuda import expand_segments
 from isp.core.weights.sharded_parameter import ShardedParameter
+from isp.step.job_models import trained_model
 from isp.step.train_step import TrainStep, make_train_step
 from isp.utils.text import first_line
 
@@ -42,7 +43,13 @@ def prepare(device: torch.device) -> None:
 def make_step(config: JobConfig, device: torch.device) -> TrainStep:
     """Build the training step of one rank, with weights that the device draws."""
     mesh = Mesh(config.topology(1), 0)
-    step = make_train_step(config, mesh, device, initial_weights=False)
+    step = make_train_step(
+        trained_model(config),
+        config,
+        mesh,
+        device,
+        initial_weights=False,
+    )
     draw_weights(step.built.parameters)
     step.optimizer.take_up_weights()
     step.weights_changed()

@@ -27,6 +27,7 @@ from isp.core.mesh import Mode, ParallelConfig, TensorConfig, WeightConfig
 from isp.core.micro_batch import MicroBatch
 from isp.parity.forked import run_ranks
 from isp.profile.recorder import Recorder
+from isp.step.job_models import trained_model
 from isp.step.train_step import TrainStep, make_train_step
 from isp.train.profiling.recording import recorder_for
 from model.config import ModelConfig
@@ -63,7 +64,12 @@ def measure(rank: int, world: int, options: argparse.Namespace) -> None:
     for mode in Mode:
         config = job(world, mode, options)
         mesh = Mesh(config.topology(world), rank)
-        step = make_train_step(config, mesh, cpu)
+        step = make_train_step(
+            trained_model(config),
+            config,
+            mesh,
+            cpu,
+        )
         tokens = torch.randint(272, (1, options.tokens), generator=torch.Generator().manual_seed(0))
         positions = torch.arange(options.tokens)[None]
         batch = MicroBatch(tokens, tokens.roll(-1, 1), positions, None)

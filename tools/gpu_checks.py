@@ -37,6 +37,7 @@ from isp.core.comm.tag import UNNAMED
 from isp.core.micro_batch import MicroBatch
 from isp.core.torch_private import all_gather_single
 from isp.metrics import device_name, peak_tflops
+from isp.step.job_models import trained_model
 from isp.step.train_step import TrainStep, make_train_step
 
 TINY = ("--model.preset=tiny", "--training.dtype=float32")
@@ -223,7 +224,12 @@ def parity(device: torch.device) -> Numbers:
 
     def on(where: torch.device) -> list[float]:  # a run's own weights, the same everywhere
         config = job(where, tokens, *keys)
-        step = make_train_step(config, Mesh(config.topology(1), 0), where)
+        step = make_train_step(
+            trained_model(config),
+            config,
+            Mesh(config.topology(1), 0),
+            where,
+        )
         return losses(step, config, where, steps)[0]
 
     here, there = on(device), on(cpu)

@@ -237,14 +237,13 @@ def _train(args: argparse.Namespace) -> int:
     if args.nproc is not None:  # every error before any process starts
         from isp.step.host_memory import check_host_memory
         from isp.step.job_models import check_models
-        from isp.step.setup import check_devices, check_param_groups
+        from isp.step.setup import check_devices
         from isp.train.data import check_data
         from isp.train.state.resume import check_start
 
         sized, topology = config.for_ranks(ranks), config.topology(ranks)
         config.require_packages()
         check_models(sized)
-        check_param_groups(config)
         check_devices(config, args.nproc)
         check_host_memory(sized, topology, args.nproc)
         check_data(config)

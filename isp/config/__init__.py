@@ -3,8 +3,10 @@
 from isp.config.job import (
     ConfigError,
     JobConfig,
+    LoopConfig,
     json_schema,
     load_config,
+    load_loop_config,
     sections_from,
     to_plain,
     to_yaml,
@@ -13,8 +15,10 @@ from isp.config.job import (
 __all__ = [
     "ConfigError",
     "JobConfig",
+    "LoopConfig",
     "json_schema",
     "load_config",
+    "load_loop_config",
     "sections_from",
     "to_plain",
     "to_yaml",

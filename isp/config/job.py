@@ -1,11 +1,11 @@
-"""`JobConfig`, the whole configuration of a run, and functions to load and write it."""
+"""`JobConfig`, the configuration of a run, and its base `LoopConfig`; reading and writing them."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from isp.config.sections import (
     JobSection,
     MetricsConfig,
     ProfilerConfig,
+    StepConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -32,7 +33,7 @@ from isp.core.mesh.config import ParallelConfig, Sequence2DConfig, WeightConfig
 from isp.core.mesh.partition import any_of
 from isp.core.mesh.topology import Topology
 from isp.core.optim.config import LRSchedulerConfig, OptimizerConfig
-from isp.core.section import KeyRole, defaults_of, section
+from isp.core.section import KeyRole, defaults_of, names_of, section
 from isp.models.huggingface.config_json import (
     check_layout,
     check_model_folder,
@@ -40,20 +41,23 @@ from isp.models.huggingface.config_json import (
     with_sizes,
 )
 from isp.utils.text import check_complete, redacted_values
-from model.config import ModelConfig
+from model.config import ComputeConfig, ModelConfig
 from model.presets import with_preset
 
 __all__ = [
     "ConfigError",
     "JobConfig",
+    "LoopConfig",
     "json_schema",
     "load_config",
+    "load_loop_config",
     "sections_from",
     "to_plain",
     "to_yaml",
 ]
 
 T = TypeVar("T")
+C = TypeVar("C", bound="LoopConfig")
 
 
 class ConfigError(ValueError):
@@ -61,8 +65,35 @@ class ConfigError(ValueError):
 
 
 @section("")
-class JobConfig:
-    """Everything that decides a run, section by section."""
+class LoopConfig:
+    """The configuration of `isp.parallelize`, for a model and a loop of the caller's."""
+
+    model: ComputeConfig = field(default_factory=ComputeConfig)
+    """How the caller's model is computed."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """The split of the run over its ranks."""
+    training: StepConfig = field(default_factory=StepConfig)
+    """Dtype, seed, clipping and device."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The update rule."""
+    comm: CommConfig = field(default_factory=CommConfig)
+    """Time limits of waits between ranks."""
+
+    def __post_init__(self) -> None:
+        training = self.training
+        self.model.attention_backend.check_fits(
+            training.device, training.dtype, deterministic=training.deterministic
+        )
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return the least number of micro-batches of a call on a data rank: one a stage."""
+        return self.parallel.pipeline.size
+
+
+@section("")
+class JobConfig(LoopConfig):
+    """Everything that decides a run of `isp train`, section by section."""
 
     job: JobSection = field(default_factory=JobSection)
     """Name and output folder."""
@@ -70,12 +101,8 @@ class JobConfig:
     """The model: a preset or sizes."""
     data: DataConfig
     """The text, and how it is cut into batches."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The split of the run over its ranks."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, numbers and device."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The update rule."""
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     """The learning rate over the steps."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -84,20 +111,10 @@ class JobConfig:
     """Reported metrics."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saved checkpoints."""
-    comm: CommConfig = field(default_factory=CommConfig)
-    """Time limits of waits between ranks."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     """Profiles of single steps."""
 
     def __post_init__(self) -> None:
-        self._check_run()
-        training = self.training
-        self.model.attention_backend.check_fits(
-            training.device, training.dtype, deterministic=training.deterministic
-        )
-
-    def _check_run(self) -> None:
-        """Raise ValueError for sections that do not fit each other in `isp train`."""
         if self.model.hf is None:
             self.model.check_layout(self.parallel, self.row_tokens)
         else:
@@ -120,6 +137,17 @@ class JobConfig:
                 f"lr_scheduler.decay_ratio={ratio} are more than training.steps={steps}: use "
                 f"warmup_steps up to {steps - decay}, or a smaller decay_ratio"
             )
+        super().__post_init__()
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return the number of micro-batches of a step on a data rank."""
+        return self.data.num_micro_batches
+
+    @property
+    def for_loop(self) -> LoopConfig:
+        """Return the sections that a loop of the caller's uses."""
+        return LoopConfig(**{name: getattr(self, name) for name in names_of(LoopConfig)})
 
     @property
     def row_tokens(self) -> int:
@@ -248,19 +276,26 @@ def _check_objective(config: JobConfig) -> None:
         )
 
 
-def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    kind: type[JobConfig] = JobConfig,
-    unread: Collection[str] = (),
-) -> JobConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Load the configuration in the YAML file at `path`, changed by `overrides`.
 
     Overrides are words of a command line: `--section.key value`, `--section.key=value`, or
-    `--section.key` alone for true. Sections (`data`) and keys (`model.hf`) of the file that are in
-    `unread` are dropped unchecked. Raises ConfigError with all faults of file and overrides.
+    `--section.key` alone for true. Raises ConfigError with all faults of file and overrides.
     """
+    return _load(JobConfig, path, overrides)
+
+
+def load_loop_config(path: str | Path) -> LoopConfig:
+    """Load the configuration in the YAML file at `path` for a loop of the caller's.
+
+    Sections and keys that only `JobConfig` has are dropped unchecked, so the file may also be one
+    for `isp train` and another model. Raises ConfigError with all faults of the file.
+    """
+    return _load(LoopConfig, path, ())
+
+
+def _load(kind: type[C], path: str | Path, overrides: Sequence[str]) -> C:
+    """Return the configuration of class `kind` in a file, changed by `overrides`."""
     keys = KeyTable.of(kind)
     try:
         file = read_yaml(path)
@@ -271,17 +306,18 @@ def load_config(
         if is_kept:
             _check_resumable(path, file.values)
         given = keys.upgraded(file.values) if is_kept else file.values
-        values = _without(given, unread)
-        values = _override(values, origins, overrides, keys)
+        values = _override(_only(keys, given), origins, overrides, keys)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     _fill_empty_sections(values, (), keys)
     # Validate even if the model's values are faulty, to report all faults at once.
     faults = _fill_model(values, origins)
     config = _validate(values, origins, keys, kind)
-    if isinstance(config, JobConfig) and not faults:
-        return config
-    faults += [] if isinstance(config, JobConfig) else [f for f in config if f not in faults]
+    if not isinstance(config, list):
+        if not faults:
+            return config
+        config = []
+    faults += [fault for fault in config if fault not in faults]
     # A fault of an override begins with the override; any other one is of the file.
     of_file = [fault for fault in faults if not fault.startswith("--")]
     if len(faults) == 1:
@@ -332,6 +368,8 @@ def to_plain(config: JobConfig, *, redact: bool = False) -> dict[str, Any]:
     `redact`: remove credentials from URLs, to save the result or compare it with a saved one.
     """
     plain: dict[str, Any] = TypeAdapter(JobConfig).dump_python(config, mode="json")
+    sections = KeyTable.of(JobConfig).sections
+    plain = {name: {key: plain[name][key] for key in sections[(name,)]} for name in sections[()]}
     return redacted_values(plain) if redact else plain
 
 
@@ -355,14 +393,16 @@ def json_schema() -> dict[str, Any]:
     return TypeAdapter(JobConfig).json_schema()
 
 
-def _without(values: Mapping[str, Any], unread: Collection[str]) -> dict[str, Any]:
-    """Return `values` without the sections and keys in `unread`."""
+def _only(keys: KeyTable, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` without keys and sections that a `JobConfig` has and `keys` lack."""
+    more = KeyTable.of(JobConfig)
+    dropped = {*more.hints, *more.sections} - {*keys.hints, *keys.sections}
     return {
-        name: {key: value for key, value in of_one.items() if f"{name}.{key}" not in unread}
-        if isinstance(of_one, dict)
-        else of_one
-        for name, of_one in values.items()
-        if name not in unread
+        name: {key: value for key, value in below.items() if (name, key) not in dropped}
+        if isinstance(below, dict)
+        else below
+        for name, below in values.items()
+        if (name,) not in dropped
     }
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "JobSection",
     "MetricsConfig",
     "ProfilerConfig",
+    "StepConfig",
     "TrainingConfig",
     "ValidationConfig",
 ]
@@ -148,12 +149,29 @@ class DistillConfig:
 
 
 @section("training", KeyRole.METHOD)
-class TrainingConfig:
-    """`training`: length, dtype and device of a run."""
+class StepConfig:
+    """The keys of `training` that decide a step: dtype, clipping, seed and device."""
 
     global_batch_size: Count | None = None
     """Sequences per step over all data ranks; data.micro_num follows from it on any number of
     ranks; null: use data.micro_num.  Name: torchtitan."""
+    dtype: DType = "float32"
+    """Dtype of weights and activations; with bfloat16 and float16, gradients and master weights
+    are float32, and float16 also scales the loss (`optimizer.grad_scaler`)."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), KeyRole.DATA] = 0
+    """Seed of the initial weights, the order of the data and all random numbers."""
+    deterministic: bool = False
+    """Use deterministic kernels only: a run repeats bit by bit."""
+    max_norm: NotNegative = 1.0
+    """Clip the global gradient norm to this value; 0: no clipping."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], KeyRole.PLACE] = "auto"
+    """Device to compute on; auto: cuda if there is one, else cpu."""
+
+
+@section("training", KeyRole.METHOD)
+class TrainingConfig(StepConfig):
+    """`training`: length, dtype and device of a run."""
+
     objective: Literal["sft", "dpo", "reward", "distill"] = "sft"
     """sft: cross-entropy of tokens; dpo: direct preference optimization on `preferences`, with a
     frozen copy of model.hf as the reference; reward: Bradley-Terry loss of the chosen and the
@@ -168,20 +186,9 @@ class TrainingConfig:
     max_time: Annotated[int | str | None, AfterValidator(_duration)] = None
     """Time limit of one start of the run, including the last save: seconds, `HH:MM:SS` or
     `D-HH:MM:SS`. The same command resumes the run. null: no limit."""
-    dtype: DType = "float32"
-    """Dtype of weights and activations; with bfloat16 and float16, gradients and master weights
-    are float32, and float16 also scales the loss (`optimizer.grad_scaler`)."""
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1), KeyRole.DATA] = 0
-    """Seed of the initial weights, the order of the data and all random numbers."""
-    deterministic: bool = False
-    """Use deterministic kernels only: a run repeats bit by bit."""
-    max_norm: NotNegative = 1.0
-    """Clip the global gradient norm to this value; 0: no clipping."""
     gc_freq: CountOrZero = 10
     """Steps between garbage collections, done on all ranks at once, which also return freed host
     memory to the system; 0: leave it to Python."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], KeyRole.PLACE] = "auto"
-    """Device to compute on; auto: cuda if there is one, else cpu."""
 
     @property
     def max_seconds(self) -> float:

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from isp.config import JobConfig
+from isp.config import LoopConfig, load_loop_config
 from isp.core.layers.vocab_loss import IGNORED
 from isp.integrations.accelerate import RunAccelerator
 from isp.loop.parallel_run import ParallelRun
-from isp.loop.parallelize import loop_config, parallelize
+from isp.loop.parallelize import parallelize
 
 __all__ = ["Trainer", "TrainerMixin"]
 
@@ -167,10 +167,10 @@ class TrainerMixin:
 
     run: ParallelRun
 
-    def __init__(self, *args: Any, isp_config: JobConfig | str | Path, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, isp_config: LoopConfig | str | Path, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         own: Any = self
-        given = isp_config if isinstance(isp_config, JobConfig) else loop_config(isp_config)
+        given = isp_config if isinstance(isp_config, LoopConfig) else load_loop_config(isp_config)
         config = _config(own, given)
         # Read from the signature of the model's forward, which parallelizing replaces.
         own._set_signature_columns_if_needed()
@@ -266,7 +266,7 @@ class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer(.., isp_config="config.yaml")` on the ranks of torchrun."""
 
 
-def _config(trainer: Any, config: JobConfig) -> JobConfig:
+def _config(trainer: Any, config: LoopConfig) -> LoopConfig:
     """Return `config` with the clipping of the arguments.
 
     Raises ValueError for arguments that the run cannot follow.

@@ -26,9 +26,10 @@ from verl.workers.config import EngineConfig
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
+from isp.config import load_loop_config
 from isp.core.mesh import Axis
 from isp.loop.parallel_run import ParallelRun
-from isp.loop.parallelize import loop_config, parallelize_folder
+from isp.loop.parallelize import parallelize_folder
 
 __all__ = ["ISPEngine", "ISPEngineConfig"]
 
@@ -68,7 +69,7 @@ class ISPEngine(BaseEngine):
         Raises ValueError for a layout that is not supported.
         """
         rule, given = self.optimizer_config, self.engine_config
-        config = loop_config(given.isp_config)
+        config = load_loop_config(given.isp_config)
         if config.parallel.pipeline.size > 1:
             raise ValueError(
                 f"parallel.pipeline.size={config.parallel.pipeline.size}: verl's losses need the"

@@ -32,7 +32,7 @@ from torch import Tensor
 from isp.checkpoint import Checkpointer
 from isp.checkpoint.plain import Plain
 from isp.checkpoint.state import check_shapes
-from isp.config import JobConfig
+from isp.config import LoopConfig
 from isp.config.sections import CheckpointConfig
 from isp.core.comm import Mesh
 from isp.core.comm.tag import Tag
@@ -181,7 +181,7 @@ class ParallelRun:
     def __init__(
         self,
         traced: TracedModel,
-        config: JobConfig,
+        config: LoopConfig,
         mesh: Mesh,
         device: torch.device,
         make_optimizer: MakeOptimizer | None = None,
@@ -192,10 +192,10 @@ class ParallelRun:
         self.mesh = mesh
         self.device = device
         self.train_step = make_train_step(
+            traced,
             config,
             mesh,
             device,
-            model=traced,
             weights_may_change=True,
             make_optimizer=make_optimizer,
         )

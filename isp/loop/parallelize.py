@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import field, replace
 from pathlib import Path
 
 import torch
@@ -11,13 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from isp.config import JobConfig, load_config
-from isp.config.data import DataConfig
+from isp.config import JobConfig, LoopConfig, load_loop_config
 from isp.core.comm import Mesh
 from isp.core.comm.cuda import compute_deterministically
 from isp.core.mesh import Topology
 from isp.core.optim.torch_optimizer import MakeOptimizer, check_elementwise, optimizer_of
-from isp.core.section import KeyRole, defaults_of, section
 from isp.loop.parallel_run import ParallelRun
 from isp.loop.parameter_guard import refuse_data_parallel, refuse_optimizers
 from isp.models.build import trained_layouts
@@ -30,14 +27,13 @@ from isp.models.traced_model import TracedModel
 from isp.step.host_memory import check_memory_of_states
 from isp.step.setup import check_param_groups, make_world
 from model.build import how_computed
-from model.config import ModelConfig
 
-__all__ = ["ParallelRun", "loop_config", "parallelize", "parallelize_folder"]
+__all__ = ["ParallelRun", "parallelize", "parallelize_folder"]
 
 
 def parallelize(
     model: nn.Module,
-    config: JobConfig | str | Path,
+    config: LoopConfig | str | Path,
     *,
     optimizer: MakeOptimizer | None = None,
 ) -> ParallelRun:
@@ -45,23 +41,23 @@ def parallelize(
 
     `model` is a causal language model, token classifier or sequence classifier of transformers,
     with or without PEFT adapters, or a module of `nn.Linear`, `nn.Embedding` and norms that is
-    called with tokens and positions and calls `isp.attention`. `config` is a configuration or the
-    path of its file. It uses the sections `parallel`, `training`, `optimizer`, `comm`, and the keys
-    of `model` that say how to compute (`checkpoint` and `checkpoint_*`, `mlp_tile_tokens`,
-    `loss_chunk_tokens`, `attention_backend`, `compile`, `router_*_loss_coef`,
-    `moe_router_bias_update_rate`, `allow_unchecked`). torchrun starts the ranks; each
-    rank calls this. A model on the meta device gets the initial weights that `training.seed`
-    determines; each rank creates its shard only. Frozen weights (`requires_grad=False`) stay
-    frozen. If all are frozen, as in a reference model, results have no gradients, and `loss` needs
-    `torch.no_grad()`.
+    called with tokens and positions and calls `isp.attention`. `config` is an
+    `isp.config.LoopConfig` or the path of a file: the sections `parallel`, `training`, `optimizer`,
+    `comm`, and the keys of `model` that say how to compute (`checkpoint` and `checkpoint_*`,
+    `mlp_tile_tokens`, `loss_chunk_tokens`, `attention_backend`, `compile`, `router_*_loss_coef`,
+    `moe_router_bias_update_rate`, `allow_unchecked`). Of a file for `isp train`, or a `JobConfig`,
+    the rest is not used. torchrun starts the ranks; each rank calls this. A model on the meta
+    device gets the initial weights that `training.seed` determines; each rank creates its shard
+    only. Frozen weights (`requires_grad=False`) stay frozen. If all are frozen, as in a reference
+    model, results have no gradients, and `loss` needs `torch.no_grad()`.
 
     `optimizer` replaces the update rule of `config`. It is called with names and this rank's rows
     of the float32 master weights (first a few times with small tensors), and returns a torch
     optimizer that updates each element independently; `run.optimizer` is that optimizer. Raises
     ValueError, before any process group starts, for a model or sizes that are not supported.
     """
-    if not isinstance(config, JobConfig):
-        config = loop_config(config)
+    if not isinstance(config, LoopConfig):
+        config = load_loop_config(config)
     _check_parameters(model)
     weights = begun_by_the_model(model)
     if weights is not None:
@@ -70,7 +66,7 @@ def parallelize(
 
 
 def parallelize_folder(
-    folder: str, config: JobConfig, *, trains: bool, optimizer: MakeOptimizer | None = None
+    folder: str, config: LoopConfig, *, trains: bool, optimizer: MakeOptimizer | None = None
 ) -> ParallelRun:
     """Shard a model from a folder that transformers wrote; each rank reads only its shards.
 
@@ -91,7 +87,7 @@ def parallelize_folder(
 def _parallelized(
     model: nn.Module,
     weights: InitialWeights | None,
-    config: JobConfig,
+    config: LoopConfig,
     optimizer: MakeOptimizer | None,
 ) -> ParallelRun:
     """Shard `model`, as `parallelize` does; its weights are read from `weights`, if given.
@@ -99,9 +95,7 @@ def _parallelized(
     All checks come before a process group starts and before the model is changed.
     """
     _check_config(config, model)
-    # Micro-batches in a call: one in `loss`; `forward_backward` takes at least one for each stage.
-    least = config.parallel.pipeline.size
-    config = replace(config, data=replace(config.data, micro_num=least))
+    config = config.for_loop if isinstance(config, JobConfig) else config
     check_code(model, allow_unchecked=config.model.allow_unchecked)
     traced = TracedModel(model, gives_scores=True, weights=weights, **how_computed(config.model))
     # The shortest rows that fit: each call checks the length of its own rows.
@@ -136,7 +130,7 @@ def _parallelized(
 
 
 def _checked_optimizer(
-    traced: TracedModel, config: JobConfig, given: MakeOptimizer | None, device: torch.device
+    traced: TracedModel, config: LoopConfig, given: MakeOptimizer | None, device: torch.device
 ) -> MakeOptimizer | None:
     """Return the function that makes the torch optimizer: `given`, or the one of `config`.
 
@@ -144,7 +138,8 @@ def _checked_optimizer(
     update each element independently, and for parameter groups that do not fit the model.
     """
     if given is None and not config.optimizer.is_torchs:
-        check_param_groups(config, traced)
+        if config.optimizer.param_groups:
+            check_param_groups(config.optimizer, traced)
         return None
     if given is None:
         layouts = trained_layouts(traced)
@@ -165,48 +160,7 @@ def _spoil(model: nn.Module) -> None:
     set_forward(model, forward)
 
 
-def loop_config(file: str | Path) -> JobConfig:
-    """Return the configuration in a file, for `parallelize`; raises ConfigError.
-
-    Sections and keys that `parallelize` does not use are not read, so the file may also be one for
-    `isp train` and another model.
-    """
-    return load_config(file, kind=_LoopConfig, unread=_UNREAD)
-
-
-_UNREAD = (
-    *("job", "data", "lr_scheduler", "validation", "metrics", "checkpoint", "profiler"),
-    *(f"training.{key}" for key in ("objective", "dpo", "distill", "steps", "max_time", "gc_freq")),
-    *(
-        f"model.{key}"
-        for key in defaults_of(ModelConfig, KeyRole.MODEL, KeyRole.PLACE)
-        if key != "adapter"  # refused for a model without one
-    ),
-)
-"""Sections and keys of a file that the caller's loop and model replace."""
-
-
-@section("model", KeyRole.MODEL)
-class _LoopModel(ModelConfig):
-    """How to compute the caller's model."""
-
-    def _check_described(self) -> None:
-        """Check nothing: the caller's model has the sizes."""
-
-
-@section("")
-class _LoopConfig(JobConfig):
-    """A configuration for the caller's own model and data."""
-
-    model: _LoopModel = field(default_factory=_LoopModel)
-    """How to compute; its sizes are not used."""
-    data: DataConfig = field(default_factory=lambda: DataConfig(source="the caller's own"))
-
-    def _check_run(self) -> None:
-        """Check nothing: `parallelize` checks the layout against the trace of the model."""
-
-
-def _check_config(config: JobConfig, model: nn.Module) -> None:
+def _check_config(config: LoopConfig, model: nn.Module) -> None:
     """Raise ValueError for keys that have no effect with the caller's model and loop."""
     if config.training.global_batch_size is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from isp.config import JobConfig
+from isp.config import JobConfig, LoopConfig
 from isp.core.comm.pinned_memory import attainable_bytes, available_bytes, total_bytes
 from isp.core.mesh import Mode, Topology
 from isp.core.optim.buckets import master_dtype
@@ -108,7 +108,7 @@ def _model_bytes(config: JobConfig, topology: Topology, stage: int, *, on_cpu: b
 
 
 def check_memory_of_states(
-    config: JobConfig, topology: Topology, ranks: int, num_trained: int
+    config: LoopConfig, topology: Topology, ranks: int, num_trained: int
 ) -> None:
     """Raise ValueError if this machine lacks host memory for its ranks' optimizer states.
 
@@ -193,7 +193,7 @@ def _chunks(config: JobConfig, stage: int) -> tuple[StageModule, ...]:
     return shape_only(trained_model(config), Mode.ISP, stages, order.num_stages)
 
 
-def _state_bytes(config: JobConfig, topology: Topology, elements: int) -> int:
+def _state_bytes(config: LoopConfig, topology: Topology, elements: int) -> int:
     """Return the least bytes of optimizer states of a rank with `elements` weight elements.
 
     Parameter groups may have different update rules: all elements count as under the rule that

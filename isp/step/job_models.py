@@ -7,6 +7,7 @@ from dataclasses import replace
 from isp.config.job import JobConfig
 from isp.models.huggingface.interface import LogitsOf
 from isp.models.traced_model import TracedModel
+from isp.step.setup import check_param_groups
 from model.build import language_model
 
 __all__ = ["check_models", "second_model", "trained_model"]
@@ -60,14 +61,21 @@ def second_model(config: JobConfig) -> TracedModel | None:
 
 
 def check_models(config: JobConfig) -> None:
-    """Raise ValueError if the model of `model.hf` cannot be made, or split as configured.
+    """Raise ValueError if the model of `model.hf` cannot be made, split or updated as configured.
 
-    Checks the teacher as well.
+    Checks the teacher as well. A model that the configuration itself describes is checked by
+    `JobConfig`; here only its parameter groups are.
     """
     if config.training.objective == "distill":
         second_model(config)
-    if config.model.hf is None:
-        return
+    if config.model.hf is not None:
+        _check_folder(config)
+    if config.optimizer.is_torchs or config.optimizer.param_groups:
+        check_param_groups(config.optimizer, trained_model(config))
+
+
+def _check_folder(config: JobConfig) -> None:
+    """Raise ValueError if the model of `model.hf` cannot be made, or split as configured."""
     model = trained_model(config)
     model.check_layout(config.parallel, config.row_tokens)
     model.check_length(config.parallel, config.row_tokens)

@@ -6,21 +6,21 @@ import os
 
 import torch
 
-from isp.config import JobConfig
+from isp.config import LoopConfig
 from isp.core.comm import World
 from isp.core.comm.cuda import check_registers
+from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.matrices import matrices_of
 from isp.core.optim.torch_optimizer import check_elementwise, optimizer_of
 from isp.core.optim.update_rules import check_groups, values_of
 from isp.core.torch_private import Store
 from isp.models.build import trained_layouts
 from isp.models.traced_model import TracedModel
-from isp.step.job_models import trained_model
 
 __all__ = ["check_device", "check_devices", "check_param_groups", "device_of", "make_world"]
 
 
-def check_devices(config: JobConfig, ranks: int) -> None:
+def check_devices(config: LoopConfig, ranks: int) -> None:
     """Raise ValueError if this machine lacks devices, or features of them, for `ranks` ranks.
 
     Checks the number of devices, registered buffers (`parallel.weight.nccl_ub`), and, on the CPU,
@@ -51,24 +51,22 @@ def check_device(name: str, ranks: int) -> None:
         )
 
 
-def check_param_groups(config: JobConfig, model: TracedModel | None = None) -> None:
+def check_param_groups(config: OptimizerConfig, model: TracedModel) -> None:
     """Check the parameter groups and the torch optimizer of `config` against the trained model.
 
-    `model`: the trained model; None: the one that `config` describes. Raises ValueError for a group
-    in `optimizer.param_groups` that matches no parameter, for a `split` that does not fit a matrix,
-    and for a torch optimizer that does not update each element independently.
+    Raises ValueError for a group in `optimizer.param_groups` that matches no parameter, for a
+    `split` that does not fit a matrix, and for a torch optimizer that does not update each element
+    independently.
     """
-    if not (config.optimizer.is_torchs or config.optimizer.param_groups):
-        return
-    layouts = trained_layouts(trained_model(config) if model is None else model)
+    layouts = trained_layouts(model)
     decayed = {name for name, layout in layouts.items() if layout.decays}
-    if (make := optimizer_of(config.optimizer, decayed)) is not None:
+    if (make := optimizer_of(config, decayed)) is not None:
         dims = {name: len(layout.global_shape) for name, layout in layouts.items()}
         check_elementwise(make, dims, torch.device("cpu"))
-    check_groups(layouts, config.optimizer)
+    check_groups(layouts, config)
     for name, layout in layouts.items():
-        if values_of(name, layout, config.optimizer).rule == "muon":
-            matrices_of(name, layout, config.optimizer)  # raises if `split` does not fit
+        if values_of(name, layout, config).rule == "muon":
+            matrices_of(name, layout, config)  # raises if `split` does not fit
 
 
 def device_of(name: str) -> torch.device:
@@ -83,7 +81,7 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def make_world(config: JobConfig, store: Store | None = None) -> World:
+def make_world(config: LoopConfig, store: Store | None = None) -> World:
     """Return the world of ranks as this process sees it, on its device; connects nothing yet.
 
     Raises ValueError if this machine lacks the device.

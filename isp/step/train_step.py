@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from isp.config import JobConfig
+from isp.config import LoopConfig
 from isp.core.comm import Mesh, pinned_memory
 from isp.core.comm.tag import Purpose, Tag
 from isp.core.layers.vocab_loss import IGNORED
@@ -28,7 +28,6 @@ from isp.core.pipeline.stage import ISPCommunicatorSchedulerHook, Pipeline
 from isp.core.weights.wp_communicator import DeferredWeightGradients
 from isp.models.build import BuiltModel, build_model, trained_layouts
 from isp.models.traced_model import TracedModel
-from isp.step.job_models import trained_model
 from isp.step.phases import PhaseClock
 from isp.step.same_rows import SameRows
 from isp.step.step_work import StepParts, StepWork
@@ -120,24 +119,22 @@ class MeanWork(StepWork):
 
 
 def make_train_step(
-    config: JobConfig,
+    model: TracedModel,
+    config: LoopConfig,
     mesh: Mesh,
     device: torch.device,
     *,
-    model: TracedModel | None = None,
     clock: PhaseClock | None = None,
     weights_may_change: bool = False,
     initial_weights: bool = True,
     objective: TokenLoss | None = None,
     make_optimizer: MakeOptimizer | None = None,
 ) -> TrainStep:
-    """Build the model, main gradients and optimizer that `config` describes, and their `TrainStep`.
+    """Shard `model`, make its main gradients and optimizer, and return their `TrainStep`.
 
-    Without `initial_weights` the caller has to fill the weights (`TrainStep.init_weights`). `model`
-    replaces the model of the configuration, `make_optimizer` its update rule.
-    `weights_may_change`: see `TrainStep`.
+    Without `initial_weights` the caller has to fill the weights (`TrainStep.init_weights`).
+    `make_optimizer` replaces the update rule of `config`. `weights_may_change`: see `TrainStep`.
     """
-    model = trained_model(config) if model is None else model
     built = build_model(
         model,
         config.parallel,
@@ -166,7 +163,7 @@ def make_train_step(
         gradients,
         optimizer,
         mesh,
-        micro_num=config.data.num_micro_batches,
+        micro_num=config.num_micro_batches,
         clock=clock,
         weights_may_change=weights_may_change,
         objective=objective,

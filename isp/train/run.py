@@ -23,7 +23,7 @@ from isp.data.packing import ExampleDataset
 from isp.models.huggingface.config_json import beyond_positions
 from isp.step.host_memory import check_host_memory
 from isp.step.job_models import check_models
-from isp.step.setup import check_param_groups, make_world
+from isp.step.setup import make_world
 from isp.train.data import StepData, open_for_rank
 from isp.train.folder.environment import Environment, RankPlace
 from isp.train.folder.log_files import run_logging
@@ -75,7 +75,6 @@ def main(
     # Checks that need no process group: a mistake ends all ranks at once, with one message.
     config.require_packages()
     check_models(config)
-    check_param_groups(config)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     first_here = world.rank - int(os.environ.get("LOCAL_RANK", "0"))
     check_host_memory(config, topology, local_ranks, first_here)

@@ -87,6 +87,7 @@ class Trainer:
         """Latest end of the run, on the clock of `time.monotonic`; the run began at `begin`."""
         self.clock = PhaseClock(device)
         self.train_step = make_train_step(
+            trained_model(config),
             config,
             mesh,
             device,
@@ -416,7 +417,13 @@ def _objective(config: JobConfig, mesh: Mesh, device: torch.device) -> TokenLoss
     if model is None:
         return RewardLoss() if config.training.objective == "reward" else TokenLoss()
     # weights_may_change: between its forwards nothing of the second model is in flight.
-    second = make_train_step(config, mesh, device, model=model, weights_may_change=True)
+    second = make_train_step(
+        model,
+        config,
+        mesh,
+        device,
+        weights_may_change=True,
+    )
     for chunk in second.chunks:
         chunk.model.eval()  # adapters of a reference may have dropout
     if config.training.objective == "dpo":

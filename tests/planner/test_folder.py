@@ -90,7 +90,12 @@ def _batches(config: JobConfig) -> list[MicroBatch]:
 def _step(rank: int, config: JobConfig) -> TrainStep:
     setattr(ExpertExchange, "_routes", _even_routes)  # noqa: B010
     mesh = Mesh(config.topology(WORLD), rank)
-    return make_train_step(config, mesh, torch.device("cpu"))
+    return make_train_step(
+        trained_model(config),
+        config,
+        mesh,
+        torch.device("cpu"),
+    )
 
 
 def _counted(rank: int, configs: list[JobConfig]) -> list[tuple[Counts, int]]:

@@ -16,6 +16,7 @@ from isp.core.micro_batch import MicroBatch
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.zero1 import Zero1Optimizer
 from isp.step import train_step
+from isp.step.job_models import trained_model
 from model.config import ModelConfig
 from tests.ranks import run_ranks
 
@@ -36,7 +37,12 @@ def _transfers(rank: int) -> list[int]:
     mesh = Mesh(CONFIG.topology(4), rank)
     assert mesh[Axis.ZERO1].size == 2
     setattr(train_step, "Zero1Optimizer", partial(Zero1Optimizer, bucket_bytes=256))  # noqa: B010
-    step = train_step.make_train_step(CONFIG, mesh, torch.device("cpu"))
+    step = train_step.make_train_step(
+        trained_model(CONFIG),
+        CONFIG,
+        mesh,
+        torch.device("cpu"),
+    )
     ids = torch.arange(8)[None] + rank
     ends = torch.tensor([0, 8], dtype=torch.int32)
     batch = MicroBatch(ids, ids.roll(-1, 1), torch.arange(8)[None], ends)

@@ -52,7 +52,7 @@ def test_the_api_has_all_public_names_with_types() -> None:
         signature, _, description = section.partition("```python\n")[2].partition("\n```\n")
         assert signature.startswith(f"{name}("), name
         assert description.strip(), name
-    assert "parallelize(model: nn.Module, config: JobConfig | str | Path" in text
+    assert "parallelize(model: nn.Module, config: LoopConfig | str | Path" in text
     assert "### ParallelRun.log_probs" in text
 
 

@@ -15,6 +15,7 @@ from isp.core.optim.update_rules import learning_rate
 from isp.metrics.device import reset_peak_memory
 from isp.profile import Profile
 from isp.profile.collectives import clock_lead
+from isp.step.job_models import trained_model
 from isp.step.setup import make_world
 from isp.step.train_step import make_train_step
 from isp.train.data import StepData, open_for_rank
@@ -115,7 +116,12 @@ def _profile_mode(
     """Build the model in one mode; run warm-up, measured and traced steps; a collective."""
     torch.manual_seed(config.training.seed)
     reset_peak_memory(device)
-    step = make_train_step(config, mesh, device)
+    step = make_train_step(
+        trained_model(config),
+        config,
+        mesh,
+        device,
+    )
     lead = clock_lead(mesh.host)
     losses: list[float] = []
 

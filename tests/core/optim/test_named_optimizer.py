@@ -9,7 +9,7 @@ import pytest
 from isp.config import load_config
 from isp.core.optim.config import OptimizerConfig
 from isp.core.optim.torch_optimizer import count_states, optimizer_of
-from isp.step.setup import check_param_groups
+from isp.step.job_models import check_models
 from tests.train.jobs import numbers, run_folders, run_forked, write_job
 
 KEYS = ("--training.dtype", "float64", "--lr_scheduler.warmup_steps", "3")
@@ -40,7 +40,7 @@ def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
         "nowhere.at:All": "cannot be used: No module named 'nowhere'",
     }.items():
         with pytest.raises(ValueError, match=said):
-            check_param_groups(load_config(job, ["--optimizer.name", name]))
+            check_models(load_config(job, ["--optimizer.name", name]))
     with pytest.raises(ValueError, match="must be adamw, lion, muon, or module:Class"):
         OptimizerConfig(name="adam")
     with pytest.raises(
