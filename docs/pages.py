@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -150,3 +151,26 @@ def on_files(files: Any, config: Any) -> Any:
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return a page's text in which each [Note: Name] is a link to the section of that name."""
+    here = os.path.dirname(page.file.src_uri)
+
+    def link(found: re.Match[str]) -> str:
+        name = " ".join(found[1].split())
+        if (place := _notes().get(name)) is None:
+            return found[0]
+        return f"[{found[0][1:-1]}]({os.path.relpath(place, here)}#{anchor(name)})"
+
+    return re.sub(r"\[Note: ([^]]+)\](?!\()", link, markdown)
+
+
+@cache
+def _notes() -> dict[str, str]:
+    """Return the page of each note by its name."""
+    found = {}
+    for file in (ROOT / "docs" / "design" / "notes").glob("*.md"):
+        for title in re.findall(r"^## (.*)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            found[title] = f"design/notes/{file.name}"
+    return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import re
 import shlex
 import textwrap
@@ -297,6 +298,8 @@ def test_commands_are_parsed(page: Path, folders: Path) -> None:
 
 def _run(rank: int, blocks: Sequence[Block], folder: Path) -> None:
     """Run the blocks one after the other, in one namespace, in `folder`."""
+    # Blocks may start ranks, as `isp.check` does; a daemon, as the ranks of tests are, may not.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     names = vars(ModuleType("page"))
     with chdir(folder), redirect_stdout(StringIO()):
         for block in blocks:
