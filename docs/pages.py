@@ -154,16 +154,25 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return a page's text in which each [Note: Name] is a link to the section of that name."""
+    """Return a page's text with links that mkdocs needs.
+
+    Each [Note: Name] links to the section of that name, and a link to a file at the root, which
+    works on GitHub, to its page.
+    """
     here = os.path.dirname(page.file.src_uri)
 
-    def link(found: re.Match[str]) -> str:
+    def note(found: re.Match[str]) -> str:
         name = " ".join(found[1].split())
         if (place := _notes().get(name)) is None:
             return found[0]
         return f"[{found[0][1:-1]}]({os.path.relpath(place, here)}#{anchor(name)})"
 
-    return re.sub(r"\[Note: ([^]]+)\](?!\()", link, markdown)
+    def link(found: re.Match[str]) -> str:
+        image, text, target, place = found[1], found[2], found[3], found[4] or ""
+        to = FROM_ROOT.get(os.path.relpath(os.path.join("docs", here, target)))
+        return found[0] if to is None else f"{image}[{text}]({os.path.relpath(to, here)}{place})"
+
+    return re.sub(r"\[Note: ([^]]+)\](?!\()", note, _LINK.sub(link, markdown))
 
 
 @cache

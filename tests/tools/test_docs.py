@@ -29,6 +29,7 @@ READMES = sorted(ROOT.glob("*.md")) + [
     page for folder in ("configs", "isp", "tools") for page in sorted((ROOT / folder).rglob("*.md"))
 ]
 FROM_ROOT = {page: source for source, page in SITE["FROM_ROOT"].items()}
+FILES = [f for d in ("isp", "model", "tools", "tests") for f in (ROOT / d).rglob("*.[ps][yh]")]
 SOURCES = [f for folder in ("isp", "model", "tools") for f in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -116,7 +117,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = _without_code(page.read_text())
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", text):
         found = (page.parent / target).resolve() if target else page
-        if page in PAGES:
+        if page in PAGES and str(found.relative_to(ROOT)) not in SITE["FROM_ROOT"]:
             assert found.is_relative_to(DOCS), f"{target}: name the file in backticks instead"
         name = str(found.relative_to(DOCS)) if found.is_relative_to(DOCS) else ""
         name = FROM_ROOT.get(name, name)
@@ -128,12 +129,14 @@ def test_links_lead_somewhere(page: Path) -> None:
 def _found(page: Path, line: str, name: str) -> Path | None:
     """Return the file or folder that a line names.
 
-    It is relative to the page, the root, `isp/`, or the folder of its row in a table.
+    It is relative to the page, the root, `isp/`, or the folder of its row in a table; or it is the
+    end of a path, as where a page is about one package.
     """
     folders = [page.parent, ROOT, ROOT / "isp"]
     if row := re.match(r"\| `([\w./]+/)`", line):
         folders += [folder / row[1] for folder in folders]
-    return next((f / name for f in folders if (f / name).exists()), None)
+    ends = (file for file in FILES if f"/{file}".endswith(f"/{name}"))
+    return next((f / name for f in folders if (f / name).exists()), None) or next(ends, None)
 
 
 @pytest.mark.parametrize("page", [*READMES, *PAGES], ids=_name)
