@@ -53,6 +53,7 @@ def test_the_navigation_has_every_page() -> None:
     assert sorted(nav) == sorted(made | files)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("material") is None, reason="needs pip install -e '.[docs]'")
 def test_the_site_builds(tmp_path: Path) -> None:
     """Catches what mkdocs warns of: a page outside of the navigation, a link, an anchor."""
