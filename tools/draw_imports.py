@@ -1,4 +1,4 @@
-"""Draw which packages of ISP import which, for the design notes.
+"""Draw which packages of ISP import which, for docs/design/overview.md.
 
 python tools/draw_imports.py            # print, with the number of modules and lines of each
 python tools/draw_imports.py --write    # replace the tables in docs/design/overview.md

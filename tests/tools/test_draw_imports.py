@@ -1,4 +1,4 @@
-"""The drawing of imports in the design notes."""
+"""The drawing of imports in docs/design/overview.md."""
 
 from __future__ import annotations
 
