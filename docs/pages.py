@@ -44,7 +44,10 @@ def page(source: str) -> str:
         path = os.path.normpath(target)
         to = FROM_ROOT.get(path)
         below = path.removeprefix("docs/")
-        if below != path and (below in GENERATED or (ROOT / path).is_file()):
+        is_shown = below in GENERATED or (
+            path.endswith((".md", ".png")) and (ROOT / path).is_file()
+        )
+        if below != path and is_shown:
             to = below
         return text if to is None else f"{image}[{text}]({to}{place})"
 
