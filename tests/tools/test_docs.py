@@ -146,8 +146,10 @@ def test_files_exist(page: Path) -> None:
     missing = []
     for line in _without_code(page.read_text()).splitlines():
         named = re.findall(r"`([\w./-]+(?:\.py|\.sh|\.md|/))`", line)
-        if page.parent.name in ("guides", "from"):  # which name files of users and other projects
+        if page.parent.name == "guides":  # which name files of users
             named = [n for n in named if re.match(r"(isp|model|tests|tools|docs)/.", n)]
+        if page.parent.name == "from":  # and of other projects
+            named = [n for n in named if re.match(r"(isp|docs)/.", n)]
         missing += [name for name in named if _found(page, line, name) is None]
     assert set(missing) <= {"tb/", "memory_snapshot/"}  # in the folder of a run
 
