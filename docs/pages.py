@@ -1,4 +1,4 @@
-"""The pages of the documentation's site: the READMEs, and references made from the code."""
+"""Pages of the documentation's site that are no files in docs/: generated, or from the root."""
 
 from __future__ import annotations
 
@@ -7,44 +7,49 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = {
+FROM_ROOT = {
     "README.md": "index.md",
-    "configs/README.md": "configs.md",
-    "configs/passkey/README.md": "passkey.md",
-    "isp/README.md": "isp.md",
-    "isp/metrics/README.md": "metrics.md",
-    "isp/models/README.md": "models.md",
-    "isp/profile/README.md": "profile.md",
-    "tools/README.md": "tools.md",
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-_LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?!http)([^)#\s]*)(#[^)\s]*)?\)")
+"""Files at the root of the repository, and the pages made of them."""
+
+_LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def anchor(title: str, separator: str = "-") -> str:
-    """The anchor that GitHub gives to a heading, which links in the READMEs use."""
-    return re.sub(r"[^\w -]", "", title).lower().replace(" ", separator)
+    """Return the anchor that GitHub gives to a heading, so that links work there and on the site.
+
+    `separator` is not used: mkdocs passes it.
+    """
+    return re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
 
 
 def page(source: str) -> str:
-    """The text of a README, with links to pages of the site; files of the repository are named."""
-    folder = os.path.dirname(source)
+    """Return the text of a file at the root, with its links made relative to docs/.
+
+    A link to a file that is no page becomes the file's name.
+    """
 
     def link(found: re.Match[str]) -> str:
         image, text, target, place = found[1], found[2], found[3], found[4] or ""
         if not target:
             return found[0]
-        path = os.path.normpath(os.path.join(folder, target))
-        if image:
-            return f"![{text}]({path})"
-        to = PAGES.get(path)
-        return text if to is None else f"[{text}]({to}{place})"
+        path = os.path.normpath(target)
+        to = FROM_ROOT.get(path)
+        below = path.removeprefix("docs/")
+        is_shown = below in GENERATED or (
+            path.endswith((".md", ".png")) and (ROOT / path).is_file()
+        )
+        if below != path and is_shown:
+            to = below
+        return text if to is None else f"{image}[{text}]({to}{place})"
 
     return _LINK.sub(link, (ROOT / source).read_text(encoding="utf-8"))
 
@@ -83,7 +88,7 @@ def _names_of(module: ModuleType) -> list[str]:
 
 
 def _described(title: str, item: Any) -> str:
-    """The typed signature of a function or a class, and its docstring."""
+    """Return the typed signature of a function or class, and its docstring."""
     try:
         signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(item)))
     except ValueError:
@@ -91,22 +96,18 @@ def _described(title: str, item: Any) -> str:
     return f"```python\n{title}{signature}\n```\n\n{inspect.getdoc(item) or ''}"
 
 
-def reference() -> str:
-    """All commands with their options, and all keys of a configuration, from the code."""
+def commands() -> str:
+    """Return all commands with their options, from the parser."""
     from isp.cli.program import _build_parser
-    from isp.config import JobConfig
-    from isp.config.keys import KeyTable
 
-    parts = ["# Keys and commands", "## Commands"]
+    parts = ["# Commands", "The help of each command: `isp COMMAND --help` prints the same."]
     for name, help_text in _commands(_build_parser()):
-        parts.append(f"### {name}\n\n```text\n{help_text.strip()}\n```")
-    parts.append("## Keys")
-    for section in JobConfig.__dataclass_fields__:
-        parts.append(f"### {section}\n\n```text\n{KeyTable.of(JobConfig).reference(section)}\n```")
+        parts.append(f"## {name}\n\n```text\n{help_text.strip()}\n```")
     return "\n\n".join(parts) + "\n"
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Yield the name and the help of each command below `parser`."""
     groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not groups:
         yield parser.prog, parser.format_help()
@@ -115,21 +116,73 @@ def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
             yield from _commands(command)
 
 
+def keys() -> str:
+    """Return all keys of a configuration, section by section, from their dataclasses."""
+    from isp.config import JobConfig
+    from isp.config.keys import KeyTable
+
+    parts = [
+        "# Keys",
+        "All keys of a configuration, with types and defaults: `isp config --help-keys [SECTION]`"
+        " prints the same. `--section.key value` after the file overrides one.",
+    ]
+    for section in JobConfig.__dataclass_fields__:
+        parts.append(f"## {section}\n\n```text\n{KeyTable.of(JobConfig).reference(section)}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+GENERATED = {
+    "reference/api.md": api,
+    "reference/commands.md": commands,
+    "reference/keys.md": keys,
+}
+"""Pages that are made from the code, and what makes them."""
+
+
 def on_config(config: Any) -> Any:
-    """Have mkdocs make the anchors of GitHub."""
+    """Make mkdocs use the anchors of GitHub."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = anchor
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Give mkdocs the pages, which are made anew each time."""
+    """Add the pages that are no files in docs/; mkdocs calls this at each build."""
     from mkdocs.structure.files import File
 
-    pages = {to: page(source) for source, to in PAGES.items()}
-    pages |= {"reference.md": reference(), "api.md": api()}
-    for name, text in pages.items():
+    texts = {to: page(source) for source, to in FROM_ROOT.items()}
+    texts |= {name: text_of() for name, text_of in GENERATED.items()}
+    for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
-        for picture in re.findall(r"!\[[^\]]*\]\(([\w/.]+)\)", text):
-            made = File.generated(config, picture, abs_src_path=str(ROOT / picture))
-            files.append(made)
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return a page's text with links that mkdocs needs.
+
+    Each [Note: Name] links to the section of that name, and a link to a file at the root, which
+    works on GitHub, to its page.
+    """
+    here = os.path.dirname(page.file.src_uri)
+
+    def note(found: re.Match[str]) -> str:
+        name = " ".join(found[1].split())
+        if (place := _notes().get(name)) is None:
+            return found[0]
+        return f"[{found[0][1:-1]}]({os.path.relpath(place, here)}#{anchor(name)})"
+
+    def link(found: re.Match[str]) -> str:
+        image, text, target, place = found[1], found[2], found[3], found[4] or ""
+        to = FROM_ROOT.get(os.path.relpath(os.path.join("docs", here, target)))
+        return found[0] if to is None else f"{image}[{text}]({os.path.relpath(to, here)}{place})"
+
+    return re.sub(r"\[Note: ([^]]+)\](?!\()", note, _LINK.sub(link, markdown))
+
+
+@cache
+def _notes() -> dict[str, str]:
+    """Return the page of each note by its name."""
+    found = {}
+    for file in (ROOT / "docs" / "design" / "notes").glob("*.md"):
+        for title in re.findall(r"^## (.*)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            found[title] = f"design/notes/{file.name}"
+    return found

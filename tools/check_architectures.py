@@ -1,7 +1,9 @@
 """Check the architectures of transformers in every layout, or write which are supported.
 
+The page is docs/reference/architectures.md.
+
 python tools/check_architectures.py [NAME ...]    # all layouts, packed or not, recomputed or not
-python tools/check_architectures.py --write [NAME ...]    # their rows of isp/models/README.md
+python tools/check_architectures.py --write [NAME ...]    # their rows of the page
 python tools/check_architectures.py --compare [NAME ...]    # up to three layouts, noted in the rows
 python tools/check_architectures.py --changes [NAME ...]    # rows that differ from the table
 python tools/check_architectures.py --newest    # these, and a comparison for each mechanism
@@ -43,7 +45,7 @@ from isp.parity.layouts import Layout, fault_of, most_stages
 from isp.parity.layouts import layouts_of as listed_layouts
 from isp.parity.subjects import Subject
 
-README = Path(__file__).parents[1] / "isp" / "models" / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
 
 LAYOUTS = (
     *(Layout(tensor, weight) for tensor in (1, 2, 4) for weight in (1, 2, 4)),
@@ -176,7 +178,7 @@ def _attention(sizes: AttentionSizes) -> str:
 
 
 def table(facts: Iterable[Fact], version: str) -> str:
-    """Return the text of isp/models/README.md with these rows, traced with this version."""
+    """Return the text of the page with these rows, traced with this version."""
     rows = sorted(facts, key=lambda fact: fact.architecture)
     supported = [fact for fact in rows if not fact.refused]
     counts = {
@@ -191,15 +193,15 @@ def table(facts: Iterable[Fact], version: str) -> str:
 
 
 def facts_before() -> dict[str, Fact]:
-    """Return the rows of isp/models/README.md, by architecture."""
-    lines = [line for line in README.read_text().splitlines() if line.startswith("| ")][1:]
+    """Return the rows of the page, by architecture."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
     facts = map(Fact.read, lines)
     return {fact.architecture: fact for fact in facts}
 
 
 def version_before() -> str:
-    """Return the version of transformers with which isp/models/README.md was written."""
-    (found,) = re.findall(r"--write` with\stransformers ([\d.]+[a-z\d])", README.read_text())
+    """Return the version of transformers with which the page was written."""
+    (found,) = re.findall(r"--write` with\stransformers ([\d.]+[a-z\d])", PAGE.read_text())
     return str(found)
 
 
@@ -228,7 +230,7 @@ class Change(NamedTuple):
 
 
 def changes(names: Iterable[str] = ()) -> list[Change]:
-    """Return how rows of isp/models/README.md differ from what a trace says now; lost ones first.
+    """Return how rows of the page differ from what a trace says now; lost ones first.
 
     `names`: those alone; else all, with types that are new, and types that are gone.
     """
@@ -281,24 +283,30 @@ _SOURCES = """# Hashes of code that isp replaces: see isp/models/known_code.py.
 
 _HEAD = """# Architectures
 
+Which models of transformers ISP trains, in which modes, and why others are refused. ISP traces a
+model and does not know models by name, so this is a list of what was tried: the default
+configuration of each causal model type, shrunk, with a layer of every kind. Entries in brackets are
+further configurations, or the text part of a vision-language model.
+
+{supported} are supported. {refused} are refused before any process starts; the table says why.
+{untried} have no small model to try. [`isp check FOLDER`](../guides/check.md) compares your model.
+
 Written by `python tools/check_architectures.py --write` with transformers {version}; a test checks
 a sample.
 
-ISP traces a model of transformers and does not know models by name, so this is a list of what was
-tried: the default configuration of each causal model type, shrunk, with a layer of every kind.
-Entries in brackets are further configurations, or the text part of a vision-language model.
-{supported} are supported. {refused} are refused before any process starts; the table says why.
-{untried} have no small model to try.
+## Versions
 
-**Versions.** ISP supports transformers {oldest} to {newest}; any other version gives a warning.
+ISP supports transformers {oldest} to {newest}; any other version gives a warning.
 `bash tools/check_newest.sh` tries the newest releases of transformers, peft, datasets and
-accelerate and prints what they change in this table ([its last result](../../tools/newest.txt)).
+accelerate and prints what they change in this table; `tools/newest.txt` has its last result.
 With 5.17, `aria_text` is lost; with 5.24, `llama4` as a vision-language model, whose own forward
 fails there (`llama4_text` works).
 
-**Supported** means that the loss, every gradient and the weights after a step of AdamW match those
-of the unmodified model within 1e-9. The last column names the versions of transformers with which
-`--compare` found this, with the torch that `constraints.txt` pins:
+## What "supported" means
+
+The loss, every gradient and the weights after a step of AdamW match those of the unmodified model
+within 1e-9. The last column names the versions of transformers with which `--compare` found this,
+with the torch that `constraints.txt` pins:
 
 * *dtype*: float64 on CPU, casts to float32 inside of the model included;
 * *experts*: the unmodified model computes them one by one, ISP by grouped products, as in a run;
@@ -309,38 +317,45 @@ of the unmodified model within 1e-9. The last column names the versions of trans
 
 The test suite has one or more models for each mechanism, in all combinations of groups of 1, 2 and
 4, packed and not, recomputed and not. Dropout is 0, because ISP does not support it.
-`python tools/check_architectures.py NAME` compares an entry in every layout, and `isp check FOLDER`
-compares any model. bfloat16 and CUDA are not compared here.
+`python tools/check_architectures.py NAME` compares an entry in every layout. bfloat16 and CUDA are
+not compared here.
 
-**mtp, msp and fsp** need a tensor-parallel plan (`base_model_tp_plan`), which {split} entries have;
-for the others, the column says what is missing. The tensor size must divide the heads. What
-the plan does not shard is whole on every rank, as are experts, unless `parallel.expert.size` equals
-the tensor size. In mtp, every rank computes convolutions and scans for all tokens; msp and fsp
-split them over ranks, as isp does. If a model's code takes a mean or a norm without weights over
-all features between a column and a row linear, the shapes fit but the result would be wrong: the
-probe compares each rank's features with those of the whole model, and refuses the model by name.
+## mtp, msp and fsp
 
-**Experts.** 51 of 52 types with experts were compared with `parallel.expert.size` 2 and 4 on 4
-ranks, and 2 in mtp, msp and fsp: gradients match within 5e-13. longcat_flash is refused, because
-some of its experts have no weights: it gathers all experts of a layer at once. Mixtral, Qwen3-MoE,
-GLM4-MoE, OLMoE, gpt-oss, DeepSeek-V2 and V3 were compared in 15 layouts on up to 8 ranks, including
-heads x context and all four pipeline schedules (11 layouts without a plan). Gradients match within
-4e-15:
+These modes need a tensor-parallel plan (`base_model_tp_plan`), which {split} entries have; for the
+others, the column says what is missing. The tensor size must divide the heads. What the plan does
+not shard is whole on every rank, as are experts, unless `parallel.expert.size` equals the tensor
+size. In mtp, every rank computes convolutions and scans for all tokens; msp and fsp split them over
+ranks, as isp does. If a model's code takes a mean or a norm without weights over all features
+between a column and a row linear, the shapes fit but the result would be wrong: the probe compares
+each rank's features with those of the whole model, and refuses the model by name.
+
+## Experts
+
+51 of 52 types with experts were compared with `parallel.expert.size` 2 and 4 on 4 ranks, and 2 in
+mtp, msp and fsp: gradients match within 5e-13. longcat_flash is refused, because some of its
+experts have no weights: it gathers all experts of a layer at once. Mixtral, Qwen3-MoE, GLM4-MoE,
+OLMoE, gpt-oss, DeepSeek-V2 and V3 were compared in 15 layouts on up to 8 ranks, including heads x
+context and all four pipeline schedules (11 layouts without a plan). Gradients match within 4e-15:
 `python tools/check_architectures.py --layouts "2x4 ep2 1F1B 2,1x8 ep4,2x2x4 ep2,.." NAME`.
 
-**Layers** may use attention, convolutions and scans (linear attention, state spaces), in any number
-and order, if they call the functions that transformers' own modules call. For modules with other
-code, ISP has forwards that call these functions (`huggingface/patches/`); add yours
-with `isp.register_mixer`. A probe looks for other code that mixes tokens, in forward, in backward
-and at the length of a row, and refuses the model by name
-([what it finds](../README.md#what-is-checked-before-a-run)). Chunked attention is not split over
-context ranks. The weight of Mamba's `dt_proj` is
-multiplied outside of its linear, so it is gathered there, and its bias is whole on every rank.
+## Layers
 
-**Sparse attention** is supported for the indexers of DeepSeek-V3.2, of the models derived from it,
-and of MiniMax-M3, in isp mode. The indexer's small keys are gathered, each token chooses keys in
-its own document, and the chosen keys are gathered with its query. The choice has no gradient, so an
+Layers may use attention, convolutions and scans (linear attention, state spaces), in any number and
+order, if they call the functions that transformers' own modules call. For modules with other code,
+ISP has forwards that call these functions (`isp/models/huggingface/patches/`); add yours with
+`isp.register_mixer`. A probe looks for other code that mixes tokens, in forward, in backward and at
+the length of a row, and refuses the model by name
+([what it finds](../guides/check.md#what-is-checked-before-a-run)). Chunked attention is not split
+over context ranks. The weight of Mamba's `dt_proj` is multiplied outside of its linear, so it is
+gathered there, and its bias is whole on every rank.
+
+Sparse attention is supported for the indexers of DeepSeek-V3.2, of the models derived from it, and
+of MiniMax-M3, in isp mode. The indexer's small keys are gathered, each token chooses keys in its
+own document, and the chosen keys are gathered with its query. The choice has no gradient, so an
 indexer's weights do not change, as in the unmodified model.
+
+## The table
 
 | type | class | kinds of layers | isp | mtp, msp, fsp | compared with |
 |---|---|---|---|---|---|"""
@@ -445,7 +460,7 @@ def compare(names: Iterable[str]) -> Iterator[str]:
             versions = {v for v in facts[name].compared.split(", ") if v} - {minor}
             versions |= {minor} if line.startswith("ok") else set()
             facts[name] = facts[name]._replace(compared=", ".join(sorted(versions, key=Version)))
-            README.write_text(table(facts.values(), version_before()))
+            PAGE.write_text(table(facts.values(), version_before()))
         yield line
 
 
@@ -453,11 +468,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--write", action="store_true", help=f"trace, and write {README.name}")
+    ways.add_argument("--write", action="store_true", help=f"trace, and write {PAGE.name}")
     ways.add_argument("--compare", action="store_true", help="compare three layouts, and write it")
-    ways.add_argument(
-        "--changes", action="store_true", help=f"list what differs from {README.name}"
-    )
+    ways.add_argument("--changes", action="store_true", help=f"list what differs from {PAGE.name}")
     ways.add_argument("--newest", action="store_true", help="--changes; compare each mechanism")
     ways.add_argument("--sources", action="store_true", help=f"write {KNOWN.name}")
     ways.add_argument("--layouts", default="", metavar="LIST", help="as of isp check")
@@ -473,7 +486,7 @@ def main() -> int:
             if name in before and before[name][:5] == found[:5]:
                 found = before[name]  # with the versions that it was compared with
             facts[name] = found
-        README.write_text(table(facts.values(), __version__))
+        PAGE.write_text(table(facts.values(), __version__))
         return 0
     if args.sources:
         KNOWN.write_text(sources(args.names or [Path(transformers.__file__).parent]))

@@ -3,8 +3,9 @@
 #
 #   bash tools/check_newest.sh [transformers==VERSION]
 #
-# Traces every type of transformers and lists what differs from isp/models/README.md; compares a type
-# for each mechanism with its unmodified model; runs the tests that use peft, datasets and accelerate.
+# Traces every type of transformers and lists what differs from docs/reference/architectures.md;
+# compares a type for each mechanism with its unmodified model; runs the tests that use peft, datasets
+# and accelerate.
 # The result is written to tools/newest.txt. Fails if a supported type is lost, or if a comparison or
 # a test fails.
 set -euo pipefail

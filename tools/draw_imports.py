@@ -1,7 +1,7 @@
-"""Draw which packages of ISP import which, for the design notes.
+"""Draw which packages of ISP import which, for docs/design/overview.md.
 
 python tools/draw_imports.py            # print, with the number of modules and lines of each
-python tools/draw_imports.py --write    # replace the text between the markers in isp/README.md
+python tools/draw_imports.py --write    # replace the tables in docs/design/overview.md
 
 A package is on the layer above all that it imports. An import that also follows from others is left
 out: if `train` imports `step` and `step` imports `core`, then `train` -> `core` is not drawn.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import grimp
 
 ROOT = Path(__file__).parents[1]
-README = ROOT / "isp" / "README.md"
+PAGE = ROOT / "docs" / "design" / "overview.md"
 MARKERS = "<!-- by tools/draw_imports.py --write -->\n", "<!-- end -->\n"
 SCOPES = "isp", "isp.core", "isp.models"
 
@@ -114,12 +114,14 @@ def _files(scope: str, name: str) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="replace the text in isp/README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="replace the text in docs/design/overview.md"
+    )
     graph = import_graph()
     if parser.parse_args().write:
-        before, old = README.read_text().split(MARKERS[0])
+        before, old = PAGE.read_text().split(MARKERS[0])
         after = old.split(MARKERS[1])[1]
-        README.write_text(before + MARKERS[0] + tables(graph) + MARKERS[1] + after)
+        PAGE.write_text(before + MARKERS[0] + tables(graph) + MARKERS[1] + after)
     else:
         print("".join(counts(graph)), end="")
 

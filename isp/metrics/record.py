@@ -32,7 +32,7 @@ _Sometimes = Annotated[float | None, _NULL_IS_NAN]
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """Metrics of a step by the keys of `metrics.jsonl`, which README.md here explains."""
+    """Metrics of a step by the keys of `metrics.jsonl`; docs/reference/metrics.md explains them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True)
 

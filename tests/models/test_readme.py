@@ -1,4 +1,4 @@
-"""The model of one's own in isp/README.md does what is said of it."""
+"""The model of one's own in the guides does what is said of it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def _sample(word: str) -> str:
-    """The one that has this word."""
-    text = (ROOT / "isp/README.md").read_text()
-    (sample,) = [s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if word in s]
+    """Return the block of Python in the guides that has this word."""
+    text = "".join(page.read_text() for page in (ROOT / "docs/guides").glob("*.md*"))
+    (sample,) = {s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if word in s}
     return str(sample)
 
 

@@ -68,7 +68,7 @@ MEASURED = {
     "w1": (WeightConfig(launch_allgather_before=LaunchPoint.W1), (1.034, 1.038, 1.051, 1.060)),
     "module": (WeightConfig(forward_overlap_per=OverlapUnit.MODULE), (1.041, 1.090, 1.131, 1.190)),
 }
-"""The steps of two ranks over compute alone, of a quiet machine, as in tools/README.md."""
+"""The steps of two ranks over compute alone, of a quiet machine: docs/measurements/overlap.md."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -111,7 +111,7 @@ def test_weights_that_stay_take_as_long_as_on_the_limited_link() -> None:
     case = _case(Layout(weight=2, data=2, options=STAY))
     unlimited = predict(case, _fabric(1e18))
     sent = 3 * (language_model(MODEL, "float32").num_parameters - MODEL.hidden_size * 17) * 4 / 2
-    for ratio, found in ((1, 1.069), (1.5, 1.218)):  # in tools/README.md
+    for ratio, found in ((1, 1.069), (1.5, 1.218)):  # in docs/measurements/overlap.md
         fabric = _fabric(sent / (ratio * unlimited.step), LATENCY * 1e6)
         assert predict(case, fabric).step / unlimited.step == pytest.approx(found, rel=0.1)
 

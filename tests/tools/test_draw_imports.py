@@ -1,4 +1,4 @@
-"""The drawing of imports in the design notes."""
+"""The drawing of imports in docs/design/overview.md."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from draw_imports import MARKERS, README, Package, import_graph, layered, tables
+from draw_imports import MARKERS, PAGE, Package, import_graph, layered, tables
 
 
 def test_the_design_notes_are_up_to_date() -> None:
     """Catches an import between packages that the drawing lacks, or one that is gone."""
-    drawn = README.read_text().split(MARKERS[0])[1].split(MARKERS[1])[0]
+    drawn = PAGE.read_text().split(MARKERS[0])[1].split(MARKERS[1])[0]
     assert drawn == tables(import_graph()), "run python tools/draw_imports.py --write"
 
 

@@ -170,10 +170,10 @@ def test_the_chosen_steps_cover_all() -> None:
 
 
 def test_the_table_is_up_to_date() -> None:
-    """Catches a type that is not in the README, or of which it says other than a trace does.
+    """Catches a type that is not in the table, or of which it says other than a trace does.
 
-    A few are traced: all take a minute. Another version of transformers than the README's knows
-    other types, and refuses none that the README supports.
+    A few are traced: all take a minute. Another version of transformers than the table's knows
+    other types, and refuses none that the table supports.
     """
     table, names = tool.facts_before(), sorted(tool.ARCHITECTURES)
     found = tool.changes([name for name in table if name in names][::25])

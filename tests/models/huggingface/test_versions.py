@@ -121,7 +121,7 @@ def test_the_range_is_the_same_everywhere(monkeypatch: pytest.MonkeyPatch) -> No
     assert required == [f"transformers>={OLDEST_TRANSFORMERS},<{newest[0]}.{newest[1] + 1}"]
     pinned = re.findall(r"^transformers==(.*)", Path("constraints.txt").read_text(), re.MULTILINE)
     assert oldest <= [*map(int, pinned[0].split("."))][:2] <= newest
-    for page in ("README.md", "isp/models/README.md", "constraints.txt"):
+    for page in ("README.md", "docs/reference/architectures.md", "constraints.txt"):
         text = " ".join(Path(page).read_text().replace("#", "").split())
         assert f"transformers {OLDEST_TRANSFORMERS} to {NEWEST_TRANSFORMERS}" in text, page
 
