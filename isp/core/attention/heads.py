@@ -1,4 +1,4 @@
-"""`HeadSplit`, the heads each rank attends with: exact for all numbers of heads and ranks."""
+"""`HeadSplit`, the heads that each rank attends with, for any numbers of heads and ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HeadSplit:
     query: tuple[range, ...]
     """Query heads of each rank."""
     kv: tuple[range, ...]
-    """KV heads of each rank; neighbours may overlap."""
+    """KV heads of each rank; those of neighboring ranks may overlap."""
     group: int
     """Query heads that share a KV head."""
 
@@ -46,7 +46,7 @@ class HeadSplit:
         return cls(query, tuple(_seen(heads, group) for heads in query), group)
 
     def repeated_kv(self, rank: int) -> tuple[int, ...] | None:
-        """Return the rank's KV heads, by index, repeated for local attention; None: as they are.
+        """Return indices of the rank's KV heads, repeated for local attention; None: not repeated.
 
         Local attention shares each KV head between equally many query heads. A rank that has only
         a part of some group repeats KV heads until that holds.
@@ -55,6 +55,7 @@ class HeadSplit:
         shares = [len(list(run)) for _, run in groupby(owners)]
         if len(set(shares)) <= 1:
             return None
+        # Every gcd-th query head's KV head: each copy then serves gcd query heads.
         return tuple(owners[:: gcd(*shares)])
 
 
