@@ -143,7 +143,7 @@ class ParameterLayout:
         )
 
     @cached_property
-    def travels_as_it_lies(self) -> bool:
+    def is_cut_in_place(self) -> bool:
         """True if the shards, one after another, are the whole: without padding or transpose."""
         return self.dim == 0 and self.global_shape[0] % self.parts == 0
 
