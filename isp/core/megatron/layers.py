@@ -58,15 +58,15 @@ def _normal(weight: Tensor) -> Tensor:
 class _Initialized(ParallelModule):
     """A layer that is initialized with its part of a master weight, equal for all group sizes.
 
-    [Note: Master weight] Each rank fills the full weight from torch's default CPU generator and
-    keeps its part: that generator must be in the same state on all ranks (`torch.manual_seed`).
+    Each rank fills the full weight from torch's default CPU generator and keeps its part. So that
+    generator must be in the same state on all ranks (`torch.manual_seed`).
     """
 
     init_method: InitMethod
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the master weight [Note: Master weight] and keep this rank's part; zero the bias."""
+        """Fill the full weight by `init_method` and keep this rank's part; set the bias to zero."""
         for name, parameter in self.named_parameters(recurse=False):
             layout = self.layouts[name]
             full = torch.zeros(layout.global_shape, dtype=torch.float32, device=CPU)
@@ -76,9 +76,9 @@ class _Initialized(ParallelModule):
 
 
 class IntoMainGradients:
-    """The route that multiplies straight into the main gradient, without a dW in between.
+    """A route that adds the product of a weight gradient to the main gradient, without making dW.
 
-    For weights that stay on their rank, and a sink with `add_product`, such as `MainGradients`.
+    `gradients` has `add_product`, like `MainGradients`. For weights that stay on their rank only.
     """
 
     def __init__(self, gradients: ProductSink) -> None:
@@ -92,7 +92,7 @@ class IntoMainGradients:
 
 
 class _Linear(_Initialized, ParallelLinear):
-    """A linear with a communicator of its own, and so with a route of its own."""
+    """A linear with its own communicator, and so with its own route of the weight gradient."""
 
     @property
     def weight_gradients(self) -> WeightGradientRoute | None:
@@ -106,7 +106,7 @@ class _Linear(_Initialized, ParallelLinear):
 
 
 class ColumnParallelLinear(_Linear):
-    """y = x W^T + b with sharded outputs: W [O/p, I], b [O/p].
+    """A linear y = x W^T + b with sharded outputs: W [O/p, I], b [O/p].
 
         y, bias = layer(x)
 
@@ -116,7 +116,7 @@ class ColumnParallelLinear(_Linear):
 
     forward   x is used as it is, or all-gathered along S with `sequence_parallel`
     backward  dx is all-reduced, or reduce-scattered along S, while the weight gradient is computed;
-              a gathered x is not kept but gathered again, while dx is computed
+              a gathered x is not saved but gathered again, while dx is computed
 
     `stride` is the number of fused outputs of equal size (3 for q, k and v in one), each of which
     is sharded separately. With `skip_weight_param_allocation` the layer has no weight of its own
@@ -194,7 +194,7 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """y = x W^T + b with sharded inputs: W [O, I/p], and b [O] on all ranks.
+    """A linear y = x W^T + b with sharded inputs: W [O, I/p], and b [O] on all ranks.
 
         y, bias = layer(x)
 
@@ -271,7 +271,7 @@ class RowParallelLinear(_Linear):
             x = scatter_to_tensor_model_parallel_region(x, self.group)
         y = self.multiply(x, weight)
         bias: Tensor | None = self.bias
-        if bias is not None and self.sequence_parallel:  # all-reduce its gradient
+        if bias is not None and self.sequence_parallel:  # backward all-reduces its gradient
             bias = copy_to_tensor_model_parallel_region(bias, self.group)
         if bias is None or self.skip_bias_add:
             return y, bias
@@ -309,8 +309,8 @@ class VocabParallelEmbedding(_Initialized):
 
     If V is not divisible by p, ranks have ceil(V/p) rows, and the last one fewer.
     `deterministic` adds the gradients of a row in a fixed order, on CUDA too.
-    With several ranks an id outside of the vocabulary gives zeros: detecting it would make the host
-    wait for the device.
+    With several ranks an id outside of the vocabulary gives zeros: to detect it, the host would
+    have to wait for the device.
     Raises ValueError if a rank would have no row.
     """
 
@@ -354,6 +354,7 @@ class VocabParallelEmbedding(_Initialized):
 
 
 def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: str) -> ValueError:
+    """Return the error for x with another number of features than `expected`."""
     return ValueError(
         f"{layer.title}: x of shape {list(x.shape)} has {x.shape[-1]} features, expected"
         f" {expected}: {instead}"
@@ -363,6 +364,7 @@ def _wrong_features(layer: ParallelModule, x: Tensor, expected: str, instead: st
 def _split(
     shape: tuple[int, ...], *, dim: int, group: Channel, segments: tuple[int, ...] = ()
 ) -> ParameterLayout:
+    """Return the layout of a parameter that is cut along `dim` over the ranks of `group`."""
     return ParameterLayout(
         global_shape=shape,
         dim=dim,
