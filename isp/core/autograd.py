@@ -65,6 +65,7 @@ class _Joined(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        # Made in backward: only shapes are kept until then.
         zeros = (torch.zeros(shape, dtype=dtype, device=at) for shape, dtype, at in ctx.like)
         return d_out, *zeros
 

@@ -87,7 +87,7 @@ class _DataParallel(nn.Module):
 
     def _end_with_this_pass(self, _: Tensor) -> None:
         """Let this backward pass call `finish` at its end; the hook of all parameters."""
-        if self._sync and not self._ending:
+        if self._sync and not self._ending:  # the first gradient of the pass
             self._ending = True
             call_after_backward(self.finish)  # [Note: End of backward]
 

@@ -162,6 +162,7 @@ def model_parallel_manual_seed(
     `seed` must be equal on the ranks of a tensor group, and different between pipeline stages. The
     device's own generator is not changed: draw from `RngStream.EQUAL` where ranks must agree.
     """
+    # The offsets are those of Megatron-LM.
     tracker = RngStatesTracker(device)
     tracker.add(RngStream.EQUAL, seed)
     tracker.add(RngStream.PER_RANK, seed + 2718 + tensor_rank)

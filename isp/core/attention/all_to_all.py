@@ -115,6 +115,7 @@ class Exchange:
         """Launch the transfer that shards xs along the spread dims and gathers `join.dim`."""
         dim, rank, messages = self.spread[0].dim, self.channel.rank, self._messages(xs[0], False)
         send = _pack(xs, self.spread, dim, messages.sent)
+        # The joined result has this rank's slice of each tensor, next to each other along `dim`.
         widths = [len(cut.ranges[rank]) for cut in self.spread]
 
         def unpack(received: Tensor) -> tuple[Tensor, ...]:
@@ -142,6 +143,8 @@ class Exchange:
         key = x.shape, back
         if key not in self._known:
             rank, ranks = self.channel.rank, range(self.channel.size)
+            # `go_out` sends `spread`: another rank's heads of our tokens. It receives `joined`: our
+            # heads of another rank's tokens. `go_back` does the reverse.
             spread = [self._message_shape(x, other, rank) for other in ranks]
             joined = [self._message_shape(x, rank, other) for other in ranks]
             sent, received = (joined, spread) if back else (spread, joined)
@@ -162,6 +165,7 @@ class Exchange:
         self, send: Tensor, messages: _Messages, unpack: Callable[[Tensor], tuple[Tensor, ...]]
     ) -> Arrival:
         """Launch the all-to-all, and return a function that waits for it and unpacks the result."""
+        # Without sizes, the collective cuts both buffers into equal messages.
         out_rows, in_rows = messages.rows or (None, None)
         pending = self.channel.all_to_all_into(
             send.new_empty(messages.num_received),
@@ -287,6 +291,7 @@ class _Depart(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Reached after all nodes that overlap the transfer, which `_Arrive.backward` launched.
         return None, *ctx.transfer.arrive()
 
 

@@ -41,6 +41,7 @@ class HeadSplit:
                 f" is shared by equally many query heads"
             )
         group = num_query_heads // num_kv_heads
+        # ceil(rank H / p): the runs' lengths differ by at most one, and with p > H some are empty.
         ends = (-(-rank * num_query_heads // num_ranks) for rank in range(num_ranks + 1))
         query = tuple(range(a, b) for a, b in pairwise(ends))
         return cls(query, tuple(_seen(heads, group) for heads in query), group)

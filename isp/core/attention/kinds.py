@@ -95,11 +95,13 @@ def make_attention(
         logger.info("attention: layers with sinks use %s", AttentionBackend.SDPA)
         return SinkAttention(CpuAttention(scale=kind.scale))
     place = Place(device, dtype, kind.head_size, kind.group)
+    # Tried with sinks if the layer has them: `SinkAttention` cannot be called without.
     sinks = {"sinks": torch.zeros(kind.group, device=device, dtype=dtype)} if kind.sinks else {}
     missing = ""
     # One all-reduce for each candidate, also on ranks that cannot run it: ranks that skipped one
     # would meet the others in different all-reduces.
     for name, make in _candidates(kind, backend, place).items():
+        # All ranks go through the same list, so it may have packages for other GPUs.
         for_others = name in FLASH_PACKAGES and name not in fastest_first(device, dtype)
         fault = "not for this device" if for_others else fault_of(make, place, **sinks)
         failed = everyone.all_reduce(torch.tensor([bool(fault)]).float(), op="max", tag=_TAG)

@@ -162,6 +162,7 @@ def make_local_attention(
 def _choose_backend(place: Place, everyone: Channel) -> _ByRows[AttentionBackend]:
     """Return the backends that AUTO chooses, the same on all ranks."""
     faults: dict[AttentionBackend, str] = {}
+    # All backends, not only this device's candidates: ranks reduce tensors of one shape.
     times = dict.fromkeys(AttentionBackend, _ByRows(math.inf, math.inf))
     candidates = fastest_first(place.device, place.dtype)
     for backend in candidates:

@@ -21,7 +21,7 @@ from isp.core.comm.tag import Purpose, Tag
 __all__ = ["AttentionMask", "Chosen", "seen_by"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity, as a key of caches
 class AttentionMask:
     """The keys that each query sees; made once for a micro-batch and passed to every block.
 
@@ -131,6 +131,7 @@ class AttentionMask:
         sizes = batch_size, query_length, key_length
         if self.cu_seqlens is None or sizes in self._covered:
             return
+        # `bounds` reads the tensor: on a device, the first check waits for it.
         if self.cu_seqlens_k is not None:
             if batch_size != 1:
                 raise ValueError(

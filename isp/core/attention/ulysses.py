@@ -147,6 +147,7 @@ class DistributedAttention:
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
         own, kv = split.query[self.channel.rank], split.kv[self.channel.rank]
         repeated = split.repeated_kv(self.channel.rank)
+        # Choices of single KV heads: take those of this rank's KV heads, repeated like these.
         if "chosen" in extras and extras["chosen"].numbers.shape[_HEADS] > 1:
             chosen = extras["chosen"]
             index = self._index(tuple(kv if repeated is None else (kv[i] for i in repeated)), q)

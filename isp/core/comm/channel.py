@@ -147,6 +147,7 @@ class Channel:
         if self.size == 1:
             return Pending.ready(x)
         x = x.contiguous()
+        # Backends concatenate along dim 0 only; slices are joined along `dim` after the wait.
         out = x.new_empty(self.size, *x.shape)
         pending = self.all_gather_into(out, x, tag=tag)
         return pending.then(lambda out: join_ranks(out, dim))
@@ -310,14 +311,14 @@ class Channel:
         return self._launch(
             "recv",
             tag,
-            0,
+            0,  # the sender counts the bytes
             lambda: dist.irecv(out, group=self.group, group_src=source),
             out,
             keep=(out,),
             pair=(source, self.rank),
         )
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- private -----------------------------------------------------------------------------
 
     def _split(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' chunks of dim `dim`: x [.., N, ..] -> contiguous [p, .., N/p, ..].

@@ -132,7 +132,7 @@ class HostMemory:
         """Return a flat buffer with x's dtype and at least x's elements."""
         free = self._free[x.dtype]
         free.sort(key=Tensor.numel)
-        place = bisect_left(free, x.numel(), key=Tensor.numel)
+        place = bisect_left(free, x.numel(), key=Tensor.numel)  # the smallest that is large enough
         if place == len(free) > 0:  # all free buffers are too small: replace the largest
             self.channel.finish()  # a copy from or to it may still run
             self.reserved_bytes -= free.pop().nbytes

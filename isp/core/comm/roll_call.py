@@ -80,6 +80,7 @@ class RollCall:
 
     def _verdict(self, store: Store, error: CollectiveError) -> str:
         """Return the text of the verdict on the failure; empty if no rank has seen a timeout."""
+        # The launches tell other ranks whether this one had reached their collective.
         collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()

@@ -64,7 +64,7 @@ class SymmetricRows:
         assert channel.group is not None
         self.rows = allocate_symmetric(rows, columns, dtype=dtype, device=device)
         self._handle = share_symmetric(self.rows, channel.group)
-        self._group_name = channel.group.group_name
+        self._group_name = channel.group.group_name  # torch's kernels find the buffers by it
         self._ops = torch.ops.symm_mem
 
     def reduce_scatter(self, x: Tensor, out: Tensor, _: Tag) -> None:

@@ -129,7 +129,7 @@ class DeviceClock:
         """Stream that was current when the clock was made. A wait on any other delays no compute,
         and counts as not exposed."""
         self._zero = self.mark()
-        self._zero.synchronize()
+        self._zero.synchronize()  # so that the host's time below is that of the event
         self._seconds = time.perf_counter()
 
     def mark(self) -> streams.Event:
@@ -178,6 +178,7 @@ class _Timed(NamedTuple):
         self.end.synchronize()  # `end` is on another stream: `finish` does not imply it
         self.finish.synchronize()
         transfer = self.transfer
+        # Short times between events are precise; only the launch is converted by the clock.
         transfer.launched = self.clock(self.launch)
         transfer.ended = transfer.launched + self.launch.elapsed_time(self.end) / 1e3
         transfer.wait_began = transfer.launched + self.launch.elapsed_time(self.begin) / 1e3
@@ -272,7 +273,7 @@ class CommLog:
             if streams.current(clock.device) == clock.compute:
                 finish = clock.mark()
             transfer.waited = True
-            if self.clock is not None:
+            if self.clock is not None:  # None: `unwatch` was called after the launch
                 self._timed.append(_Timed(transfer, self.clock, launch, end, begin, finish))
 
         return timed

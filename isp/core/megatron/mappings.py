@@ -95,6 +95,7 @@ def _all_reduce(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
 
 def _split(x: Tensor, cut: _Cut, channel: Channel) -> Tensor:
     """Return a copy of this rank's part of x, which is equal on all ranks: N -> n_rank."""
+    # A copy, so that writing into the result does not change x.
     part = _parts(x, cut.dim, cut.sent, channel)[channel.rank]
     return part.clone(memory_format=torch.contiguous_format)
 

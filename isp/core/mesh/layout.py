@@ -116,6 +116,7 @@ class ParameterLayout:
     @cached_property
     def piece_shape(self) -> tuple[int, ...]:
         """Shape of each rank's piece in a gather: with padding, and with the cut dim in front."""
+        # The length of the longest shard: pieces of a gather have equal size.
         length = math.ceil(self._run_length / (self.parts // self.groups))
         return (length, *self.global_shape[: self.dim], *self.global_shape[self.dim + 1 :])
 
@@ -231,6 +232,7 @@ def _runs(layout: ParameterLayout) -> Iterator[tuple[int, int, int]]:
     local = 0
     run: tuple[int, int, int] | None = None
     for start, stop in layout.intervals():
+        # Adjacent intervals, as of a fused parameter that is not sharded, become one box.
         if run is not None and run[0] + run[2] == start:
             run = (run[0], run[1], run[2] + stop - start)
         else:

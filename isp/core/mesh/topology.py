@@ -97,6 +97,7 @@ class Topology:
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
         """Return the topology of `parallel` on `world_size` ranks. Raises ValueError as above."""
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
+        # In other modes than isp, weights are cut over the tensor group.
         weight = parallel.weight.size if mode.gathers_weights else tensor
         _require_divides("parallel.pipeline.size", pipeline, "the world size", world_size)
         stage = world_size // pipeline
@@ -172,6 +173,7 @@ class Topology:
             case Axis.TENSOR:
                 return [g for s in stages for g in _consecutive(s, self.tensor)]
             case Axis.HEAD | Axis.CONTEXT:
+                # Groups of one of the two axes are neighbors; the other takes every `near`-th rank.
                 near = self.head if self.head_first else self.context
                 cut = _consecutive if (axis is Axis.HEAD) is self.head_first else _strided
                 return [g for sequence in self.groups(Axis.TENSOR) for g in cut(sequence, near)]
@@ -206,6 +208,7 @@ class Topology:
         """Return the axis whose process group `axis` uses: the first that may share, or itself."""
         if axis is Axis.WEIGHT and not self.mode.gathers_weights:
             return Axis.TENSOR  # the same ranks, and no weight is sent
+        # All groups are compared, not only this rank's: all ranks must come to the same result.
         kind = next((axes for axes in _MAY_SHARE if axis in axes), (axis,))
         return next(a for a in kind if sorted(self.groups(a)) == sorted(self.groups(axis)))
 

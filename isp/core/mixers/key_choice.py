@@ -89,11 +89,13 @@ def _numbers(
     Tokens before a slice count from the begin of its document; keys [C, D] do, too.
     """
     shape = indexer.keys.shape[:2].numel(), indexer.num_choices, most
+    # -1 remains where a query has fewer than n keys.
     numbers, token = indexer.keys.new_full(shape, -1, dtype=torch.int32), 0
     for before, size, keys in documents:
         rows = max(1, _MOST_SCORES // (indexer.num_heads * len(keys)))
         ends = range(token, token + size, rows)
         for tile in tiles([slice(n, min(n + rows, token + size)) for n in ends]):
+            # Positions of the tile's queries in their document: a query sees keys up to its own.
             places = torch.arange(tile.start, tile.stop, device=keys.device) + (before - token)
             seen = torch.arange(len(keys), device=keys.device) <= places.unsqueeze(1)
             found = indexer.choose(tile, keys, seen)

@@ -88,6 +88,7 @@ class Recurrence(Protocol):
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
     """Return x [T, H, ..] in chunks of `size` tokens, [n, H, size, ..]; zeros fill the last one."""
+    # `F.pad` takes pairs (before, after), last dim first: only the end of dim 0 is padded.
     padded = F.pad(x, (0,) * (2 * x.dim() - 1) + (-len(x) % size,))
     chunks: Tensor = padded.unflatten(0, (-1, size)).transpose(1, 2)
     return chunks

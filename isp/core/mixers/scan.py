@@ -46,6 +46,7 @@ def received_bytes(
     xs = [(_bytes(x), split.query) for x in inputs.of_heads]
     xs += [(_bytes(x), split.kv) for x in inputs.of_groups]
     out = _bytes(inputs.of_heads[0])
+    # A rank receives its heads of all other ranks' tokens, then its tokens' results of other heads.
     by_heads = max(
         (total - tokens[rank]) * sum(len(heads[rank]) * each for each, heads in xs)
         + tokens[rank] * (inputs.num_heads - len(split.query[rank])) * out
@@ -104,8 +105,10 @@ def scan_by_state(recurrence: Recurrence, inputs: Inputs, placement: Placement) 
         _state_after(recurrence, inputs, of_slice[:-1])  # the last is the slice's own
         for of_slice in seen.split(route.mask.key_lengths)
     ]
+    # If no slice has an earlier one, the kernel is called without initial states.
     zeros = next((torch.zeros_like(s) for s in before if s is not None), None)
     initial = None if zeros is None else torch.stack([zeros if s is None else s for s in before])
+    # `seen` may be unused; backward must reach its exchange nevertheless.
     return joined(recurrence.scan(inputs, lengths, initial)[0], seen)
 
 

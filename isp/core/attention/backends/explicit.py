@@ -129,6 +129,7 @@ def _by_distance(states: Tensor, profiles: Tensor, block: MaskBlock) -> Tensor:
     queries, keys = (torch.arange(len(x), device=states.device) for x in (block.query, block.key))
     back = queries.unsqueeze(1) + block.diagonal - keys  # tokens from a key to a query, [R, C]
     num_distances = profiles.shape[2]
+    # The bias of each query at all E distances; then, for each key, the one at its distance.
     at_each = torch.einsum("rhx,hxe->hre", states, profiles)
     places = back.clamp(0, num_distances - 1).expand(len(profiles), -1, -1)
     return at_each.gather(2, places).masked_fill((back < 0) | (back >= num_distances), 0)
@@ -170,6 +171,7 @@ class _Blocks(Function):
                 out = ctx.attention.attend(*leaves, block, _chosen(numbers, ctx.run, block))
             given = [x for x in leaves if x is not None]  # the sinks, if any, are last
             grads = torch.autograd.grad(out, given, dout[rows])
+            # The first three: q, k and v. Keys are in several blocks, and sinks in all.
             for total, grad, where in zip(totals, grads, (rows, keys, keys), strict=False):
                 assert total is not None
                 total[where] += grad

@@ -57,6 +57,7 @@ class FlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask
     ) -> tuple[Tensor, Tensor]:
         ends, longest = mask.cu_seqlens_on(q.device), mask.max_lengths
+        # 0.0: no dropout. False: no mask of the dropout for debugging.
         out, lse, *_ = flash_attention(
             q, k, v, *ends, *longest, 0.0, mask.causal, False, **self._options(mask)
         )

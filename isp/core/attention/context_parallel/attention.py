@@ -157,6 +157,7 @@ class ContextAttention:
         q, k, v, extras = tokens
         if not len(q):  # backward must reach the exchange: the other ranks wait there
             return joined(q.new_empty(*q.shape[:-1], v.shape[-1]), q, k, v, extras.get("sinks"))
+        # One row: the slices of all rows are the documents of `mask`.
         attended = self.local_attention(*(x[None] for x in (q, k, v)), mask=mask, **extras)
         return attended.squeeze(0)
 

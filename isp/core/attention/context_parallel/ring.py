@@ -39,6 +39,7 @@ __all__ = ["Ring", "ring_attention"]
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
     """Attend with q [T, h, d] to all ranks' keys; k, v [T, k, d] are this rank's -> [T, h, d]."""
+    # Keys and values in one tensor [T, 2, k, d]: each step sends one message.
     out: Tensor = _RingAttention.apply(q, torch.stack((k, v), 1), ring)
     return out
 

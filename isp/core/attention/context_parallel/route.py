@@ -117,19 +117,21 @@ class Route:
             repeated = np.flatnonzero((sight.number[own] == number) & (new > low))
             rows = _ranges(laid[own][repeated], (new - low)[repeated])
             again.append((_index(layout[rows]), _index(rows)))
-        travels = np.bincount(to[to != by], size[to != by], num_ranks)
-        asking = _ranges(sight.row[own], sight.queries[own])
+        # Counted for all ranks, not only this one: all ranks derive the same number of stripes from
+        # it, and skip the same steps of a ring.
+        received = np.bincount(to[to != by], size[to != by], num_ranks)
+        query_rows = _ranges(sight.row[own], sight.queries[own])
         lengths, num_tokens = sight.queries[own], int(sight.queries[sight.rank == rank].sum())
         return cls(
             num_tokens=num_tokens,
             sent=_counts(to[sends], size[sends], num_ranks),
             received=_counts(by[mine], size[mine], num_ranks),
-            most_received=int(travels.max()),
+            most_received=int(received.max()),
             send=_index(_ranges(row[sends], size[sends])),
             layout=_index(layout),
             first=_index(first),
             again=tuple(again),
-            queries=_index(asking) if len(asking) < num_tokens else None,
+            queries=_index(query_rows) if len(query_rows) < num_tokens else None,
             mask=AttentionMask.of_documents(
                 lengths.tolist() or [0], (high - low).tolist() or [0], causal=causal, window=window
             ),
@@ -255,6 +257,7 @@ class Slices(NamedTuple):
         first, last = ~touches, ~np.roll(touches, -1)
         rank, document, goes_on = rank[first], document[first], goes_on[first]
         begin, end = begin[first], end[last]
+        # `before`: tokens of all earlier slices; minus those of earlier ranks, it is the row.
         start, before = _starts(lengths)[document], _starts(end - begin)
         return cls(
             rank=rank,
@@ -275,6 +278,7 @@ class Slices(NamedTuple):
         """Return the keys that slices see, given ranges [low, high); `high` rises in a document."""
         # A key before the `high` of the slice before, in the same rank and document, is not new.
         new = np.where(self.goes_on, np.maximum(low, np.roll(high, 1)), low)
+        # Index of a slice minus that of the first slice of the same rank and document.
         index = np.arange(len(self.rank))
         number = index - np.maximum.accumulate(np.where(self.goes_on, 0, index))
         return _Sight(self.rank, self.end - self.begin, self.row, low, high, new, number)
@@ -288,6 +292,8 @@ def _overlaps(
     Each overlap is given by the index of its range, that of its piece, its begin and its size, in
     the order of the ranges, then of the pieces.
     """
+    # Pieces tile the tokens, so a range overlaps consecutive pieces in the order of their begins,
+    # from the last one that begins at or before `low`.
     order = begin.argsort(kind="stable")
     first = np.searchsorted(begin[order], low, "right") - 1
     count = np.where(high > low, np.searchsorted(begin[order], high) - first, 0)
@@ -304,6 +310,7 @@ def _starts(sizes: _Ints) -> _Ints:
 
 def _ranges(begins: _Ints, sizes: _Ints) -> _Ints:
     """Return the numbers of ranges [begin, begin + size), one range after another."""
+    # Number i of the result is i, plus the offset of the range that it is in.
     return np.repeat(begins - _starts(sizes), sizes) + np.arange(sizes.sum())
 
 
