@@ -61,12 +61,12 @@ class SeqAllToAll:
 
     @staticmethod
     def apply(channel: Channel, x: Tensor, scatter: int, gather: int) -> Tensor:
-        """Exchange x and wait for the result."""
+        """Return the exchanged x, after waiting for it."""
         return exchanged(two_dims(channel, x, scatter, gather), x)[0]
 
     @staticmethod
     def launch(channel: Channel, x: Tensor, scatter: int, gather: int) -> Pending:
-        """Launch the exchange of x; its result has the same bits as that of `apply`."""
+        """Launch the exchange of x, and return its result as a `Pending`, bit-equal to `apply`."""
         arrive = launch(two_dims(channel, x, scatter, gather), (x,))
         return Pending(lambda: arrive()[0])
 
@@ -76,6 +76,7 @@ class ISPOverlapState:
     """The weights of one model chunk, each with its gathered tensors, if any."""
 
     weights: tuple[DeclaredWeight, ...]
+    """The chunk's weights; `gathered` of each has its gathered tensors, or is None."""
 
     @classmethod
     def of_chunks(cls, communicator: ISPCommunicator) -> list[ISPOverlapState]:
@@ -132,7 +133,7 @@ class ISPCommunicatorWrapper:
             communicator.drain()
 
     def switch_current_model_chunk(self, chunk: int) -> None:
-        """Set the chunk that runs from now on."""
+        """Tell all communicators which model chunk runs from now on."""
         for communicator in self.communicators:
             communicator.switch_current_model_chunk(chunk)
 

@@ -108,7 +108,7 @@ class RngStatesTracker:
         return states
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Replace all streams by `states`.
+        """Replace all streams by `states`, as `get_states` returns them.
 
         Raises ValueError if one is not the state of a generator of this device, and RuntimeError
         inside a fork.

@@ -45,7 +45,9 @@ class Cut:
     """The cut of one dim: rank i has `ranges[i]`; indices in several ranges are replicated."""
 
     dim: int
+    """The dim that is cut."""
     ranges: tuple[range, ...]
+    """Indices of the dim that each rank has."""
 
     @classmethod
     def even(cls, dim: int, length: int, num_ranks: int) -> Cut:
@@ -108,7 +110,9 @@ class Exchange:
 
     channel: Channel
     spread: tuple[Cut, ...]
+    """For each tensor, the cut of the dim that `go_out` shards; all cut the same dim."""
     join: Cut
+    """The cut of the dim that `go_out` gathers."""
     tag: Tag = _HEADS
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
@@ -211,7 +215,7 @@ def _message_views(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
 
 
 def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
-    """Join all messages along `join.dim`; a view if they are equal and all dims before it are 1."""
+    """Return all messages joined along `join.dim`; a view if even and if earlier dims are 1."""
     if not join.is_even:
         return torch.cat(_message_views(received, shapes), join.dim)
     shape, dim = shapes[0], join.dim
@@ -223,7 +227,7 @@ def _joined(received: Tensor, join: Cut, shapes: list[list[int]]) -> Tensor:
 def _assembled(
     received: Tensor, cuts: Sequence[Cut], shapes: list[list[int]]
 ) -> tuple[Tensor, ...]:
-    """Join each tensor along its spread dim from the messages, summing where ranges overlap."""
+    """Return each tensor, joined along its spread dim from all messages; overlaps are summed."""
     dim = cuts[0].dim
     if all(cut.is_even for cut in cuts):
         whole = received.view(len(shapes), *shapes[0])  # [p, .., slices of all tensors, ..]
@@ -259,10 +263,10 @@ class Reversible(Protocol):
         """Channel of the ranks that take part."""
 
     def go_out(self, xs: Sequence[Tensor]) -> Arrival:
-        """Launch the transfer of xs."""
+        """Launch the transfer of xs, and return a function that waits for it."""
 
     def go_back(self, ys: Sequence[Tensor]) -> Arrival:
-        """Launch the transposed transfer, of the gradients of what arrived."""
+        """Launch the transposed transfer, as for the gradients ys of what `go_out` returned."""
 
 
 class _Transfer:

@@ -57,7 +57,7 @@ class AttentionOptions(NamedTuple):
     `Relative.sinks` if there are any. None: no bias by distance."""
 
     def of_heads(self, num_heads: int) -> Tensor | None:
-        """Return the per-head tensor that `ExplicitAttention` takes as `sinks`."""
+        """Return what `ExplicitAttention` takes as `sinks`: sinks [H] or profiles [H, r, E]."""
         return self.sinks if self.profiles is None else self.profiles.expand(num_heads, -1, -1)
 
 
@@ -69,12 +69,12 @@ q [B, S', H, d], k [B, S', K, d], v [B, S', K, e] -> [B, S', H, e].
 
 
 _attend: ContextVar[Attend | None] = ContextVar("attend", default=None)
-"""The function that calls of `attention` go to; set while a parallelized model runs."""
+"""The function that computes calls of `attention`; set while a parallelized model runs."""
 
 
 @contextmanager
 def attend_by(attend: Attend) -> Iterator[None]:
-    """Send calls of `attention` in this context to `attend`."""
+    """Let `attend` compute all calls of `attention` in this context."""
     token = _attend.set(attend)
     try:
         yield

@@ -12,7 +12,7 @@ __all__ = ["HeadSplit"]
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The query heads and KV heads of each rank.
+    """The query heads and KV heads with which each rank attends.
 
     Each rank gets a run of consecutive query heads; the runs' lengths differ by at most one, and a
     rank may get none. No run crosses the end of a KV head's group if the number of ranks divides
@@ -29,12 +29,15 @@ class HeadSplit:
     kv: tuple[range, ...]
     """KV heads of each rank; those of neighboring ranks may overlap."""
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads that share a KV head."""
 
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, num_query_heads: int, num_kv_heads: int, num_ranks: int) -> HeadSplit:
-        """Return each rank's heads. Raises ValueError if KV heads do not divide query heads."""
+        """Return the split of these heads over the ranks.
+
+        Raises ValueError if `num_kv_heads` does not divide `num_query_heads`.
+        """
         if num_kv_heads < 1 or num_query_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={num_kv_heads} must divide num_heads={num_query_heads}: each KV head"
@@ -61,6 +64,6 @@ class HeadSplit:
 
 
 def _seen(query: range, group: int) -> range:
-    """Return the KV heads that these query heads read."""
+    """Return the KV heads that `query` heads read, of which `group` share one KV head."""
     first = query.start // group
     return range(first, -(-query.stop // group) if query else first)  # stop rounds up

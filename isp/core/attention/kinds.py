@@ -52,8 +52,9 @@ class AttentionKind(NamedTuple):
     relative: bool
     """Logits have a bias by distance."""
     head_size: int
+    """Number of features of a head."""
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads that share a KV head."""
 
     @property
     def extras(self) -> str:

@@ -108,8 +108,9 @@ class Place(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     head_dim: int
+    """Number of features of a head."""
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads that share a KV head."""
 
 
 class _ByRows(NamedTuple, Generic[T]):
@@ -281,6 +282,7 @@ def _tensors(place: Place, tokens: int, kv_heads: int) -> list[Tensor]:
 def _forward_and_backward(
     attend: Callable[..., Tensor], qkv: list[Tensor], mask: AttentionMask
 ) -> None:
+    """Run attention and its backward once, as training does."""
     with torch.enable_grad():
         out = attend(*qkv, mask=mask)
         torch.autograd.grad(out, qkv, torch.zeros_like(out))

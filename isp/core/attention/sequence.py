@@ -38,9 +38,9 @@ class SequenceRanks:
     head_first: bool = True
     """True if the ranks of a head group are neighbors, False if those of a context group are."""
     exchange: ContextExchange = ContextExchange.GATHER
-    """How context ranks exchange keys and values."""
+    """The way in which context ranks exchange keys and values."""
     scan: SequenceScan = SequenceScan.AUTO
-    """How the p ranks compute a scan."""
+    """The way in which the p ranks compute a scan."""
 
     @classmethod
     def of(

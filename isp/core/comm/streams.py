@@ -31,6 +31,7 @@ Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
 _HERE = nullcontext()
+"""The context of `on(None)`, which changes nothing."""
 
 
 @cache

@@ -27,7 +27,7 @@ _ALIGNMENT = 16
 def why_no_symmetric_rows(
     channel: Channel, columns: int, *, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Return the reason why `SymmetricRows` cannot serve these ranks; empty if it can."""
+    """Return the reason why the channel's ranks cannot use `SymmetricRows`; empty if they can."""
     if device.type != "cuda":
         return f"it is memory of CUDA devices, and this one is {device}"
     if channel.size not in (2, 4, 8):

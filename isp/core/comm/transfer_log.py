@@ -25,7 +25,7 @@ two events in float32, so a long time has a coarse resolution."""
 
 @dataclass(slots=True)
 class TimedTransfer:
-    """A `Transfer` and its times, in seconds of `time.perf_counter`.
+    """The record of a `Transfer` with its times, in seconds of `time.perf_counter`.
 
     On CUDA the times come from events on the device and are filled in by `CommLog.settle`.
     """
@@ -35,6 +35,7 @@ class TimedTransfer:
     tag: Tag
     sent_bytes: int
     launched: float
+    """Time of the launch."""
     ended: float = 0.0
     """Time of the end of the transfer; 0 while it is in flight."""
     exposed: float = 0.0
@@ -113,7 +114,9 @@ class CommTotals(NamedTuple):
     """Totals over the transfers of a step."""
 
     num_transfers: int
+    """Number of transfers."""
     sent_bytes: int
+    """Bytes that this rank has sent."""
     comm_seconds: float
     """Seconds in which at least one transfer was in flight."""
     exposed_seconds: float

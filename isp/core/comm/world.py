@@ -302,6 +302,7 @@ class Mesh:
         *,
         sum_locally: bool | None = None,
     ) -> Channel:
+        """Return a new channel over `group`, and record it and its members."""
         channel = Channel(group, name=name, log=self.log, sum_locally=sum_locally)
         self.opened.append(channel)
         if group is not None:

@@ -465,6 +465,6 @@ class _Views:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Return a context whose tensors and views may be written to later, in any autograd mode."""
+    """Return a context that makes tensors and views which any autograd mode may write to later."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

@@ -14,16 +14,17 @@ from isp.core.section import KeyRole, Ranks, section
 
 
 class Mode(StrEnum):
-    """The split of a transformer's linears (`isp.core.layers.linear` lists the collectives)."""
+    """How linears are split over ranks; `isp.core.layers.linear` has a table of the collectives."""
 
     MTP = "mtp"
-    """Megatron tensor parallel: weights split over the tensor group, activations replicated."""
+    """Megatron tensor parallel: weights are split over the tensor group, activations replicated."""
     MSP = "msp"
-    """Megatron sequence parallel: as mtp, activations between the linears split along S."""
+    """Megatron sequence parallel: like mtp, but activations between linears are split by tokens."""
     FSP = "fsp"
-    """Flash sequence parallel: as msp, saves only its shard of each gathered input."""
+    """Flash sequence parallel: like msp, but of a gathered input each rank saves only its shard."""
     ISP = "isp"
-    """Intern sequence parallel: weights split over the weight group, activations over tensor."""
+    """Intern sequence parallel: weights are split over the weight group, tokens over the tensor
+    group."""
 
     @property
     def splits_features(self) -> bool:
@@ -49,19 +50,25 @@ class Mode(StrEnum):
 
 
 class LaunchPoint(StrEnum):
-    """Point in a block for requesting the next block's weights (`forward_overlap_per: layer`)."""
+    """Point in a block at which the next block is prefetched (`forward_overlap_per: layer`)."""
 
     WQKV = "wqkv"
+    """The linear of q, k and v."""
     ATTN = "attn"
+    """Attention, which reads no weight."""
     WO = "wo"
+    """The output linear of attention."""
     W1 = "w1"
+    """The first linear of the MLP."""
 
 
 class OverlapUnit(StrEnum):
     """The unit of prefetch in forward."""
 
     LAYER = "layer"
+    """All weights of a block."""
     MODULE = "module"
+    """The weight of one linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +80,9 @@ class Prefetch:
     launch: LaunchPoint = LaunchPoint.WO
     """Point in a block at which the all-gather of the next block is launched."""
     overlap: bool = True
-    """False: each weight is gathered when it is first read."""
+    """True: weights are gathered ahead of their use; False: when they are read."""
     reshard_after_forward: bool = True
-    """False: a gathered weight is kept until its last read in the step."""
+    """True: a gathered weight is freed after forward; False: after its last read in the step."""
 
 
 class PipelineSchedule(StrEnum):
@@ -84,9 +91,9 @@ class PipelineSchedule(StrEnum):
     ONE_F_ONE_B = "1F1B"
     """One forward, one backward. Source: Narayanan et al. 2019, PipeDream-Flush."""
     INTERLEAVED = "Interleaved1F1B"
-    """1F1B over several model chunks on each rank. Source: Narayanan et al. 2021."""
+    """1F1B with several model chunks on each rank. Source: Narayanan et al. 2021."""
     INTERLEAVED_ZERO_BUBBLE = "InterleavedZeroBubble"
-    """ZB1P: weight gradients deferred into the bubble. Source: Qi et al. 2023, Zero Bubble."""
+    """ZB1P: weight gradients are computed in the bubbles. Source: Qi et al. 2023, Zero Bubble."""
     ZBV = "ZBVZeroBubble"
     """ZB-V: two model chunks on each rank; stages go from the first rank to the last and back, so
     the first rank has the first and the last stage."""
@@ -291,7 +298,7 @@ class Sequence2DConfig:
 
     @property
     def sizes(self) -> tuple[int | None, int | None]:
-        """The head and context size as configured."""
+        """(head_size, context_size) as configured."""
         return self.head_size, self.context_size
 
     def check_fits(self, tensor: int) -> None:
@@ -396,7 +403,7 @@ class ParallelConfig:
 
     @property
     def context_size(self) -> int:
-        """Ranks in a context group.  Raises ValueError if it depends on the model's heads."""
+        """Number of ranks in a context group.  Raises ValueError if it depends on the model."""
         head, context = self.sequence_2D.sizes if self._has_two_axes else (None, 1)
         if context is not None:
             return context
@@ -409,7 +416,7 @@ class ParallelConfig:
 
     @property
     def head_size(self) -> int:
-        """Ranks in a group that exchanges tokens for heads."""
+        """Number of ranks in a head group, which exchange tokens for heads."""
         return self.tensor.size // self.context_size
 
     def for_heads(self, query: int, kv: int) -> ParallelConfig:

@@ -8,7 +8,7 @@ __all__ = ["Phase"]
 
 
 class Phase(StrEnum):
-    """What a rank does at a time, for hooks, logs and clocks."""
+    """The phase of a step, or other work of a run, as hooks, logs and clocks name it."""
 
     DATA = "data loading"
     FORWARD = "forward"

@@ -33,8 +33,11 @@ class Slice(NamedTuple):
     """The tokens [begin, end) of a document."""
 
     document: int
+    """Index of the document in the row."""
     begin: int
+    """Index of the slice's first token in its document."""
     end: int
+    """Index after the slice's last token in its document."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def _prefix_cost(windows: Windows) -> Callable[[Any], Any]:
 
 @lru_cache(maxsize=64)
 def _split(lengths: tuple[int, ...], num_ranks: int, windows: Windows) -> SequenceSplit:
+    """Return `SequenceSplit.of`, computed once for each row of documents."""
     line = _Line(lengths, windows)
     held = [line.take(num_ranks - rank) for rank in range(num_ranks)]
     return SequenceSplit(lengths, line.slices(held), windows)

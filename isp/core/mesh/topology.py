@@ -79,15 +79,20 @@ class Topology:
     """
 
     world_size: int
+    """Number of all ranks."""
     mode: Mode
     tensor: int
+    """Number of ranks that share one sequence."""
     weight: int
+    """Number of ranks that together have one copy of a stage's weights."""
     pipeline: int
+    """Number of pipeline stages."""
     zero1: int
+    """Number of ranks over which the optimizer states of one weight shard are split."""
     context: int = 1
-    """Ranks of a tensor group that attend with the same heads."""
+    """Number of ranks of a tensor group that attend with the same heads."""
     expert: int = 1
-    """Ranks of a weight group that have different experts."""
+    """Number of ranks of a weight group that have different experts."""
     head_first: bool = True
     """True if the ranks of a head group are neighbors, False if those of a context group are."""
     reduces_apart: bool = False
@@ -95,7 +100,10 @@ class Topology:
 
     @classmethod
     def create(cls, world_size: int, parallel: ParallelConfig) -> Topology:
-        """Return the topology of `parallel` on `world_size` ranks. Raises ValueError as above."""
+        """Return the topology of `parallel` on `world_size` ranks.
+
+        Raises ValueError, naming the key, if a size does not divide what it has to divide.
+        """
         mode, tensor, pipeline = parallel.tensor.mode, parallel.tensor.size, parallel.pipeline.size
         # In other modes than isp, weights are cut over the tensor group.
         weight = parallel.weight.size if mode.gathers_weights else tensor
@@ -124,12 +132,12 @@ class Topology:
 
     @property
     def head(self) -> int:
-        """Ranks of a tensor group that exchange tokens for heads."""
+        """Number of ranks of a tensor group that exchange tokens for heads."""
         return self.tensor // self.context
 
     @property
     def expert_weight(self) -> int:
-        """Ranks that gather the same experts."""
+        """Number of ranks that gather the same experts."""
         return self.weight // self.expert
 
     @property
@@ -139,7 +147,7 @@ class Topology:
 
     @property
     def stage(self) -> int:
-        """Ranks in one pipeline stage."""
+        """Number of ranks in one pipeline stage."""
         return self.world_size // self.pipeline
 
     @property
@@ -214,7 +222,7 @@ class Topology:
 
     @property
     def process_groups(self) -> dict[Axis, list[Axis]]:
-        """The axes of more than one rank, by the axis whose process group they use."""
+        """The axes with groups of several ranks, by the axis whose process group they use."""
         shared: dict[Axis, list[Axis]] = {}
         for axis in Axis:
             if self.channel_axis(axis) is axis and max(map(len, self.groups(axis))) > 1:
@@ -295,10 +303,10 @@ def _require_divides(key: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def _consecutive(ranks: Sequence[int], size: int) -> list[list[int]]:
-    """Cut `ranks` into groups of `size` neighbors."""
+    """Return `ranks` cut into groups of `size` neighbors."""
     return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 
 
 def _strided(ranks: Sequence[int], stride: int) -> list[list[int]]:
-    """Cut `ranks` into `stride` groups, each of every `stride`-th rank."""
+    """Return `ranks` cut into `stride` groups, each of every `stride`-th rank."""
     return [list(ranks[i::stride]) for i in range(stride)]

@@ -48,7 +48,7 @@ class Indexer(Protocol):
         """Return n, the number of indices of a choice, for a document of `length` tokens."""
 
     def choose(self, tokens: slice, keys: Tensor, seen: Tensor) -> Tensor:
-        """Return indices [R, G, n] into keys [C, D], of those `seen` [R, C], for R tokens of T."""
+        """Return for R `tokens` the indices [R, G, n] of chosen keys [C, D], of `seen` [R, C]."""
 
 
 def choose(

@@ -31,7 +31,7 @@ __all__ = ["Placement", "rank_slices"]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The tokens of one micro-batch that each rank of `channel` has."""
+    """Which tokens of one micro-batch each rank of `channel` has; `SequenceSplit` as routes."""
 
     channel: Channel
     split: SequenceSplit

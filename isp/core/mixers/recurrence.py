@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Inputs(NamedTuple):
-    """The inputs of a scan."""
+    """The inputs of a scan: those of heads, those of groups of heads, and constants."""
 
     of_heads: tuple[Tensor, ...]
     """Inputs of each head, [T, H, ..]."""
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
 
 
 class Recurrence(Protocol):
-    """A kind of scan over the tokens of documents."""
+    """A linear recurrence, which scans the tokens of documents; splits of it use summaries."""
 
     def scan(
         self, inputs: Inputs, lengths: Sequence[int], initial: Tensor | None

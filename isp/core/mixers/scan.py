@@ -58,7 +58,7 @@ def received_bytes(
 
 
 def cheaper_way(recurrence: Recurrence, inputs: Inputs, placement: Placement) -> SequenceScan:
-    """Return by heads or by state, whichever receives fewer bytes; the same on all ranks."""
+    """Return HEADS or STATE, whichever receives fewer bytes; the same on all ranks."""
     found = received_bytes(recurrence, inputs, placement)
     return min(found, key=lambda way: found[way])
 

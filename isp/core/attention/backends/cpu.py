@@ -143,6 +143,8 @@ def _gradients(
 
 
 class _Blocks(Function):
+    """The autograd function of `CpuAttention`: one node for all blocks."""
+
     @staticmethod
     def forward(
         ctx: Any,

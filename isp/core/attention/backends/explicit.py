@@ -136,6 +136,8 @@ def _by_distance(states: Tensor, profiles: Tensor, block: MaskBlock) -> Tensor:
 
 
 class _Blocks(Function):
+    """The autograd function of `ExplicitAttention`; backward computes each block again."""
+
     @staticmethod
     def forward(
         ctx: Any,

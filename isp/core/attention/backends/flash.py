@@ -84,6 +84,7 @@ class FlashAttention:
 
 
 def _imported(module: str, function: str) -> Callable[..., Any]:
+    """Return `module.function`. Raises ValueError if it cannot be imported."""
     try:
         found: Callable[..., Any] = getattr(import_module(module), function)
     except (ImportError, OSError, AttributeError) as error:

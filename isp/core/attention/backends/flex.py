@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["FlexAttention"]
 
 _BLOCK = 128
+"""Number of queries, and of keys, of a block of the block mask."""
 _MASKS = 2
 """Number of masks whose blocks are cached: soft-capped models have layers with and without a
 window."""

@@ -34,7 +34,9 @@ class Visible:
     """A band mask: query i of a block sees key j if low <= j - i <= high; None: no limit."""
 
     low: int | None
+    """Least offset j - i that is seen."""
     high: int | None
+    """Greatest offset j - i that is seen."""
 
     def band(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Return the band as a mask [queries, keys], True where a key is seen."""
@@ -57,15 +59,18 @@ class Visible:
 
 
 EVERYTHING = Visible(None, None)
+"""The band in which every query sees every key."""
 TRIANGLE = Visible(None, 0)
+"""The causal band: query i sees keys 0 to i of the block."""
 
 
 class MaskBlock(NamedTuple):
-    """A range of queries against the range of keys that any of them sees."""
+    """A dense block of attention: a range of queries, and the keys that any of them sees."""
 
     query: range
     key: range
     visible: Visible
+    """The keys of the block that each query of the block sees."""
     diagonal: int = 0
     """Query i's own key is key i + diagonal of the block."""
 
@@ -76,7 +81,7 @@ class MaskBlock(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, slice]:
-        """Slices of the queries and of the keys."""
+        """The ranges of queries and of keys as slices, to index tensors [T, ..]."""
         return slice(self.query.start, self.query.stop), slice(self.key.start, self.key.stop)
 
 

@@ -25,6 +25,7 @@ __all__ = ["CUDNN_ALONE", "SdpaAttention"]
 
 
 CUDNN_ALONE = (SDPBackend.CUDNN_ATTENTION,)
+"""Kernels for a trial of cuDNN, without others that would compute where cuDNN cannot."""
 _FUSED = (
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

@@ -54,6 +54,8 @@ def _of_rows(rows: int, queries: int, keys: int, causal: bool, window: int | Non
 
 
 class _Sinks(Function):
+    """The autograd function of `SinkAttention`, by the formulas in the docstring of this file."""
+
     @staticmethod
     def forward(
         ctx: Any,

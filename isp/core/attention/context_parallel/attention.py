@@ -125,7 +125,7 @@ class ContextAttention:
         return self._kernels[kind]
 
     def _exchange(self, tokens: _Tokens, route: Route) -> Tensor:
-        """Attend stripe by stripe while the next stripe is sent."""
+        """Return attention [T, h, d]: each stripe is computed while the next one is sent."""
         stripes = tokens.stripes(self._num_stripes(tokens, route))
         route, outs, transfers = route.on(tokens.k.device), [], []
         for number, (_, k, v, _) in enumerate(stripes):
@@ -198,11 +198,12 @@ class _Tokens(NamedTuple):
     """Queries, keys and values of all rows, or of a stripe of their heads."""
 
     q: Tensor
-    """[T, h, d]."""
+    """Queries [T, h, d]."""
     k: Tensor
-    """[T, k, d] before the exchange, [L, k, d] after it; v has the same shape."""
+    """Keys [T, k, d], after the exchange [L, k, d]; v has the same shape."""
     v: Tensor
     extras: dict[str, Any]
+    """Further arguments of the local attention, such as sinks."""
 
     def stripes(self, number: int) -> list[_Tokens]:
         """Cut the heads into `number` stripes, as evenly as KV heads allow."""

@@ -117,6 +117,8 @@ class Ring:
 
 
 class _RingAttention(Function):
+    """The autograd function of `ring_attention`; backward fetches the blocks of keys again."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ring: Ring) -> Tensor:
         total, lse = ring.attend(q, kv)

@@ -200,6 +200,7 @@ class _Held(NamedTuple):
     begin: _Ints
     """Place of the piece's first token."""
     size: _Ints
+    """Number of tokens of the piece."""
     row: _Ints
     """Index of the piece's first token in its rank's tokens."""
 
@@ -208,16 +209,17 @@ class _Sight(NamedTuple):
     """The keys that each slice of all ranks sees, as ranges [low, high) of places."""
 
     rank: _Ints
+    """Rank that has the slice."""
     queries: _Ints
     """Number of tokens of the slice."""
     row: _Ints
     """Index of the slice's first token in its rank's tokens."""
     low: _Ints
-    """Place of the first key that it sees."""
+    """Place of the first key that the slice sees."""
     high: _Ints
-    """End of the keys that it sees."""
+    """Place after the last key that the slice sees."""
     new: _Ints
-    """First key that no earlier slice of its rank sees."""
+    """Place of the first key that no earlier slice of the same rank sees."""
     number: _Ints
     """Index of the slice among its rank's slices of the document."""
 
@@ -232,15 +234,15 @@ class Slices(NamedTuple):
     begin: _Ints
     """Place of the slice's first token."""
     end: _Ints
-    """End of the slice."""
+    """Place after the slice's last token."""
     start: _Ints
     """Place of the first token of the slice's document."""
     stop: _Ints
-    """End of the slice's document."""
+    """Place after the last token of the slice's document."""
     row: _Ints
     """Index of the slice's first token in its rank's tokens."""
     goes_on: NDArray[np.bool_]
-    """True if the slice before it is of the same rank and document."""
+    """True if the slice before this one is of the same rank and document."""
 
     @classmethod
     def of(cls, split: SequenceSplit) -> Self:
