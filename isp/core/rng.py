@@ -114,7 +114,10 @@ class RngStatesTracker:
         inside a fork.
         """
         if self._current is not None:
-            raise RuntimeError(f"set_states inside a fork of random stream {self._current!r}")
+            raise RuntimeError(
+                f"set_states was called inside a fork of random stream {self._current!r}: call it"
+                " outside of forks"
+            )
         probe = torch.Generator(self.device)
         for name, state in states.items():
             try:

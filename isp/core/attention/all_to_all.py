@@ -57,7 +57,7 @@ class Cut:
         """
         if length % num_ranks:
             raise ValueError(
-                f"dim {dim} of {length} does not divide by {num_ranks} ranks: pad it to"
+                f"dim {dim} of {length} is not divisible by {num_ranks} ranks: pad it to"
                 f" {-(-length // num_ranks) * num_ranks}"
             )
         size = length // num_ranks

@@ -328,7 +328,7 @@ class Channel:
         """
         if x.shape[dim] % self.size:
             raise ValueError(
-                f"dim {dim} of shape {tuple(x.shape)} does not divide by the {self.size} ranks"
+                f"dim {dim} of shape {tuple(x.shape)} is not divisible by the {self.size} ranks"
                 f" of the {self.name or 'channel'} group"
             )
         chunks: Tensor = x.unflatten(dim, (self.size, -1)).movedim(dim % x.dim(), 0)

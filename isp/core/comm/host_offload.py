@@ -148,8 +148,8 @@ class HostMemory:
                 buffer = pinned_memory.zeros(x.numel(), x.dtype, self._device)
         except MemoryError as error:
             raise HostMemoryError(
-                f"model.checkpoint_offload: the host has {self.reserved_bytes / 2**30:.1f} GiB of"
-                f" memory for this rank, and no further {x.nbytes / 2**20:.1f} MiB: {error}: use a"
+                f"model.checkpoint_offload: this rank has {self.reserved_bytes / 2**30:.1f} GiB of"
+                f" host memory, and cannot get {x.nbytes / 2**20:.1f} MiB more: {error}: use a"
                 f" shorter data.seq_len, a larger model.checkpoint_segment, or"
                 f" model.checkpoint_offload=false"
             ) from error

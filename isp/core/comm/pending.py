@@ -61,7 +61,7 @@ class Pending:
                 streams.in_use(*self._keep)
                 self._keep = ()
         if result is None:
-            raise RuntimeError("this transfer failed when it was first waited for")
+            raise RuntimeError("this transfer failed: its first wait() raised the error")
         return result
 
     def then(self, fn: Callable[[Tensor], Tensor]) -> Pending:

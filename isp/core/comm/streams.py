@@ -102,8 +102,8 @@ def backend_name(group: dist.ProcessGroup, device: str | None = None) -> str:
     found = next((by_device[d] for d in devices if d in by_device), None)
     if found is None:
         raise ValueError(
-            f"the process group has the backends {config}, none for tensors on"
-            f" {' or '.join(devices)}: make it with one that has"
+            f"the process group has the backends {config}, none of them for tensors on"
+            f" {' or '.join(devices)}: make the group with a backend for these"
         )
     return found
 

@@ -89,7 +89,10 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
         """Return y [S, B, O/p] for a residual, whose norm is computed here, or a norm [S, B, I]."""
         if isinstance(x, Residual):
             if self.norm is None:
-                raise ValueError(f"{self.linear.title} was made without a norm: give it one")
+                raise ValueError(
+                    f"{self.linear.title} was made without a norm, which a Residual needs: make it"
+                    " with norm="
+                )
             x = self.workspace.norm(x, self.norm, layer=self.linear.name)
         _check_features(self.linear, x, self._weight)
         out, tokens = self._out, x.shape[:-1]
@@ -202,7 +205,7 @@ def _check(
     if layer.communicator.gathers_weights:
         raise ValueError(f"{title} gathers its weight, as in isp mode: build it in mtp or msp")
     if weight is None:
-        raise ValueError(f"{title} has no weight of its own")
+        raise ValueError(f"{title} has no weight of its own: make it with its weight")
     layout = layer.layouts["weight"]
     parts, index = (layout.parts, layout.index) if layout.sharded else (1, 0)
     if (parts, index) != (group.size, group.rank) or (layout.sharded and layout.dim != dim):
@@ -313,7 +316,7 @@ class InferenceWorkspace:
         self.device, self.dtype = device, dtype
         reason = why_no_symmetric_rows(group, size, device=device, dtype=dtype)
         if reason and symmetric_memory:
-            raise ValueError(f"symmetric_memory=True cannot serve: {reason}")
+            raise ValueError(f"symmetric_memory=True is not possible: {reason}: use None")
         self._exchange: SymmetricRows | _ByChannel
         if reason or symmetric_memory is False:
             # If the channel sums locally, its reduce-scatter receives parts in a buffer, which must

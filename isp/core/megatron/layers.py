@@ -384,6 +384,6 @@ def _segments(name: str, size: int, stride: int, group: Channel) -> tuple[int, .
     if size % (stride * group.size):
         times = f"stride={stride} times " if stride > 1 else ""
         raise ValueError(
-            f"{name}={size} does not divide by {times}the {group.size} ranks of its group"
+            f"{name}={size} is not divisible by {times}the {group.size} ranks of its group: pad it"
         )
     return (size // stride,) * stride

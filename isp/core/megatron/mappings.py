@@ -160,7 +160,7 @@ def _parts(
     if sizes is None:
         if length % channel.size:
             raise ValueError(
-                f"dim {dim} of shape {tuple(x.shape)} does not divide by the {channel.size} ranks"
+                f"dim {dim} of shape {tuple(x.shape)} is not divisible by the {channel.size} ranks"
                 f" of the {channel.name or 'channel'} group: give the split sizes"
             )
         sizes = [length // channel.size] * channel.size

@@ -21,7 +21,7 @@ __all__ = [
 def divide(numerator: int, denominator: int) -> int:
     """Return the quotient. Raises ValueError if there is a remainder."""
     if numerator % denominator:
-        raise ValueError(f"{numerator} does not divide by {denominator}")
+        raise ValueError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
 
 
