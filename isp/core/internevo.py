@@ -81,7 +81,7 @@ class ISPOverlapState:
     @classmethod
     def of_chunks(cls, communicator: ISPCommunicator) -> list[ISPOverlapState]:
         """Return the state of each chunk; a shared weight is listed in its first chunk only."""
-        left = dict(communicator._gatherer.weights)
+        left = dict(communicator._gatherer.weights)  # popped below: a shared weight is listed once
         return [
             cls(
                 tuple(

@@ -95,6 +95,7 @@ class SequenceRanks:
         `lengths` are those of the documents. A context rank's tokens, in the order of its slices,
         are cut evenly over its head ranks.
         """
+        # The split orders tokens by context rank, each with the tokens of its head ranks in turn.
         order = torch.from_numpy(self.split(lengths).order)
         if self.head_first:
             return order

@@ -220,6 +220,7 @@ class Channel:
                 parts,
                 keep=(x, parts, out),
             ).then(lambda parts: _sum_in_rank_order(parts.view(self.size, *out.shape), out))
+        # The backend sums in the dtype of its input.
         wide = x if x.dim() == out.dim() else x.flatten(0, 1)
         if wide.dtype != out.dtype:  # a `to` that converts nothing still costs a dispatch
             wide = wide.to(out.dtype)

@@ -84,6 +84,7 @@ class RollCall:
         collective, launched = error.collective, dict[str, int]()
         for channel in self._channels:
             launched |= channel.progress()
+        # Written first: other ranks may be waiting for this entry.
         store.set(str(self._rank), _Entry(collective, launched).to_json())
         # A lost connection means that another rank has ended, which may have written a verdict.
         if "timed out" not in str(error).lower():

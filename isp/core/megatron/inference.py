@@ -415,6 +415,7 @@ class InferenceWorkspace:
         float64 stays float64. `F.rms_norm` itself would allocate its result.
         """
         x, out, scale, weight = views.rows, views.normed, views.scale, norm.weight.detach()
+        # In float32 and float64 the result's own buffer is wide enough for intermediate values.
         wide = out if views.wide is None else views.wide
         torch.pow(x if wide is out else wide.copy_(x), 2, out=wide)
         torch.mean(wide, -1, keepdim=True, out=scale)

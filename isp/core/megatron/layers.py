@@ -143,6 +143,7 @@ class ColumnParallelLinear(_Linear):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         segments = _segments("output_size", output_size, stride, group)
+        # fsp instead of msp: Megatron-LM also gathers x again in backward instead of saving it.
         mode = Mode.FSP if sequence_parallel else Mode.MTP
         super().__init__(
             _split((output_size, input_size), dim=0, segments=segments, group=group),
@@ -186,6 +187,7 @@ class ColumnParallelLinear(_Linear):
 
     def _gathered(self, y: Tensor) -> Tensor:
         """Gather [.., O/p] to [.., O], ordered by segments (`stride`), not by ranks."""
+        # The gathered features are rank by rank, each with its part of every segment.
         y = gather_from_tensor_model_parallel_region(y, self.group)
         num_segments = len(self.layouts["weight"].segments)
         parts = y.unflatten(-1, (self.group.size, num_segments, -1))  # [.., p, segments, n]
@@ -245,7 +247,7 @@ class RowParallelLinear(_Linear):
             bias_layout=ParameterLayout(global_shape=(output_size,), reduce_over=Axis.DATA)
             if bias
             else None,
-            bias_after_move=True,
+            bias_after_move=True,  # once, not once on each rank
             moves=moves_for(mode, Role.ROW, group, sequence_dim=sequence_dim),
             communicator=LocalWeights(),
             skip_bias_add=skip_bias_add,

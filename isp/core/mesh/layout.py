@@ -100,7 +100,7 @@ class ParameterLayout:
         """Return the interval of each segment along `dim` in shard `index` (None: this rank's)."""
         index = self.index if index is None else index
         intervals, begin = [], 0
-        group, within = divmod(index, self.parts // self.groups)
+        group, within = divmod(index, self.parts // self.groups)  # shards count group by group
         for size in self.segments:
             # Cut this parameter together with the rows before and after it, then clip to it.
             of_group = chunk_range(self.rows_before + size + self.rows_after, self.groups, group)
@@ -216,7 +216,7 @@ def boxes_of(layout: ParameterLayout, rows: Interval | None = None) -> tuple[Box
     for global_start, local_start, length in _runs(layout):
         start, size, local = list(zeros), list(sizes), list(zeros)
         start[dim], size[dim], local[dim] = global_start, length, local_start
-        if dim == 0:  # rows are along the split dim, so each run has some of them
+        if dim == 0:  # rows are along the split dim: clip the run to them
             first, last = max(begin, local_start), min(end, local_start + length)
             start[0], local[0] = global_start + first - local_start, first - begin
         else:

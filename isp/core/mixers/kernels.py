@@ -58,7 +58,7 @@ def delta_rule(
     if g.dim() == 3:
         found = ("fla.ops.kda", "chunk_kda")
     kernel = _kernel(*found, ("cu_seqlens", "cu_seqlens_cpu"), v, [k.shape[-1]])
-    if kernel is None or min(lengths, default=0) == 0:
+    if kernel is None or min(lengths, default=0) == 0:  # empty segments: ISP's code
         return None
     wide = torch.promote_types(v.dtype, torch.float32)
     ends = torch.tensor([0, *accumulate(lengths)])
@@ -70,7 +70,7 @@ def delta_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=normalise,
         cu_seqlens=pinned_memory.send(ends, v.device),
-        cu_seqlens_cpu=ends,
+        cu_seqlens_cpu=ends,  # or the kernel would read the ends back from the device
     )
     return out[0], states
 
@@ -100,6 +100,7 @@ def mamba2(
     parts = (x, dt, B.to(x.dtype), C.to(x.dtype))
     if initial is None and len(lengths) > 1:
         counts = pinned_memory.send(torch.tensor(lengths), x.device)
+        # With `output_size`, the host does not wait for the sum of the counts.
         index = torch.repeat_interleave(counts, output_size=len(x)).int().unsqueeze(0)
         x, dt, B, C = (t.unsqueeze(0) for t in parts)
         return kernel(x, dt, A, B, C, _CHUNK, seq_idx=index, **options)[0], None

@@ -80,7 +80,7 @@ class ExplicitAttention:
             lengths,
             causal=mask.causal,
             window=mask.window,
-            split_up_to=q.shape[1],
+            split_up_to=q.shape[1],  # all: plain products have no causal flag
             rows=block_rows(q.shape[2], max(keys for _, keys in lengths)),
         )
         if sinks is not None:

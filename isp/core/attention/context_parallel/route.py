@@ -180,6 +180,8 @@ def ring_routes(split: SequenceSplit, rank: int, *, causal: bool) -> tuple[Route
     places = np.append(_starts(cut.end - cut.begin), sizes.sum())  # of each slice's first token
     row = 1 + sizes.sum()  # rank * row + token sorts slices by rank, then by token
     routes = []
+    # For each step, the places of the first key and of the end of the keys that a slice sees among
+    # the tokens of rank `by`: found by bisection, as these are sorted by token.
     for step in range(num_ranks):
         by = (cut.rank - step) % num_ranks
         low, high = (
