@@ -26,7 +26,7 @@ class MicroBatch:
     """The token to predict at each place, or -100 for none; shape and dtype as `tokens`."""
 
     positions: Tensor
-    """Positions for rotary embeddings, shape and dtype as `tokens`; if packed, of each piece."""
+    """Positions for rotary embeddings, shaped like `tokens`; they restart in each packed piece."""
 
     cu_seqlens: Tensor | None
     """int32 [n + 1]: where each document's piece begins in the row, then B * S; None: not packed.

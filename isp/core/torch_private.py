@@ -188,10 +188,10 @@ def argument_schemas(func: Any) -> Any:
 
 
 grouped_mm: Any = torch._grouped_mm
-"""Multiply runs of rows by a matrix each, as experts do.
+"""Multiply each group of rows by its own matrix, as experts do.
 
 Needed to recognize calls of transformers, in function modes. Public: `torch.nn.functional.
-grouped_mm`, which calls it. If torch changes it, tests in float64 fail, as the kernel lacks it.
+grouped_mm`, which calls it. If torch changes it, tests in float64 fail, which the kernel lacks.
 """
 
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm

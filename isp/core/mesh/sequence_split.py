@@ -2,8 +2,8 @@
 
 S tokens of a row, c context ranks
 
-All tokens are sorted by cost, and each rank takes some cheap ones from the front and some expensive
-ones from the back. See [Note: From both ends] in docs/design/notes/mesh.md.
+Documents form a line, cheapest tokens first, and each rank takes tokens from both ends of the line,
+so that all ranks have equal costs. See [Note: From both ends] in docs/design/notes/mesh.md.
 """
 
 from __future__ import annotations

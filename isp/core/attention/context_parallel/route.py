@@ -59,8 +59,9 @@ class Route:
     first: Tensor
     """Index [R] of the first of the L rows that has each received key."""
     again: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs (indices of received keys, rows of their second copies), then third copies and so on. A
-    pair has a key at most once, so `index_add_` adds the copies in a fixed order."""
+    """Pairs (indices of received keys, rows of further copies of them); pair i has the copies in
+    the slices that have number i + 1 in their document on this rank. A pair has a key at most once,
+    so `index_add_` adds copies in a fixed order."""
     queries: Tensor | None
     """Indices of this rank's tokens that see any of these keys; None: all do."""
     mask: AttentionMask
