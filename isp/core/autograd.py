@@ -51,6 +51,7 @@ def writable(x: Tensor) -> Tensor:
     `F.embedding` return views. Memory and version counter stay shared, so autograd still detects
     that a saved tensor was written into.
     """
+    # `detach` only where needed: it costs a call in every forward.
     return x.detach() if is_view(x) else x
 
 

@@ -95,6 +95,7 @@ class _DataParallel(nn.Module):
     def _start_equal(self, channel: Channel) -> None:
         """Broadcast the weights and buffers of the channel's first rank to every replica."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        # All are launched before the first is waited for.
         sent = [
             channel.broadcast_(x.detach(), tag=Tag(Purpose.PUBLISHED_WEIGHT, name))
             for name, x in tensors

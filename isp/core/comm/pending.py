@@ -57,7 +57,7 @@ class Pending:
             self._finish = self._result = None
             found = finish()
             self._result = result = found if result is None else result
-            if self._keep:
+            if self._keep:  # the transfer may still run [Note: Lifetime of tensors in flight]
                 streams.in_use(*self._keep)
                 self._keep = ()
         if result is None:

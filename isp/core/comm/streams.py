@@ -77,6 +77,7 @@ def in_use(*tensors: Tensor) -> None:
     streams still read it. After this call it is reused only when the work that is queued on the
     current stream at the time of the free is done.
     """
+    # The current stream is looked up once, and only if a tensor needs it.
     stream = None
     for tensor in tensors:
         if tensor.is_cuda:

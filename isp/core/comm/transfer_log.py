@@ -273,6 +273,7 @@ class CommLog:
         def timed() -> None:
             begin = finish = clock.mark()
             work.wait()
+            # A wait on another stream delays no compute, so it counts as no time.
             if streams.current(clock.device) == clock.compute:
                 finish = clock.mark()
             transfer.waited = True
@@ -312,6 +313,7 @@ class CommLog:
             else:
                 under_way.append(timed)
         self._timed = under_way
+        # By `id`, as records are not hashable.
         unsettled = {id(timed.transfer) for timed in under_way}
         taken, self.transfers = self.transfers, []
         complete: list[TimedTransfer] = []

@@ -95,6 +95,7 @@ class InferenceLayerNormColumnParallelLinear(nn.Module):
                 )
             x = self.workspace.norm(x, self.norm, layer=self.linear.name)
         _check_features(self.linear, x, self._weight)
+        # The view is kept until the number of tokens changes: making one takes the host's time.
         out, tokens = self._out, x.shape[:-1]
         if out is None or out.shape[:-1] != tokens:
             out = self._out = self.workspace.first(self._buffer, tokens)
@@ -133,6 +134,7 @@ class InferenceRowParallelLinear(nn.Module):
     def add_norm(self, x: Tensor, residual: Residual, norm: Norm) -> Tensor:
         """Add y of x [S, B, I/p] to the residual, and return the norm of the sum, [S, B, O]."""
         self._partial(x)
+        # The bias is added after the sum over the ranks, once.
         layer = self.linear.name
         return self.workspace.add_norm(residual, norm, bias=self._bias, layer=layer)
 
@@ -206,6 +208,7 @@ def _check(
         raise ValueError(f"{title} gathers its weight, as in isp mode: build it in mtp or msp")
     if weight is None:
         raise ValueError(f"{title} has no weight of its own: make it with its weight")
+    # A weight that is not sharded fits a group of one rank.
     layout = layer.layouts["weight"]
     parts, index = (layout.parts, layout.index) if layout.sharded else (1, 0)
     if (parts, index) != (group.size, group.rank) or (layout.sharded and layout.dim != dim):

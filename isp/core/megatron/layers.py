@@ -69,6 +69,7 @@ class _Initialized(ParallelModule):
         """Fill the full weight by `init_method` and keep this rank's part; set the bias to zero."""
         for name, parameter in self.named_parameters(recurse=False):
             layout = self.layouts[name]
+            # In float32 on CPU, so that the values depend on neither dtype, device nor group size.
             full = torch.zeros(layout.global_shape, dtype=torch.float32, device=CPU)
             if name != "bias":
                 self.init_method(full)

@@ -182,6 +182,7 @@ class WeightConfig:
     @property
     def unused(self) -> list[str]:
         """Keys that were changed but have no effect, because weights are not gathered (size 1)."""
+        # vocab_parallel_loss has an effect without a weight group: it shards the loss over tensor.
         alone = WeightConfig(vocab_parallel_loss=self.vocab_parallel_loss)
         keys = (item.name for item in fields(self)) if self.size == 1 else ()
         return [key for key in keys if getattr(self, key) != getattr(alone, key)]

@@ -86,6 +86,7 @@ class ParameterLayout:
             object.__setattr__(self, "segments", (self.global_shape[self.dim],))
         assert sum(self.segments) == self.global_shape[self.dim], self
         assert 0 <= self.index < self.parts, self
+        # Several parameters are cut as one only along rows, and without fused segments.
         assert not (self.rows_before or self.rows_after) or (
             self.dim == 0 and len(self.segments) == 1
         ), self
@@ -200,6 +201,7 @@ class Box(NamedTuple):
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self[:2], offsets, sizes, strict=True))
         start = tuple(map(max, self.offsets, offsets))
         size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
+        # The overlap is as far from the box's begin in the local tensor as in the global one.
         moved = zip(self.local_offsets, start, self.offsets, strict=True)
         return Box(start, size, tuple(x + a - b for x, a, b in moved)) if min(size) > 0 else None
 

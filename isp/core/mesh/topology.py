@@ -114,6 +114,7 @@ class Topology:
         if mode.gathers_weights:
             _require_divides("parallel.weight.size", weight, ranks, stage)
         replicas = stage // weight
+        # 0 and -1 mean all replicas.
         zero1 = parallel.zero1.size if parallel.zero1.size > 0 else replicas
         axis = Axis.WEIGHT_DATA if mode.gathers_weights else Axis.DATA
         _require_divides("parallel.zero1.size", zero1, f"the {axis} size", replicas)
@@ -176,6 +177,7 @@ class Topology:
                 return _strided(range(self.world_size), self.stage)
             case Axis.EMBEDDING:
                 pipelines = self.groups(Axis.PIPELINE)
+                # One rank if there is one stage; ranks of the stages between are alone.
                 ends = [sorted({pipeline[0], pipeline[-1]}) for pipeline in pipelines]
                 return ends + [[rank] for pipeline in pipelines for rank in pipeline[1:-1]]
             case Axis.TENSOR:
@@ -189,6 +191,7 @@ class Topology:
                 return [g for s in stages for g in _strided(s, self.tensor)]
             case Axis.WEIGHT:
                 return [g for s in stages for g in _consecutive(s, self.weight)]
+            # Neighbors gather the same experts; ranks with different experts are further apart.
             case Axis.EXPERT:
                 weights = self.groups(Axis.WEIGHT)
                 return [g for ranks in weights for g in _strided(ranks, self.expert_weight)]

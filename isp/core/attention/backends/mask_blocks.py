@@ -52,6 +52,7 @@ class Visible:
 
     def within(self, num_queries: int, num_keys: int) -> Visible:
         """Return the band with each limit that hides no key in a block of this size set to None."""
+        # In a block, j - i is from 1 - num_queries to num_keys - 1.
         return Visible(
             None if self.low is None or self.low <= 1 - num_queries else self.low,
             None if self.high is None or self.high >= num_keys - 1 else self.high,
@@ -98,7 +99,7 @@ def document_lengths(
     return tuple(zip(mask.lengths, mask.key_lengths, strict=True))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # all layers of a kind need the same blocks
 def blocks_of(
     lengths: tuple[tuple[int, int], ...],
     *,
@@ -151,7 +152,7 @@ def document_blocks(
     see no key are in no block.
     """
     offset = num_keys - num_queries
-    # query i sees key j if low <= j - i <= high
+    # Query i sees key j if low <= j - i <= high; its own key is i + offset.
     low = None if window is None else offset - window + 1
     high = offset if causal else None if window is None else offset + window - 1
     if num_queries == 0 or num_keys == 0:
@@ -160,7 +161,8 @@ def document_blocks(
     one_triangle = whole == TRIANGLE and offset == 0 and num_queries > split_up_to
     if whole == EVERYTHING or one_triangle:
         return [MaskBlock(range(num_queries), range(num_keys), whole, offset)]
-    first = 0 if high is None else max(0, -high)  # queries before it see nothing
+    # With fewer keys than queries, the first queries see no key.
+    first = 0 if high is None else max(0, -high)
     starts = range(first, num_queries, rows)
     return [
         _block(range(i, min(i + rows, num_queries)), num_keys, offset, low, high) for i in starts

@@ -164,6 +164,7 @@ class ContextAttention:
     def _routes(self, q: Tensor, mask: AttentionMask, *, in_ring: bool) -> tuple[Route, ...]:
         """Return the routes for a mask, after checking that q has this rank's number of tokens."""
         batch_size, length = q.shape[:2]
+        # Without documents each row is one document, which has all ranks' tokens.
         lengths: tuple[int, ...] = (length * self.channel.size,)
         rows = batch_size
         if mask.cu_seqlens is not None:
@@ -210,7 +211,7 @@ class _Tokens(NamedTuple):
         if number == 1:
             return [self]
         heads, group = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
-        sizes = [len(range(i, heads, number)) for i in range(number)]
+        sizes = [len(range(i, heads, number)) for i in range(number)]  # differ by at most one
         queries = [group * size for size in sizes]
         extras: list[dict[str, Any]] = [{}] * number
         if "sinks" in self.extras:
